@@ -44,12 +44,10 @@ def ask_all(
     left_out: dict | None = None,
     compiled: CompiledStep | None = None,
 ) -> list[Answer | None]:
-    """The answers to `questions`, in their order.
-
-    progress: the title of a progress bar. log: a JSON-lines file that gets the answers; what it has, of the same model,
-    tokenizer, picture and prompt, is not asked again. left_out: gets, by id, why a question cannot be asked (a picture,
-    a long prompt), whose answer is then None; without it that is a UserError. compiled: decodes the full batches.
-    """
+    """The answers to `questions`, in their order. progress: the title of a progress bar. log: a JSON-lines file that
+    gets the answers; what it has, of the same model, tokenizer, picture and prompt, is not asked again. left_out: gets,
+    by id, why a question cannot be asked (a picture, a long prompt), whose answer is then None; without it that is a
+    UserError. compiled: decodes the full batches."""
     marks = [""] * len(questions) if log is None else marks_of(model, processor, questions, max_new_tokens)
     with contextlib.nullcontext((None, {})) if log is None else open_log(log) as (file, logged):
         answers: list[Answer | None] = [logged.get(mark) for mark in marks]
@@ -153,11 +151,9 @@ def choose(model, processor, questions: list[Question], batch: Batch, pictures: 
 
 @torch.no_grad()
 def log_likelihoods(model, batch: Batch, choices, image_features=None, image_index=None) -> list[torch.Tensor]:
-    """log p, in nats, of each row's choices (token ids, with or without the end token) after its picture and prefix.
-
-    A prompt is read once into the cache, whose rows are then repeated for the choices; choices of one token need no
-    more than the prompt. Raises NonFiniteError.
-    """
+    """log p, in nats, of each row's choices (token ids, with or without the end token) after its picture and prefix. A
+    prompt is read once into the cache, whose rows are then repeated for the choices; choices of one token need no more
+    than the prompt. Raises NonFiniteError."""
     owner = torch.tensor([row for row, of_row in enumerate(choices) for _ in of_row], device=batch.input_ids.device)
     targets = pad_sequence([torch.tensor(ids) for of_row in choices for ids in of_row], True, -100).to(owner)
     read = targets[:, :-1]  # the inputs that predict the rest of a choice

@@ -16,25 +16,24 @@ Sources: EleutherAI/lm-evaluation-harness, lm_eval/tasks; Hendrycks et al. 2021 
 al. 2017 (RACE), Clark et al. 2018 (ARC).
 """
 
-import json
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
 from eval import vqa
-from eval.bench import PROMPT_FLAG, Benchmark, limit_flag, run
+from eval.bench import PROMPT_FLAG, Benchmark, Row, run, write_records
 from eval.command import whole
 from eval.data import check, check_unique, fill_prompt, find_picture, read, records_in, rows_in, text
 from eval.pictures import Dice
 from eval.question import Question
 from eval.records import gray_picture, picture_names
-from eval.report import Row
-from model.common import UserError, quoted, read_json, run_command, shown, write_text
+from model.common import UserError, quoted, read_json, run_command, shown
 
 LETTERS = tuple("ABCD")
 TEXT_PROMPT = "Question: {question}\nAnswer:"
@@ -85,29 +84,9 @@ def exam(args: Namespace, head: str, ending: str, names: Mapping[str, str], colu
     return questions
 
 
-CMMLU = """
-    agronomy 农学 anatomy 解剖学 ancient_chinese 古汉语 arts 艺术学 astronomy 天文学 business_ethics 商业伦理
-    chinese_civil_service_exam 中国公务员考试 chinese_driving_rule 中国驾驶规则 chinese_food_culture 中国饮食文化
-    chinese_foreign_policy 中国外交政策 chinese_history 中国历史 chinese_literature 中国文学
-    chinese_teacher_qualification 中国教师资格 clinical_knowledge 临床知识 college_actuarial_science 大学精算学
-    college_education 大学教育学 college_engineering_hydrology 大学工程水文学 college_law 大学法律
-    college_mathematics 大学数学 college_medical_statistics 大学医学统计 college_medicine 大学医学
-    computer_science 计算机科学 computer_security 计算机安全 conceptual_physics 概念物理学
-    construction_project_management 建设工程管理 economics 经济学 education 教育学 electrical_engineering 电气工程
-    elementary_chinese 小学语文 elementary_commonsense 小学常识 elementary_information_and_technology 小学信息技术
-    elementary_mathematics 初等数学 ethnology 民族学 food_science 食品科学 genetics 遗传学 global_facts 全球事实
-    high_school_biology 高中生物 high_school_chemistry 高中化学 high_school_geography 高中地理
-    high_school_mathematics 高中数学 high_school_physics 高中物理学 high_school_politics 高中政治
-    human_sexuality 人类性行为 international_law 国际法学 journalism 新闻学 jurisprudence 法理学
-    legal_and_moral_basis 法律与道德基础 logical 逻辑学 machine_learning 机器学习 management 管理学 marketing 市场营销
-    marxist_theory 马克思主义理论 modern_chinese 现代汉语 nutrition 营养学 philosophy 哲学
-    professional_accounting 专业会计 professional_law 专业法学 professional_medicine 专业医学
-    professional_psychology 专业心理学 public_relations 公共关系 security_study 安全研究 sociology 社会学
-    sports_science 体育学 traditional_chinese_medicine 中医中药 virology 病毒学 world_history 世界历史
-    world_religions 世界宗教""".split()
 MMLU_HEAD = "The following are multiple choice questions (with answers) about {}.\n\n"
+CMMLU_NAMES = read_json(Path(__file__).with_name("cmmlu.json"))
 CMMLU_HEAD = "以下是关于{}的单项选择题，请直接给出正确答案的选项。\n\n"
-CMMLU_NAMES: dict[str, str] = dict(zip(CMMLU[::2], CMMLU[1::2], strict=True))
 mmlu = partial(exam, head=MMLU_HEAD, ending="Answer:", names={})
 cmmlu = partial(exam, head=CMMLU_HEAD, ending="答案：", names=CMMLU_NAMES, columns=7)
 
@@ -115,10 +94,8 @@ cmmlu = partial(exam, head=CMMLU_HEAD, ending="答案：", names=CMMLU_NAMES, co
 
 
 def race(args: Namespace) -> list[Question]:
-    """The last question on each passage of `test/high`, or of the folder itself; the others stand before it.
-
-    Of a question that ends in a blank, the harness shows the blank and the answer alone, and so does this.
-    """
+    """The last question on each passage of `test/high`, or of the folder itself; the others stand before it. Of a
+    question that ends in a blank, the harness shows the blank and the answer alone, and so does this."""
 
     def of_passage(name: str, record: dict) -> Question:
         prompt = f"Article: {text(record, 'article')}\n\n"
@@ -148,10 +125,8 @@ def arc(args: Namespace) -> list[Question]:
 
 def own(args: Namespace) -> list[Question]:
     """{"question", "choices", "answer"}, JSON lines: the answer is a choice's number, from 0, its text or its letter.
-
-    "subject" and "image", the name of a picture or a list of them, may be given.
-    """
-    folder = Path(args.images or Path(args.data).parent)
+    "subject" and "image", the name of a picture or a list of them, may be given."""
+    folder, numbers = Path(args.images or Path(args.data).parent), count(1)
 
     def of_record(record: dict) -> Question:
         choices, right, names = record["choices"], record["answer"], picture_names(record)
@@ -162,12 +137,12 @@ def own(args: Namespace) -> list[Question]:
         check(choices.count(choices[right]) == 1, f"choices has {quoted(choices[right])}, the right one, twice")
         prompt, pictures = (
             fill_prompt(args.template, text(record, "question")),
-            [find_picture(folder, n) for n in names],
+            map(partial(find_picture, folder), names),
         )
-        return question("", record.get("subject", "own"), prompt, choices, right, tuple(pictures), "\n".join(names))
+        about = record.get("subject", "own"), prompt, choices, right, tuple(pictures), "\n".join(names)
+        return question(next(numbers), *about)
 
-    made = read(args.data, of_record, records_in(args.data)[: args.limit])
-    return [replace(q, id=str(number), group=q.group or str(number)) for number, q in enumerate(made, 1)]
+    return read(args.data, of_record, records_in(args.data)[: args.limit])
 
 
 def embedded_scenes(args: Namespace) -> list[Question]:
@@ -178,8 +153,8 @@ def embedded_scenes(args: Namespace) -> list[Question]:
     for number, q in enumerate(asked):
         dice, right = Dice(f"choices/scene/{number}"), q.truth.answer
         others = sorted(answers[q.truth.question_type] - {right})
-        others = dice.draw(others, min(3, len(others)))
-        choices = dice.draw([right, *others], 1 + len(others))
+        choices = [right, *dice.draw(others, min(3, len(others)))]
+        choices = dice.draw(choices, len(choices))
         about = q.truth.answer_type, q.prefix, choices, choices.index(right)
         questions.append(question(f"scene/{number}", *about, q.picture, q.key))
     return questions
@@ -194,19 +169,14 @@ class Choices(Benchmark):
         "--task": dict(help="scenes are embedded", default="scenes", choices=TASKS),
         "--data": dict(help="folder of mmlu, cmmlu or race, file of arc or jsonl (default: none)", metavar="PATH"),
         "--images": dict(help="folder of the pictures of a jsonl file (default: its own)", metavar="DIR"),
-        "--shots": dict(
-            help="of mmlu and cmmlu, examples before a question", default=5, type=whole(0, 100), metavar="K"
-        ),
+        "--shots": dict(help="examples before a question of an exam", default=5, type=whole(0, 100), metavar="K"),
         "--prompt": dict(help=f"{PROMPT_FLAG['help'][:-1]}; of language models {TEXT_PROMPT!r})"),
-        "--limit": limit_flag(
-            f"questions, the first N, of each subject of an exam (default: all, {EMBEDDED} embedded)"
-        ),
     }
+    limit = f"questions, the first N, of each subject of an exam (default: all, {EMBEDDED} embedded)"
 
     def questions(self, args):
         if (args.data is None) != (args.task == "scenes"):
-            without = "takes no --data: leave it out, or name its task, such as --task jsonl"
-            raise UserError(f"--task {args.task} {without if args.data else 'needs --data: its official files'}")
+            raise UserError(f"--task {args.task}: scenes take no --data, all other tasks need it: their official files")
         questions = TASKS[args.task](args)
         check_unique((question.id for question in questions), args.data or args.task)
         return questions
@@ -223,16 +193,16 @@ class Choices(Benchmark):
     def summary(self, rows):
         lines = super().summary(rows)
         if len(subjects := list(lines.values())[1:]) > 1:
-            count = len(subjects)
-            lines["mean over subjects"] = {name: sum(of[name] or 0 for of in subjects) / count for name in subjects[0]}
+            means = {name: sum(of[name] or 0 for of in subjects) / len(subjects) for name in subjects[0]}
+            lines["mean over subjects"] = means
         return lines
 
     def write(self, rows, out, subject):
         results = []
-        for q, likelihoods, _ in (row for row in rows if row.answer is not None):
+        for q, likelihoods, _ in rows:
             written = {"id": q.id, "subject": q.kind, "picture": q.key if q.picture else "", "choices": q.choices}
             results.append(written | {"answer": q.truth, "log_likelihoods": likelihoods})
-        write_text(out / "results.json", json.dumps(results, ensure_ascii=False, indent=0) + "\n")
+        write_records(out / "results.json", results)
 
     def read(self, file, args):
         def row(record: dict) -> Row:

@@ -39,11 +39,9 @@ def fill_prompt(template: str, question: str) -> str:
 
 
 def read(path: str | Path, make: Callable, records: Places | None = None, refuse: Callable | None = None) -> list:
-    """make(record) for each object of a JSON list or of JSON lines, or for `records` of the file.
-
-    What `make` raises is a UserError with the place; with `refuse`, refuse(problem) stands in for the record.
-    Raises UserError for a file without any good record.
-    """
+    """make(record) for each object of a JSON list or of JSON lines, or for `records` of the file. What `make` raises is
+    a UserError with the place; with `refuse`, refuse(problem) stands in for the record. Raises UserError for a file
+    without any good record."""
     made, problems = [], []
     for place, record in records_in(path) if records is None else records:
         try:
@@ -137,10 +135,8 @@ def find_picture(folder: str | Path, name: str) -> Path:
 
 @dataclass(frozen=True)
 class Annotation:
-    """A question and its answers as published: an object for each annotator, of a test split none.
-
-    answer: the most frequent one. image: the name of the picture in its folder.
-    """
+    """A question and its answers as published: an object for each annotator, of a test split none. answer: the most
+    frequent one. image: the name of the picture in its folder."""
 
     question_id: int | str
     answers: tuple[dict, ...] = ()
@@ -155,11 +151,9 @@ class Annotation:
 
 def read_vqa(questions: str | Path, annotations: str | Path | None = None) -> tuple[str, list[Annotation]]:
     """Questions of VQAv2, GQA, TextVQA or VizWiz, and the scoring that fits: official, textvqa, vizwiz or gqa.
-
     annotations: by default the same file; if it holds no answers, there are none. A file with one answer per question
-    can only be scored by exact match, as GQA is; one whose answers have no ids only by position, as TextVQA is.
-    Raises UserError, also for an id that occurs twice and for a question without its annotation.
-    """
+    can only be scored by exact match, as GQA is; one whose answers have no ids only by position, as TextVQA is. Raises
+    UserError, also for an id that occurs twice and for a question without its annotation."""
     source = annotations or questions
     (_, subset, asked), (layout, _, answered) = records_of(questions, "questions"), records_of(source, "annotations")
     truths = {truth.question_id: truth for truth in read(source, annotation, answered)}
@@ -222,17 +216,18 @@ def annotation(record: dict) -> Annotation:
 
 @dataclass(frozen=True)
 class NeedleTest:
-    """M haystack pictures of N×N sub-images, and the K needles to find in them.
-
-    `haystack` holds, for each of the M pictures, its N² sub-images' names, row-major; `places` the (index, row, col) of
-    each needle, counted from 0, or `ABSENT`; `targets` and `captions` the needles' own pictures and their descriptions.
-    """
+    """M haystack pictures of N×N sub-images, and the K needles to find in them. `haystack` holds, for each of the M
+    pictures, its N² sub-images' names, row-major; `places` the (index, row, col) of each needle, counted from 0, or
+    `ABSENT`; `targets` and `captions` the needles' own pictures and their descriptions; `pictures` functions that give
+    the M pictures, and `files` those that they read."""
 
     id: int
     haystack: tuple[tuple[str, ...], ...]
     places: tuple[tuple[int, int, int], ...]
     targets: tuple[str, ...]
     captions: tuple[str, ...]
+    pictures: tuple[Callable, ...] = ()
+    files: tuple[Path, ...] = ()
 
     @property
     def side(self) -> int:
@@ -251,10 +246,8 @@ def read_captions(path: str | Path) -> dict[str, str]:
 
 
 def read_needle_tests(metadata: str | Path, annotations: str | Path, captions: str | Path) -> list[NeedleTest]:
-    """Tests from MMNeedle's `N_N.json`, `annotations_M_N_N.json` (K > 1: `K_annotations_…`) and a caption file.
-
-    Raises UserError, also where the files contradict each other.
-    """
+    """Tests from MMNeedle's `N_N.json`, `annotations_M_N_N.json` (K > 1: `K_annotations_…`) and a caption file. Raises
+    UserError, also where the files contradict each other."""
     described, stitched, grids = read_captions(captions), read_json(metadata), {}
     with problems_at(metadata):
         for name, images in stitched.items():

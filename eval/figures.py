@@ -1,4 +1,4 @@
-"""Figures, drawn with Pillow alone: heatmaps, charts with intervals, contact sheets, boxes.
+"""Figures, drawn with Pillow alone: heatmaps, line charts, contact sheets, boxes.
 
 In: numbers and pictures. Out: `PIL.Image` in RGB, on white: one file is legible on light and on dark pages. Lengths are
 in points, of `DENSITY` pixels. A canvas is drawn `SMOOTH` times finer, since Pillow does not smooth edges of shapes.
@@ -7,7 +7,7 @@ in points, of `DENSITY` pixels. A canvas is drawn `SMOOTH` times finer, since Pi
 import math
 import textwrap
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -51,7 +51,7 @@ class Canvas:
         self.scale = DENSITY * SMOOTH
         self.image = Image.new("RGB", (round(width * self.scale), round(height * self.scale)), PAPER)
         self.draw = ImageDraw.Draw(self.image)
-        self.text(width / 2, 22, title, 16, anchor="mm")
+        self.text(width / 2, 22, title, 16)
 
     def _px(self, *points: float) -> list[int]:
         return [round(value * self.scale) for value in points]
@@ -66,7 +66,7 @@ class Canvas:
     def dot(self, x: float, y: float, radius: float, color: Color) -> None:
         self.draw.ellipse(self._px(x - radius, y - radius, x + radius, y + radius), color)
 
-    def text(self, x: float, y: float, text: str, size: float = 12, color: Color = INK, anchor: str = "lm") -> None:
+    def text(self, x: float, y: float, text: str, size: float = 12, color: Color = INK, anchor: str = "mm") -> None:
         """Text at (x, y); `anchor` is Pillow's: l, m or r, then a(scender), m or d(escender)."""
         x, y = self._px(x, y)
         self.draw.text((x, y), printable(text), color, _font(*self._px(size)), anchor)
@@ -125,36 +125,29 @@ def _ink_on(color: Color) -> Color:
     return INK if luminance > 140 else PAPER
 
 
-def heatmaps(
-    grids: Mapping[str, Sequence[Sequence[float]]],
-    title="",
-    axes=("row of the needle", "column of the needle"),
-    marks=(),
-) -> Image.Image:
-    """Accuracy (0..1) by row and column of grids, side by side, the percentage in each cell (NaN: no data); each grid
-    with its name and its mean over cells. axes: what rows and columns are. marks: names of all rows, and of all columns
-    (default: their numbers)."""
-    side, gap, left, bottom, top = 236, 56, 66 if marks else 54, 50, 84 if title else 56
+def heatmaps(grids: Mapping[str, Sequence[Sequence[float]]], title="") -> Image.Image:
+    """Accuracy (0..1) by row and column of a needle, in grids side by side, the percentage in each cell (NaN: no data);
+    each grid with its name and its mean over cells."""
+    side, gap, left, bottom, top = 236, 56, 54, 50, 84 if title else 56
     sheet = Canvas(left + len(grids) * (side + gap), top + side + bottom, title)
     for number, (name, grid) in enumerate(grids.items()):
         x0, high, wide = left + number * (side + gap), side / len(grid), side / len(grid[0])
-        rows, columns = marks or (range(1, len(grid) + 1), range(1, len(grid[0]) + 1))
-        sheet.text(x0 + side / 2, top - 34, wrap(name, side + gap - 8, 15, 1)[0], 15, anchor="mm")
+        sheet.text(x0 + side / 2, top - 34, wrap(name, side + gap - 8, 15, 1)[0], 15)
         cells = [value for row in grid for value in row if not math.isnan(value)]
         mean = f"mean accuracy {100 * sum(cells) / len(cells):.2f} %" if cells else ""
-        sheet.text(x0 + side / 2, top - 14, mean, 12, SOFT, "mm")
+        sheet.text(x0 + side / 2, top - 14, mean, 12, SOFT)
         for row, values in enumerate(grid):
-            sheet.text(x0 - 8, top + (row + 0.5) * high, str(rows[row]), 11, SOFT, "rm")
+            sheet.text(x0 - 8, top + (row + 0.5) * high, str(row + 1), 11, SOFT, "rm")
             for col, value in enumerate(values):
                 color = GRID if math.isnan(value) else accuracy_color(value)
                 x, y = x0 + col * wide, top + row * high
                 sheet.box(x, y, x + wide, y + high, fill=color, outline=PAPER)
                 label = "-" if math.isnan(value) else f"{100 * value:.1f}"
-                sheet.text(x + wide / 2, y + high / 2, label, min(22, 0.3 * high + 3), _ink_on(color), "mm")
-        for col, mark in enumerate(columns):
-            sheet.text(x0 + (col + 0.5) * wide, top + side + 12, str(mark), 11, SOFT, "mm")
-        sheet.text(x0 + side / 2, top + side + 32, axes[1], 12, anchor="mm")
-    sheet.upright(20, top + side / 2, axes[0])
+                sheet.text(x + wide / 2, y + high / 2, label, min(22, 0.3 * high + 3), _ink_on(color))
+        for col in range(len(grid[0])):
+            sheet.text(x0 + (col + 0.5) * wide, top + side + 12, str(col + 1), 11, SOFT)
+        sheet.text(x0 + side / 2, top + side + 32, "column of the needle")
+    sheet.upright(20, top + side / 2, "row of the needle")
     return sheet.finish()
 
 
@@ -169,44 +162,35 @@ def spell_number(value: float) -> str:
     return f"{value:g}".replace("e-0", "e-")
 
 
-def axis(values: Sequence[float], start: float, end: float, log=False) -> tuple[list[float], Callable[[float], float]]:
-    """The marks to print, and from data to points. A linear axis has about six round marks, 1, 2 or 5 × 10^k apart, and
-    begins and ends at one; a log axis has its marks at the values."""
+def axis(values: Sequence[float], start: float, end: float) -> tuple[list[float], Callable[[float], float]]:
+    """The marks to print, and from data to points: about six round marks, 1, 2 or 5 × 10^k apart, from end to end."""
     low, high = min(values), max(values)
     if low == high:
-        low, high = (low / 2, high * 2) if log else (low - 0.5, high + 0.5)
-    marks, scale = sorted({*values}), math.log
-    if not log:
-        rough, scale = (high - low) / 6, float
-        unit = 10.0 ** math.floor(math.log10(rough))
-        step = unit * next(factor for factor in (1, 2, 5, 10) if factor * unit >= rough * (1 - 1e-9))
-        marks = [step * n for n in range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)]
-        low, high = marks[0], marks[-1]
-    return marks, lambda value: start + (scale(value) - scale(low)) / (scale(high) - scale(low)) * (end - start)
+        low, high = low - 0.5, high + 0.5
+    rough = (high - low) / 6
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = unit * next(factor for factor in (1, 2, 5, 10) if factor * unit >= rough * (1 - 1e-9))
+    marks = [step * n for n in range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)]
+    return marks, lambda value: start + (value - marks[0]) / (marks[-1] - marks[0]) * (end - start)
 
 
 def line_chart(
-    series: Mapping[str, Iterable[Point]], title="", x_label="", y_label="", *, pale=(), marked=(), log_x=False, bars=()
+    series: Mapping[str, Sequence[Point]], title="", x_label="", y_label="", *, pale=(), marked=()
 ) -> Image.Image:
     """Named series of (x, y) as lines, a single point as a dot; those named in `pale` are thin, those in `marked` have
-    a dot at each point. bars: by name of a series, the intervals (x, low, high) to draw upright.
-
-    Points that are not finite, or not positive on a log axis, break the line. Raises UserError if no point is left.
-    """
+    a dot at each point. Points that are not finite break the line. Raises UserError if no point is left."""
 
     def visible(point: Point) -> bool:
-        return all(map(math.isfinite, point)) and (point[0] > 0 or not log_x)
+        return all(map(math.isfinite, point))
 
-    series, bars = {name: list(points) for name, points in series.items()}, dict(bars)
     drawn = [point for points in series.values() for point in points if visible(point)]
     if not drawn:
         raise UserError(f"nothing to draw in {title or 'the chart'!r}: no series has a finite point")
     legend = max(text_width(name, 12) for name in series) + 34 if len(series) > 1 else 0
     left, right, top, bottom = 66, WIDTH - 22 - legend, 46 if title else 18, HEIGHT - 52
     sheet = Canvas(WIDTH, HEIGHT)
-    ends = [end for of_series in bars.values() for _, *both in of_series for end in both]
-    x_marks, to_x = axis([x for x, _ in drawn], left, right, log_x)
-    y_marks, to_y = axis([y for _, y in drawn] + ends, bottom, top)
+    x_marks, to_x = axis([x for x, _ in drawn], left, right)
+    y_marks, to_y = axis([y for _, y in drawn], bottom, top)
     for mark in y_marks:
         sheet.line([(left, to_y(mark)), (right, to_y(mark))], GRID)
         sheet.text(left - 8, to_y(mark), spell_number(mark), 12, anchor="rm")
@@ -214,10 +198,10 @@ def line_chart(
     for mark in x_marks:
         if not whole or abs(mark - round(mark)) <= 1e-9:
             sheet.line([(to_x(mark), bottom), (to_x(mark), bottom + 5)])
-            sheet.text(to_x(mark), bottom + 15, spell_number(mark), 12, anchor="mm")
+            sheet.text(to_x(mark), bottom + 15, spell_number(mark))
     sheet.line([(left, top), (left, bottom), (right, bottom)])
-    sheet.text((left + right) / 2, 22, title, 16, anchor="mm")
-    sheet.text((left + right) / 2, HEIGHT - 14, x_label, 13, anchor="mm")
+    sheet.text((left + right) / 2, 22, title, 16)
+    sheet.text((left + right) / 2, HEIGHT - 14, x_label, 13)
     sheet.upright(16, (top + bottom) / 2, y_label, 13)
     for number, (name, points) in enumerate(series.items()):
         color, thick = SERIES[number % len(SERIES)], 2.0
@@ -229,14 +213,10 @@ def line_chart(
                 sheet.line(line, color, thick)
             for point in line if len(line) == 1 or name in marked else ():
                 sheet.dot(*point, 3, color)
-        for x, low, high in bars.get(name, ()):
-            x, low, high = to_x(x) + 2 * number, to_y(low), to_y(high)  # side by side
-            for bar in ([(x, low), (x, high)], [(x - 3, low), (x + 3, low)], [(x - 3, high), (x + 3, high)]):
-                sheet.line(bar, color)
         if legend:
             y = top + 10 + 20 * number
             sheet.line([(right + 14, y), (right + 34, y)], color, 2.5)
-            sheet.text(right + 40, y, name, 12)
+            sheet.text(right + 40, y, name, anchor="lm")
     return sheet.finish()
 
 
@@ -246,10 +226,8 @@ def line_chart(
 def contact_sheet(
     images: Sequence[Image.Image], captions: Sequence[str], hits: Sequence | None = None, *, title="", size=180, lines=3
 ) -> Image.Image:
-    """Pictures in rows of four, their longer side `size` points, their captions below in at most `lines` lines.
-
-    A green frame marks a hit, an orange one a miss; None has no frame.
-    """
+    """Pictures in rows of four, their longer side `size` points, their captions below in at most `lines` lines. A green
+    frame marks a hit, an orange one a miss; None has no frame."""
     columns, gap, text = min(4, len(images)), 14, 11.5
     broken = [[line for part in c.splitlines() for line in wrap(part, size, text, lines)][:lines] for c in captions]
     sizes = [(image.width * size / max(image.size), image.height * size / max(image.size)) for image in images]
@@ -266,20 +244,18 @@ def contact_sheet(
         sheet.picture(left, upper, left + wide, upper + high, image)
         if hit is not None:  # what the color of the frame says, without color
             sheet.box(left + wide - 22, upper - 4, left + wide + 4, upper + 9, fill=HIT if hit else MISS)
-            sheet.text(left + wide - 9, upper + 2, "hit" if hit else "miss", 9, PAPER, "mm")
+            sheet.text(left + wide - 9, upper + 2, "hit" if hit else "miss", 9, PAPER)
         for line, words in enumerate(caption):
-            sheet.text(left + wide / 2, y + tall + 12 + line * (text + 4), words, text, anchor="mm")
+            sheet.text(left + wide / 2, y + tall + 12 + line * (text + 4), words, text)
     return sheet.finish()
 
 
 def draw_boxes(
     image: Image.Image, boxes: Sequence[tuple], labels: Sequence[str] = (), *, colors=SERIES, width=1.5, least=1
 ) -> Image.Image:
-    """A copy of `image` with boxes (left, top, right, bottom), in its own pixels, and their labels.
-
-    Lines are `width` points wide in a picture of 640 pixels, and in proportion in others. A picture whose longer side
-    is shorter than `least` pixels is enlarged by a whole factor. colors: of the boxes, in turn.
-    """
+    """A copy of `image` with boxes (left, top, right, bottom), in its own pixels, and their labels. Lines are `width`
+    points wide in a picture of 640 pixels, and in proportion in others. A picture whose longer side is shorter than
+    `least` pixels is enlarged by a whole factor. colors: of the boxes, in turn."""
     scale = max(1, round(least / max(image.size)))
     image = image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
     points = max(image.size) / 640  # a picture of 640 px has one point a pixel
@@ -294,5 +270,5 @@ def draw_boxes(
             high = size + 2 * pad
             base = top if top >= high else top + high  # above the box, or in it at the picture's edge
             sheet.box(left, base - high, left + text_width(label, size) + 2 * pad, base, fill=color)
-            sheet.text(left + pad, base - high / 2, label, size, _ink_on(color))
+            sheet.text(left + pad, base - high / 2, label, size, _ink_on(color), "lm")
     return sheet.finish()

@@ -27,25 +27,23 @@ from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 
-from eval.bench import Benchmark, Row, limit_flag, means, run
+from eval.bench import Benchmark, Row, means, run
 from eval.data import check, check_unique, read, rows_in
 from eval.question import Question
 from model.common import UserError, atomic_path, quoted, run_command, shown
 
 BASE = 1_000_000
 FAILED = "Failed to obtain answer via API"
-REFUSALS = (
-    "Sorry, I can't help with images of people yet.",
-    "I can't process this file.",
-    "I'm sorry, but without the image provided",
-    "Cannot determine the answer",
-)
+REFUSALS = "Sorry, I can't help with images of people yet.", "I can't process this file."
+REFUSALS += "I'm sorry, but without the image provided", "Cannot determine the answer"
 NOT_SUBMITTED = ("hint", "category", "source", "image", "comment", "l2-category")
 # What pandas, with which the official scripts read, takes for no value. "None", which pandas 2 adds by accident
 # (pandas-dev/pandas issue 52493), and "none" are the texts of options.
-ABSENT = {"", "#N/A N/A"} | set(
-    "#N/A #NA -1.#IND -1.#QNAN -NaN -nan 1.#IND 1.#QNAN <NA> N/A NA NULL NaN n/a nan null".split()
-)
+ABSENT = {
+    "",
+    "#N/A N/A",
+    *"#N/A #NA -1.#IND -1.#QNAN -NaN -nan 1.#IND 1.#QNAN <NA> N/A NA NULL NaN n/a nan null".split(),
+}
 
 
 class MMBench(Benchmark):
@@ -53,9 +51,8 @@ class MMBench(Benchmark):
     flags = {
         "--tsv": dict(help="MMBench's file for CircularEval, with the pictures in it", metavar="FILE"),
         "--wording": dict(help="as these models are asked", default="llava", choices=("llava", "paligemma")),
-        "--likelihood": dict(help="the answer is the likeliest of the letters, or texts", default=False),
-        "--limit": limit_flag("questions, the first N, all their rotations (default: all)"),
     }
+    limit = "questions, the first N, all their rotations (default: all)"
 
     def questions(self, args):
         if args.tsv is None:
@@ -64,9 +61,7 @@ class MMBench(Benchmark):
         for lines in read_lines(args.tsv)[: args.limit]:
             keys = [hashlib.sha256(line["image"].encode()).hexdigest()[:16] for line in lines]
             for line, key in zip(lines, keys, strict=True):
-                choices = options_of(line).values() if args.wording == "paligemma" else options_of(line)
-                prompt = prompt_of(args.wording, line), tuple(choices) if args.likelihood else ()
-                asked = int(line["index"]), key, partial(open_picture, line), *prompt
+                asked = int(line["index"]), key, partial(open_picture, line), prompt_of(args.wording, line)
                 questions.append(Question(*asked, truth=line, group=keys[0]))
         return questions
 
@@ -74,8 +69,6 @@ class MMBench(Benchmark):
         """A row for each rotation; the first of a question has the score, if all rotations have an answer."""
         rows, groups = [], defaultdict(list)
         for question, answer in zip(questions, answers, strict=True):
-            if answer in question.choices:
-                answer = list(options_of(question.truth))[question.choices.index(answer)]
             rows.append(Row(question, answer, {}))
             groups[question.id % BASE].append(rows[-1])
         for group in groups.values():
@@ -98,7 +91,7 @@ class MMBench(Benchmark):
         return summary
 
     def write(self, rows, out, subject):
-        super().write(rows, out, subject)
+        super().write([row for row in rows if row.answer is not None], out, subject)
         names = [name for name in rows[0].question.truth if name not in NOT_SUBMITTED]
         names.insert(6, "prediction")
         lines = [{**r.question.truth, "index": r.question.id, "prediction": r.answer or ""} for r in rows]
@@ -107,10 +100,8 @@ class MMBench(Benchmark):
 
 
 def read_lines(path: str) -> list[list[dict[str, str]]]:
-    """The rows of MMBench's TSV by question, its rotations in order: values by column, "" where absent.
-
-    Raises UserError, also for a question that lacks a rotation.
-    """
+    """The rows of MMBench's TSV by question, its rotations in order: values by column, "" where absent. Raises
+    UserError, also for a question that lacks a rotation."""
     (_, names), *table = rows_in(path, "\t") or [("", [])]
 
     def values_of(row: list[str]) -> dict[str, str]:

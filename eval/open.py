@@ -90,10 +90,8 @@ def kind_of(source: str) -> str:
 
 
 def stored_prompt(subject: Subject, default: str = PROMPT) -> str:
-    """The prompt template of a model's training; PROMPT for the embedded scenes, `default` if none is stored.
-
-    That of a run's config.json counts for data that has questions: other data are complete prompts. Raises UserError.
-    """
+    """The prompt template of a model's training; PROMPT for the embedded scenes, `default` if none is stored. That of a
+    run's config.json counts for data that has questions: other data are complete prompts. Raises UserError."""
     folder = subject.run or (Path(subject.source).parent if Path(subject.source).name == "model" else None)
     for path in (folder / "config.json", folder / "adapter_config.json") if folder else ():
         stored = read_json(path) if path.is_file() else {}

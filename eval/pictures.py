@@ -171,10 +171,8 @@ def paint(dice: Dice, squares: tuple[str, ...]) -> Scene:
 
 @dataclass(frozen=True)
 class Sample:
-    """One picture, one prompt, one answer. Samples of one picture share their `scene` and `image_id`.
-
-    `unsupervised`: character spans [start, end) of the suffix that carry no loss, as they cannot be known.
-    """
+    """One picture, one prompt, one answer. Samples of one picture share their `scene` and `image_id`. `unsupervised`:
+    character spans [start, end) of the suffix that carry no loss, as they cannot be known."""
 
     task: str
     scene: Scene

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eval import scenes
-from eval.bench import PROMPT_FLAG, Benchmark, limit_flag, means, run
+from eval.bench import PROMPT_FLAG, Benchmark, by_kind, means, run
 from eval.data import check, check_unique, fill_prompt, find_picture, id_of, read, records_in, text
 from eval.question import Question
 from model.common import UserError, quoted, run_command
@@ -28,20 +28,20 @@ class Pope(Benchmark):
         "--images": dict(help="folder of the pictures of --questions", metavar="DIR"),
         "--probability": dict(help="compare P(yes) with P(no) too, in one more pass", default=False),
         "--prompt": PROMPT_FLAG,
-        "--limit": limit_flag("questions of each set, the first N (default: all of a file, 600 of the embedded)"),
     }
+    limit = "questions of each set, the first N (default: all of a file, 600 of the embedded)"
 
     def questions(self, args):
         if (args.questions is None) != (args.images is None):
             raise UserError("--questions and --images go together: give both, or neither for the embedded scenes")
         questions, count = [], args.limit or 600
-        several = len(args.questions or scenes.STRATEGIES) > 1  # whose ids are the same
+        self.kinds = [Path(name).stem for name in args.questions or scenes.STRATEGIES]
 
         def question(kind: str, record: dict, picture=None) -> Question:
             check(record["label"] in ("yes", "no"), f"label is {quoted(record['label'])}, expected yes or no")
             picture = picture or find_picture(args.images, text(record, "image"))
             id_, prompt = id_of(record), fill_prompt(args.template, text(record, "text"))
-            id_ = f"{kind}/{id_}" if several else id_
+            id_ = f"{kind}/{id_}" if len(self.kinds) > 1 else id_  # the sets share their ids
             return Question(id_, record["image"], picture, prompt, truth=record["label"], kind=kind)
 
         for file in args.questions or ():
@@ -61,13 +61,12 @@ class Pope(Benchmark):
 
     def summary(self, rows):
         lines = {}
-        for kind in dict.fromkeys(row.question.kind for row in rows):
-            answered = [row for row in rows if row.question.kind == kind and row.answer is not None]
-            if not answered:  # a mean without it would be of other questions
-                raise UserError(f"no question of {quoted(kind)} could be asked: mend its pictures, or leave it out")
-            said = [(row.question.truth, parse_answer(row.answer)) for row in answered if not row.question.scored]
+        if lost := {*self.kinds} - by_kind(rows).keys():  # a mean without it would be of other questions
+            raise UserError(f"no question of {quoted(min(lost))} could be asked: mend its pictures, or leave it out")
+        for kind, of_kind in by_kind(rows).items():
+            said = [(row.question.truth, parse_answer(row.answer)) for row in of_kind if not row.question.scored]
             lines[kind] = score_answers(said)
-            if likely := [row for row in answered if row.question.scored]:
+            if likely := [row for row in of_kind if row.question.scored]:
                 lines[kind]["P(yes)"] = next(iter(means(likely).values()))
         if len(lines) > 1:
             lines["mean"] = {name: sum(line[name] for line in lines.values()) / len(lines) for name in lines[kind]}

@@ -6,7 +6,7 @@ them; `train/` learns from them. `eval/pictures.py` draws the pictures.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache, partial
 from itertools import combinations
 from typing import NamedTuple
@@ -54,12 +54,10 @@ def describe(squares: Sequence[str]) -> str:
 
 def dense(task: str, split: str, index: int, seed: int = 0) -> Sample:
     """scan: the names of all 16 squares, row-major, of up to 16 objects. caption: "two dogs and a cat". detect:
-    PaliGemma's detection, `detect dog` → "<loc…> dog ; <loc…> dog", boxes in raster order.
-
-    detect_all: all objects with the top left corners of their boxes, "dog<locY1><locX1> cat<locY1><locX1>", in random
-    order, those of one name in raster order. The name comes first and carries no loss: the order of names is random,
-    and the noise of guessing it would outweigh the rest. Half a box keeps the answers, and so pretraining, short.
-    """
+    PaliGemma's detection, `detect dog` → "<loc…> dog ; <loc…> dog", boxes in raster order. detect_all: all objects with
+    the top left corners of their boxes, "dog<locY1><locX1> cat<locY1><locX1>", in random order, those of one name in
+    raster order. The name comes first and carries no loss: the order of names is random, and the noise of guessing it
+    would outweigh the rest. Half a box keeps the answers, and so pretraining, short."""
     dice, squares = compose(task, split, seed, index, partial(ordinary, most=GRID**2 if task == "scan" else 5))
     places = {name: [square for square, other in enumerate(squares) if other == name] for name in count(squares)}
     prefix, suffix, spans = task, "", []
@@ -129,9 +127,7 @@ def facts(squares: tuple[str, ...]) -> dict[str, list[tuple[str, str, str]]]:
         "category": [("yes" if names else "no", category, "") for category, names in members.items()],
         "position": [("yes" if other == place else "no", name, other) for place, name, _ in where for other in PLACES],
         "count": [(str(there[name]), name, "") for name in NAMES],
-        "count category": [
-            (str(sum(map(there.__getitem__, names))), category, "") for category, names in members.items()
-        ],
+        "count category": [(str(sum(map(there.get, names))), category, "") for category, names in members.items()],
         "total": [(str(sum(there.values())), "", "")],
         "where": where,
         "what": [(names[0], "", place) for place, names in held.items() if len(names) == 1],
@@ -177,11 +173,6 @@ def vqa_picture(split: str, image_id: int, seed: int = 0) -> tuple[Sample, ...]:
     return tuple(samples.values())
 
 
-def vqa(split: str, index: int, seed: int = 0) -> Sample:
-    """Question `index`; each run of `len(QUESTIONS)` indices is about one picture."""
-    return vqa_picture(split, index // len(QUESTIONS), seed)[index % len(QUESTIONS)]
-
-
 # Needles in a haystack of sub-images
 
 NEEDLES = {"n2o1": (2, 1, 3), "n2o2": (2, 2, 3), "n4o1": (4, 1, 15)}  # see `layout_of`
@@ -211,10 +202,8 @@ def place_questions(caption: str, side: int) -> list[tuple[str, tuple[str, ...]]
 
 @lru_cache(maxsize=64)
 def needle(kind: str, split: str, index: int, seed: int = 0, *, needles: int = 1, negative: bool = False) -> Needle:
-    """Needle test `index`. First needles take turns: N² consecutive indices have them in each place once.
-
-    negative: no caption is there; of two objects both are, in different sub-images. The answer is "none" then.
-    """
+    """Needle test `index`. First needles take turns: N² consecutive indices have them in each place once. negative: no
+    caption is there; of two objects both are, in different sub-images. The answer is "none" then."""
     n, objects, distractors = layout_of(kind)
     first, part, samples = index % n**2, GRID // n, []
     draw = partial(_stitched, n=n, objects=objects, first=first, filled=distractors + 1)
@@ -264,11 +253,6 @@ def _stitched(dice: Dice, n: int, objects: int, first: int, filled: int) -> list
     return placed
 
 
-def _needle_question(kind: str, split: str, index: int, seed: int = 0) -> Sample:
-    each = 2 if layout_of(kind)[0] == 2 else 1
-    return needle(kind, split, index // each, seed).samples[index % each]
-
-
 # POPE
 
 STRATEGIES = ("random", "popular", "adversarial")
@@ -277,12 +261,10 @@ STRATEGIES = ("random", "popular", "adversarial")
 def pope(
     strategy: str, split: str = "test", images: int = 100, seed: int = 0, objects: int | None = None
 ) -> list[Sample]:
-    """POPE's polling (arXiv 2305.10355): of each picture three present objects and three absent ones in turn.
-
-    Absent ones are drawn at random; or are the most frequent objects; or those that most often accompany the present
-    object asked about just before, as counted over train scenes. Pictures and "yes" questions are the same in all
-    three. objects: in each picture, all different (None: up to 5 in an ordinary one, 3 kinds at least).
-    """
+    """POPE's polling (arXiv 2305.10355): of each picture three present objects and three absent ones in turn. Absent
+    ones are drawn at random; or are the most frequent objects; or those that most often accompany the present object
+    asked about just before, as counted over train scenes. Pictures and "yes" questions are the same in all three.
+    objects: in each picture, all different (None: up to 5 in an ordinary one, 3 kinds at least)."""
     frequency, company = (Counter(), defaultdict(Counter)) if strategy == "random" else object_statistics()
     samples, stream, draw = [], "pope", ordinary
     if objects:
@@ -320,17 +302,20 @@ def object_statistics(scenes: int = 4000) -> tuple[Counter, dict[str, Counter]]:
 
 # All tasks
 
-TASKS: dict[str, Callable[..., Sample]] = {task: partial(dense, task) for task in ("scan", "detect_all", "detect")}
-TASKS |= {task: partial(probe, task) for task in PROBES}
-TASKS |= {"caption": partial(dense, "caption"), "vqa": vqa}
-TASKS |= {kind: partial(_needle_question, kind) for kind in NEEDLES}
+TASKS = ("scan", "detect_all", "detect", *PROBES, "caption", "vqa", *NEEDLES)
 
 
 def sample(task: str, split: str, index: int, seed: int = 0) -> Sample:
-    """Sample number `index` of a task's endless stream. Raises UserError for an unknown task."""
+    """Sample number `index` of a task's endless stream; the questions about one picture follow each other. Raises
+    UserError for an unknown task."""
     if task not in TASKS:
         raise UserError(f"task is {task!r}: expected one of {', '.join(TASKS)}")
-    return TASKS[task](split, index, seed)
+    if task == "vqa":
+        return vqa_picture(split, index // len(QUESTIONS), seed)[index % len(QUESTIONS)]
+    if task in NEEDLES:
+        each = 2 if NEEDLES[task][0] == 2 else 1
+        return needle(task, split, index // each, seed).samples[index % each]
+    return (probe if task in PROBES else dense)(task, split, index, seed)
 
 
 # Every word and mark of the tasks; `train/embedded/tokenizer.py` makes each one piece

@@ -1,10 +1,8 @@
 """Intervals of a mean over examples, pictures and training runs, and tests of differences.
 
-In: a score for each example, of one run or of several. Out: the mean with its interval; `bootstrap(a - b)` and
-`estimate(a - b)` compare two models on the same examples (paired).
-
-`bootstrap` resamples runs and examples; of five runs its intervals cover the truth in about 85 % of cases, not 95 %.
-`estimate`, for differences of runs, takes the components of variance and Student's t; both agree where runs are many.
+In: a score for each example, of one run or, for `estimate`, of several. Out: the mean with its interval; that of a − b
+compares two models on the same examples (paired). `bootstrap` resamples examples; `estimate`, for differences of runs,
+takes the components of variance and Student's t.
 
 Sources: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993 (percentile intervals). Howe 1974, Graybill and
 Wang 1980 (intervals of a sum of components). Holm 1979. Schuirmann 1987 (two one-sided tests).
@@ -24,32 +22,19 @@ class Interval(NamedTuple):
     low: float
     high: float
 
-    @property
-    def significant(self) -> bool:
-        """For a difference: 0 is outside."""
-        return not self.low <= 0 <= self.high
 
-
-def bootstrap(scores, groups: Sequence[int | str] | None = None) -> Interval:
-    """Mean of `scores`, (examples,) or (runs, examples), with its 95 % percentile interval.
-
-    Runs, if there are several, and `groups` of examples are drawn anew with replacement: examples of one group, such as
-    the questions on one picture, stay together. By default each example is its own group.
-    """
-    scores = np.atleast_2d(np.asarray(scores, dtype=np.float64))
-    runs, examples = scores.shape
-    group = np.arange(examples) if groups is None else np.unique(groups, return_inverse=True)[1]
-    sizes = np.bincount(group)
-    sums = np.stack([np.bincount(group, weights=run) for run in scores])  # (runs, groups)
+def bootstrap(scores: Sequence[float], groups: Sequence[int | str] | None = None) -> Interval:
+    """Mean of `scores`, one for each example, with its 95 % percentile interval. Groups are drawn with replacement:
+    examples of one, such as the questions on one picture, stay together. By default each example is its own group."""
+    group = np.arange(len(scores)) if groups is None else np.unique(groups, return_inverse=True)[1]
+    sizes, sums = np.bincount(group), np.bincount(group, weights=scores)
     draw, means = np.random.default_rng(0), []
     batch = max(1, 200_000 // len(sizes))  # rows at a time, to stay in the processor's cache
     for start in range(0, 10_000, batch):
-        rows = min(batch, 10_000 - start)
-        picked = draw.integers(len(sizes), size=(rows, len(sizes)))
-        run_mean = sums[draw.integers(runs, size=(rows, runs))].mean(axis=1)  # (rows, groups)
-        means.append(np.take_along_axis(run_mean, picked, axis=1).sum(axis=1) / sizes[picked].sum(axis=1))
+        picked = draw.integers(len(sizes), size=(min(batch, 10_000 - start), len(sizes)))
+        means.append(sums[picked].sum(axis=1) / sizes[picked].sum(axis=1))
     low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
-    return Interval(float(scores.mean()), float(low), float(high))
+    return Interval(float(np.mean(scores)), float(low), float(high))
 
 
 class Estimate(NamedTuple):
@@ -64,8 +49,6 @@ class Estimate(NamedTuple):
     freedom: float
     shared_error: float = 0.0
     shared_freedom: float = math.inf
-
-    significant = Interval.significant
 
     @property
     def p(self) -> float:
@@ -101,11 +84,9 @@ class Estimate(NamedTuple):
 
 
 def estimate(scores, groups: Sequence[int | str] | None = None) -> Estimate:
-    """Mean of `scores`, (examples,) or (runs, examples), for any run on any example of their kinds.
-
-    Runs and `groups` of examples (default: each example) are crossed random effects, whose components of variance give
-    the standard error. Of one run, examples alone vary.
-    """
+    """Mean of `scores`, (examples,) or (runs, examples), for any run on any example of their kinds. Runs and `groups`
+    of examples (default: each example) are crossed random effects, whose components of variance give the standard
+    error. Of one run, examples alone vary."""
     scores = np.atleast_2d(np.asarray(scores, dtype=np.float64))
     runs, examples = scores.shape
     mean = float(scores.mean())
@@ -150,11 +131,9 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(100)
 
 
 def t_tail(t: float, freedom: float) -> float:
-    """P(T > t) of Student's t.
-
-    With t = √f·tan θ the density is c·cos^(f − 1) θ, which Gauss-Legendre integrates: up to t = 1 from 0; beyond it,
-    where digits would cancel, the tail, to where the integrand has fallen to e⁻⁵⁰ of its first value.
-    """
+    """P(T > t) of Student's t. With t = √f·tan θ the density is c·cos^(f − 1) θ, which Gauss-Legendre integrates: up to
+    t = 1 from 0; beyond it, where digits would cancel, the tail, to where the integrand has fallen to e⁻⁵⁰ of its first
+    value."""
     if math.isinf(freedom):
         return 0.5 * math.erfc(t / math.sqrt(2))
     end = math.atan2(abs(t), math.sqrt(freedom))

@@ -13,13 +13,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.bench import ask_models, flags_for, parser_of, values_of
+from eval.bench import ask_models, cell, comparison_table, flags_for, parser_of, values_of
 from eval.command import add_flag, command_parser
 from eval.mmbench import MMBench
 from eval.needle import Needle
 from eval.open import models_of
 from eval.pope import Pope
-from eval.report import cell, comparison_table, markdown_table
+from eval.report import markdown_table
 from eval.vqa import Vqa
 from model.common import UserError, quoted, run_command, shown, write_text
 

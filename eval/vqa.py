@@ -10,7 +10,6 @@ Out: results.json, and accuracy in percent, overall and by type, beside the best
 examples are scored by exact match, and by VQA accuracy where people differ; of a conversation the last answer is asked.
 """
 
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -19,13 +18,12 @@ from functools import cache, partial
 from typing import Any
 
 from eval import scenes
-from eval.bench import PROMPT_FLAG, Benchmark, limit_flag, run
+from eval.bench import PROMPT_FLAG, Benchmark, Summary, run, write_records
 from eval.data import PROMPT, Annotation, fill_prompt, find_picture, read_vqa
 from eval.question import Question, question_of
 from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record, groups_of, read_data, source_parts
-from eval.report import Row, Summary
 from eval.vqa_scoring import SCORERS, answerability, official, record_scores, summarize, truths_of
-from model.common import UserError, run_command, shown, write_text
+from model.common import UserError, run_command, shown
 
 NAMES = {"gqa": ("questionId", "prediction"), "vizwiz": ("image", "answer")}  # in their servers' files
 EMBEDDED = 1200  # questions on the embedded scenes, by default
@@ -43,21 +41,19 @@ class Vqa(Benchmark):
         "--annotations": dict(help="annotations file (default: the questions file, if it has the answers too)"),
         "--images": dict(help="folder of the pictures (default: that of the file of --data)", metavar="DIR"),
         "--scoring": dict(help="scorer (default: the one that fits the annotations)", choices=SCORERS),
-        "--guess": dict(help="also guess from the text: QUESTIONS ANNOTATIONS to learn from, or none", nargs="*"),
+        "--guess": dict(help="also guess the most frequent answer of each question type", default=False),
         "--answerability": dict(help="of VizWiz: also average precision and F1 of `unanswerable`", default=False),
         "--prompt": PROMPT_FLAG,
-        "--limit": limit_flag(f"questions, the first N (default: all of files, {EMBEDDED} of the embedded scenes)"),
     }
+    limit = f"questions, the first N (default: all of files, {EMBEDDED} of the embedded scenes)"
 
     def questions(self, args):
         (kind, folder), self.known = source_parts(args.data or "embedded"), None
         is_paired = bool(args.questions) == bool(args.images and not args.data)
         if not is_paired or (args.annotations or args.answerability) and not args.questions:
             raise UserError("--questions, --images, --annotations and --answerability go together: leave --data out")
-        if len(args.guess or ()) > (2 if args.questions or kind != "embedded" else 0):
-            raise UserError(f"--guess {shown(' '.join(args.guess))}: give two files, and none on the embedded scenes")
         if kind not in ("embedded", "vqav2"):
-            if args.prompt or args.scoring or args.guess is not None:
+            if args.prompt or args.scoring or args.guess:
                 raise UserError(f"{shown(args.data)} has complete prompts: no --prompt, --scoring or --guess")
             records = read_data(args.data, args.images)[: args.limit]
             groups = groups_of(records)
@@ -74,9 +70,7 @@ class Vqa(Benchmark):
         if fitting == "gqa" and args.scoring not in (None, "gqa", "paper"):
             problem = f"{args.scoring} scoring cannot apply to one answer a question: take --scoring gqa"
             raise UserError(f"{shown(files[1] or files[0])}: {problem}")
-        self.scoring, self.known = args.scoring or fitting, args.guess
-        if args.guess:
-            self.known = questions_of(read_vqa(*args.guess)[1])
+        self.scoring, self.known = args.scoring or fitting, [] if args.guess else None
         if args.answerability:
             if any(q.truth.answerable is None for q in questions):
                 raise UserError("--answerability: no annotation says which questions are answerable: give VizWiz's")
@@ -93,7 +87,7 @@ class Vqa(Benchmark):
         return {f"VQA accuracy, {self.scoring} scoring": SCORERS[self.scoring](truth, answer)}
 
     def summary(self, rows):
-        scored: Sequence[Row] = [row for row in rows if row.scores]
+        scored = [row for row in rows if row.scores]
         lines: Summary = {}
         if scored and isinstance(scored[0].question.truth, Record):
             lines = super().summary(scored)
@@ -102,30 +96,29 @@ class Vqa(Benchmark):
             by_question = {f"  {name}": value for name, value in values["per_question_type"].items()}
             percents = {"overall": values["overall"], **values["per_answer_type"], **by_question}
             lines = {name: {"VQA accuracy": value} for name, value in percents.items()}
-        if unsure := [row for row in rows if row.question.scored and row.answer is not None]:
+        if unsure := [row for row in rows if row.question.scored]:
             cannot = [row.question.truth.answerable == 0 for row in unsure]
             lines["answerability"] = {**answerability(cannot, [math.exp(*row.answer) for row in unsure])}
         return lines
 
     def baselines(self, rows):
-        questions = [row.question for row in rows if row.answer is not None]
+        questions = [row.question for row in rows if not row.question.scored]
         if self.known is None or not questions:
             return {}
-        pairs = zip(questions, text_only_guesses(questions, self.known), strict=True)
-        return {GUESS: self.rows(questions, [None if q.scored else guess for q, guess in pairs])}
+        return {GUESS: self.rows(questions, text_only_guesses(questions, self.known))}
 
     def write(self, rows, out, subject):
         id_, answer = NAMES.get(self.scoring, ("question_id", "answer"))
         results, unsure = [], []
-        for q, said, scores in (row for row in rows if row.answer is not None):
+        for q, said, scores in rows:
             more = {"question": q.prefix, "right": truths_of(q.truth), **scores} if isinstance(q.truth, Record) else {}
             if q.scored:
                 unsure.append({id_: q.truth.question_id, "answerable": 1 - math.exp(*said)})
             else:
                 results.append({id_: q.id, answer: said} | more)
-        for name, records in (("results.json", results), ("answerability.json", unsure)):
-            if records:
-                write_text(out / name, json.dumps(records, ensure_ascii=False, indent=0) + "\n")
+        write_records(out / "results.json", results)
+        if unsure:
+            write_records(out / "answerability.json", unsure)
 
 
 # Questions
@@ -160,10 +153,8 @@ def questions_of(asked: Iterable[Annotation], images=None, template: str = PROMP
 
 def text_only_guesses(test: Sequence[Question], train: Sequence[Question]) -> list[str]:
     """The best guess to each question from its text: the answer most frequent in `train` to the same question, else to
-    the same question type, else to any; of equally frequent ones the first in the alphabet.
-
-    Without `train`, the most frequent answer of each question type in `test` itself: the upper bound of constant ones.
-    """
+    the same question type, else to any; of equally frequent ones the first in the alphabet. Without `train`, the most
+    frequent answer of each question type in `test` itself: the upper bound of constant ones."""
 
     def keys(question: Question) -> list[tuple]:
         return [("question", question.truth.question)] * bool(train) + [("type", question.truth.question_type), ()]

@@ -68,10 +68,8 @@ def clean_textvqa(text: str) -> str:
 
 
 def leave_one_out(records: list, prediction: str) -> float:
-    """Mean over the annotators of min(1, matches among the *other* records / 3).
-
-    "Other" means unequal: records that are equal (answers without ids) are all left out together, as upstream.
-    """
+    """Mean over the annotators of min(1, matches among the *other* records / 3). "Other" means unequal: records that
+    are equal (answers without ids) are all left out together, as upstream."""
     matching = [record for record in records if record["answer"] == prediction]
     accuracies = [min(1, (len(matching) - matching.count(record)) / 3) for record in records]
     return sum(accuracies) / len(accuracies)
@@ -120,11 +118,9 @@ def exact_match(answer: str, truths: Iterable[str]) -> bool:
 
 
 def answerability(is_unanswerable: Sequence[bool], scores: Sequence[float]) -> dict[str, float]:
-    """VizWiz's second task, in percent: average precision and F1 of the questions that cannot be answered.
-
-    scores: how sure the model is, 0 to 1, that a question is one of them; for F1 it is called so above ½. Precision is
-    summed step by step, over the distinct scores from high to low.
-    """
+    """VizWiz's second task, in percent: average precision and F1 of the questions that cannot be answered. scores: how
+    sure the model is, 0 to 1, that a question is one of them; for F1 it is called so above ½. Precision is summed step
+    by step, over the distinct scores from high to low."""
     found = seen = 0
     precision = 0.0
     for _, group in groupby(sorted(zip(scores, is_unanswerable, strict=True), reverse=True), key=lambda pair: pair[0]):

@@ -21,7 +21,7 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 
-from eval import answer, bench, data, needle_scoring, pope, records
+from eval import answer, bench, data, needle, pope, records
 from eval.open import last_run
 from eval.question import Question
 from lora import adapter
@@ -162,7 +162,7 @@ READERS: dict[str, Callable[[Path], object]] = {  # each opens its file as the c
     "gqa/gqa.json": data.read_vqa,
     "textvqa/textvqa.json": data.read_vqa,
     "needle/a.json": lambda path: data.read_needle_tests(path.with_name("2_2.json"), path, path.with_name("c.json")),
-    "needle/responses.json": needle_scoring.read_responses,
+    "needle/responses.json": needle.read_responses,
     "log/answers.jsonl": read_log,
     "shard/data-000.tar": read_shard,
     **dict.fromkeys(PICTURES, lambda path: to_pixels(path, 28)),

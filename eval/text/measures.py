@@ -121,10 +121,8 @@ def attention(model: TextModel, corpus: Corpus, length: int, limit: int) -> Pane
 @torch.no_grad()
 def attention_shares(model: TextModel, document: Document, name: str = "document") -> tuple[float, float]:
     """Of |A|, or |A₁ − λ·A₂|, the share on the line of the first needle asked for, and on the rest of its haystack, at
-    the position that decides the answer; the mean over layers and heads.
-
-    Absolute values, since a difference may be negative, and the norm by head takes any factor out.
-    """
+    the position that decides the answer; the mean over layers and heads. Absolute values, since a difference may be
+    negative, and the norm by head takes any factor out."""
     place, first = document.answers[0], document.needles[0]
     ids = torch.tensor([document.ids[:place]], device=next(model.parameters()).device)
     layers, _ = decoder_maps(model, lambda weights: weights[0, :, -1].float(), name, input_ids=ids)

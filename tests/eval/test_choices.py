@@ -12,7 +12,7 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, PaliGemmaForConditionalGeneration
 
 from eval import answer, choices
-from eval.command import add_flag, command_parser
+from eval.bench import parser_of
 from eval.question import Question
 from model.config import TextConfig
 from model.language import LanguageModel, new_model
@@ -163,10 +163,8 @@ MMLU_HEAD = "The following are multiple choice questions (with answers) about ab
 
 
 def questions_of(flags, template="answer {question}"):
-    parser = command_parser("choices", "")
-    for name, options in choices.Choices.flags.items():
-        add_flag(parser, name, **options)
-    return choices.Choices().questions(Namespace(**vars(parser.parse_args(flags)), template=template))
+    args = parser_of(choices.Choices()).parse_args(flags)
+    return choices.Choices().questions(Namespace(**vars(args), template=template))
 
 
 def test_prompts_by_hand(files):

@@ -8,11 +8,11 @@ from PIL import Image
 from pycocotools import coco
 from pycocotools.cocoeval import COCOeval
 
-from eval import detect, detection_scoring
-from eval.detection_scoring import Found
+from eval import detect
+from eval.bench import Row
+from eval.detect import Found
 from eval.question import Question
 from eval.records import Box, Detection, embedded_records
-from eval.report import Row
 from tests.runs import refused
 
 STATS = "AP,AP50,AP75,AP small,AP medium,AP large,AR1,AR10,AR100,AR small,AR medium,AR large".split(",")
@@ -82,7 +82,7 @@ def test_the_measures_are_those_of_coco(capsys):
     cases = [*map(drawn_case, range(16)), *ties, (bounds, wrong), ([pair] * 4, at)]
     for seed, (truths, found) in enumerate(cases):
         if any(truths) and any(found):  # pycocotools itself takes no empty result
-            ours = detection_scoring.score_boxes(truths, found)
+            ours = detect.score_boxes(truths, found)
             named = [-1 if ours[name] is None else ours[name] for name in STATS]
             assert named == pytest.approx(by_pycocotools(truths, found), abs=1e-6), seed
             compared += 0 < (ours["AP"] or 0) < 1

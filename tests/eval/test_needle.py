@@ -3,12 +3,13 @@
 import json
 from argparse import Namespace
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from eval import answer, needle, needle_scoring, scenes
+from eval import answer, needle, scenes
 from model.common import UserError
 from model.processor import Processor
 from tests.files import write_mmneedle
@@ -22,16 +23,14 @@ FAST = ["--max-new-tokens", "3", "--batch-size", "8", "--json"]
 def test_embedded_trials_ask_what_is_trained(kind, needles, absent):
     """A model is asked in other words than it was trained on, right answers do not count as right, or half a place
     counts as a hit."""
-    for number, trial in enumerate(needle.embedded_trials(kind, 20, needles=needles, absent=absent)):
+    for number, test in enumerate(needle.embedded_tests(kind, 20, needles=needles, absent=absent)):
         samples = scenes.needle(kind, "test", number, needles=needles, negative=absent).samples
-        free, said = needle.asks_of([trial], "paper"), [s.suffix for s in samples]
+        free, said = needle.asks_of([test], "paper"), [s.suffix for s in samples]
         assert [q.prefix for q in free] == [s.prefix for s in samples] and not free[0].choices
         assert np.array_equal(free[0].images()[0], samples[0].scene.render())
-        assert needle_scoring.judge(
-            needle_scoring.response_record(trial.test, needle.respond(trial.test, said, "paper"))
-        )[2]
+        assert needle.judge(needle.response_record(test, needle.respond(test, said, "paper")))[2]
         if not absent:
-            chosen = needle.asks_of([trial], "constrained")
+            chosen = needle.asks_of([test], "constrained")
             assert all(s.prefix == q.prefix and s.suffix in q.choices for s, q in zip(samples, chosen, strict=True))
             (row,) = needle.rows_of(free, [*said[:-1], "here"], "paper")
             assert [*row.scores.values()] == [0]
@@ -98,21 +97,29 @@ def test_official_and_drawn_tests(ask):
     for record in records:
         number = int(record["target_path"][-6:-4])
         assert record["caption"] == f"picture {number}" and record["id"] == number
-    _, records = ask("META --limit 2 --negatives --protocol official")
+    printed, records = ask("META --limit 2 --negatives")
     assert [r["id"] for r in records][2:] == [5000, 5001] and len(records) == 4
-    printed, records = ask("--limit 8 --negatives")
-    assert [r["id"] for r in records] == [*range(8), *range(5000, 5008)]
-    assert Counter(r["ground_truth"] for r in records[:8]) == {place: 2 for place in corners}
     halves = [printed["summary"][f"  {half}, 1_2_2"]["existence"] for half in ("positives", "negatives")]
     assert halves == [0, 100]  # a random model names no place
+    printed, records = ask("--limit 8")
+    assert [r["id"] for r in records] == [*range(8)]
+    assert Counter(r["ground_truth"] for r in records) == {place: 2 for place in corners}
 
 
 @pytest.mark.long
-def test_drawn_tests_of_many_pictures_and_needles(ask, monkeypatch):
+def test_tests_of_many_pictures_and_needles(ask, coco, monkeypatch):
     """M pictures and K needles: the prompt, the pictures and the truth do not belong together."""
     seen, layout = [], Processor.layout
     monkeypatch.setattr(Processor, "layout", lambda self, n, *text: seen.append((n, text[0])) or layout(self, n, *text))
-    printed, records = ask("--pictures 2 --needles 2 --limit 3 --protocol official", "2_2_2_2")
+    grids = json.loads((coco / "2_2.json").read_text())
+    places = [[(0, 0, 0), (1, 1, 0)], [(1, 0, 1), (1, 1, 1)], [(0, 1, 1), (0, 0, 1)]]
+    tests = [
+        {"id": number, "image_ids": [*grids], "target": [[*grids.values()][i][f"{r}_{c}"] for i, r, c in of]}
+        | {name: [place[at] for place in of] for at, name in enumerate(("index", "row", "col"))}
+        for number, of in enumerate(places)
+    ]
+    (coco / "2_annotations_2_2_2.json").write_text(json.dumps(tests))
+    printed, records = ask("META --pictures 2 --needles 2 --limit 3 --protocol official", "2_2_2_2")
     assert printed["summary"]["2_2_2_2"]["chance"] == pytest.approx(100 / (8 * 7))  # two distinct ones of eight places
     assert {n for n, _ in seen} == {2} and len(records) == 3
     for record in records:
@@ -135,14 +142,15 @@ def test_pictures_and_haystacks_are_counted_once(coco):
     """A picture that lies flat and in val2014 is drawn as two, or tests of one haystack count as independent."""
     name = "COCO_val2014_000000000001.jpg"
     (coco / name).write_bytes((coco / "val2014" / name).read_bytes())
-    args = Namespace(coco=str(coco), captions=str(coco / "C"), metadata=None, pictures=3, side=2, needles=1)
-    args = Namespace(**vars(args), negatives=False, seed=42, limit=8, kind=[], protocol="official")
-    (trials,) = needle.coco_trials(args).values()
-    assert all(len({path.name for path in trial.files}) == 12 for trial in trials)
-    args.metadata, args.pictures = str(coco), 1
+    tests = needle.drawn_tests(coco, coco / "C", 8)
+    assert all(len({path.name for path in test.files}) == 4 for test in tests)
+    args = Namespace(coco=str(coco), captions=str(coco / "C"), metadata=str(coco), pictures=1, side=2, needles=1)
+    args = Namespace(**vars(args), negatives=False, limit=8, kind=[], protocol="official")
     assert len({question.key for question in needle.Needle().questions(args)}) == 2
     with pytest.raises(UserError, match="take official"):
-        needle.asks_of(trials, "paper")
-    args.coco, args.metadata = str(coco / "gone"), None
+        needle.asks_of([replace(tests[0], pictures=tests[0].pictures * 2)], "paper")
+    args.metadata, args.negatives = None, True
+    with pytest.raises(UserError, match="give --metadata too"):
+        needle.Needle().questions(args)
     with pytest.raises(UserError, match="--captions: 0 of its pictures are in --coco"):
-        needle.coco_trials(args)
+        needle.drawn_tests(coco / "gone", coco / "C", 8)

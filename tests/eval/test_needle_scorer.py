@@ -1,11 +1,12 @@
 """MMNeedle: parsing, measures, prompts, pictures and samples, against cases worked out by hand."""
 
 import json
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from eval import needle, needle_scoring, scenes
+from eval import needle, scenes
 from eval.data import ABSENT, NeedleTest
 from model.common import UserError
 
@@ -48,7 +49,7 @@ TWO, NEITHER = "1, 2, 1; 3, 1, 1", "0, 0, 0; 0, 0, 0"
 def test_verdicts_by_hand(truth, verdict, responses):
     """A rule of MMNeedle's parsing or of one of its three accuracies is broken."""
     for response in responses:
-        assert needle_scoring.judge(record(truth, response)) == verdict, response
+        assert needle.judge(record(truth, response)) == verdict, response
 
 
 def test_a_missing_response_leaves_the_denominator():
@@ -60,16 +61,16 @@ def test_a_missing_response_leaves_the_denominator():
         ("0, 0, 0", "-1"),
         ("0, 0, 0", "2, 1, 1"),
     ]
-    values = needle_scoring.score_responses(record(*pair) for pair in pairs)
+    values = needle.score_responses(record(*pair) for pair in pairs)
     assert values == {"existence": 3 / 4, "index": 3 / 4, "exact": 2 / 4}
-    assert set(needle_scoring.score_responses([record("1, 1, 1", None)]).values()) == {0}
+    assert set(needle.score_responses([record("1, 1, 1", None)]).values()) == {0}
 
 
 def test_accuracy_by_place():
     """A cell of the heatmap counts another place or needle, swaps rows and columns, or counts negatives or silence."""
     pairs = [("1, 1, 2", "1, 1, 2"), ("1, 1, 2", "1, 2, 1"), ("1, 2, 1", "-1"), ("1, 2, 2", None), ("0, 0, 0", "-1")]
     records = [record(*pair) for pair in [*pairs, ("2, 1, 1; 1, 1, 2; 1, 2, 2", "2, 1, 1; 1, 2, 2; 1, 1, 2")]]
-    assert needle_scoring.accuracy_by_place(records) == {(1, 1): 1, (1, 2): 1 / 3, (2, 1): 0, (2, 2): 0}
+    assert needle.accuracy_by_place(records) == {(1, 1): 1, (1, 2): 1 / 3, (2, 1): 0, (2, 2): 0}
 
 
 # Prompts and answers
@@ -138,22 +139,22 @@ def test_sample_has_each_place_equally_often():
         needle.choose(tests, 84, 42)
 
 
-@pytest.mark.parametrize(("pictures", "side", "needles"), [(1, 1, 1), (1, 2, 2), (10, 2, 5), (2, 4, 1)])
-def test_drawn_tests_are_true(pictures, side, needles):
-    """A needle drawn from a user's own pictures is not where the truth says, an absent one is there, or the same seed
-    gives other haystacks."""
+def test_drawn_tests_are_true(tmp_path):
+    """A needle drawn from a user's own pictures is not where the truth says, or the same seed gives other haystacks."""
     captions = {f"{n}.jpg": f"caption {n}" for n in range(60)}
-    tests = needle.draw_tests(captions, 20, pictures, side, needles, 1)
-    assert tests == needle.draw_tests(dict(reversed(captions.items())), 20, pictures, side, needles, 1)
-    assert tests != needle.draw_tests(captions, 20, pictures, side, needles, 2)
-    for test in tests:
-        assert len(test.haystack) == pictures and test.side == side and len(set(test.places)) == needles
-        assert len({name for cells in test.haystack for name in cells}) == pictures * side**2
-        for (index, row, col), target, caption in zip(test.places, test.targets, test.captions, strict=True):
-            assert test.haystack[index][row * side + col] == target and captions[target] == caption
-    for test in needle.draw_tests(captions, 20, pictures, side, needles, 1, absent=True):
-        assert test.id >= 5000 and test.places == (ABSENT,) * needles
-        assert not set(test.targets) & {name for cells in test.haystack for name in cells}
+    (tmp_path / "val2014").mkdir()
+    for name in captions:
+        (tmp_path / "val2014" / name).touch()
+    (tmp_path / "C").write_text(json.dumps(captions))
+    (tmp_path / "D").write_text(json.dumps(dict(reversed(captions.items()))))
+    drawn = [needle.drawn_tests(tmp_path, tmp_path / name, 20, seed) for name, seed in (("C", 1), ("D", 1), ("C", 2))]
+    same, again, other = ([(test.haystack, test.places) for test in tests] for tests in drawn)
+    assert same == again != other
+    for number, test in enumerate(drawn[0]):
+        ((index, row, col),), (target,), (caption,) = test.places, test.targets, test.captions
+        assert (index, row, col) == (0, number // 2 % 2, number % 2) and len({*test.haystack[0]}) == 4
+        assert test.haystack[0][row * 2 + col] == target and captions[Path(target).name] == caption
+        assert [path.name for path in test.files] == [Path(name).name for name in test.haystack[0]]
 
 
 # Response files and the command
@@ -163,11 +164,11 @@ def test_response_records_are_mmneedles_own():
     """The field names, the 1-based truth and the bare file names that MMNeedle's evaluators read."""
     one = NeedleTest(7, (tuple("abcd"),), ((0, 1, 0),), ("val2014/c.jpg",), ("a cat",))
     expected = {"id": 7, "response": "1, 2, 1", "ground_truth": "1, 2, 1", "target_path": "c.jpg", "caption": "a cat"}
-    assert needle_scoring.response_record(one, "1, 2, 1") == expected
+    assert needle.response_record(one, "1, 2, 1") == expected
     two = NeedleTest(5001, (tuple("abcd"),), (ABSENT, ABSENT), ("v/c.jpg", "v/e.jpg"), ("a cat", "an eel"))
     expected = {"id": 5001, "response": None, "ground_truth": "0, 0, 0; 0, 0, 0"}
     expected |= {"target_path": ["c.jpg", "e.jpg"], "caption": ["a cat", "an eel"]}
-    assert needle_scoring.response_record(two, None) == expected
+    assert needle.response_record(two, None) == expected
 
 
 def test_a_response_file_is_scored(tmp_path, capsys):

@@ -87,7 +87,7 @@ def test_official_files_without_annotations_and_with_a_broken_picture(tmp_path, 
         ("--data own.jsonl", "does not say what kind"),
         ("--data shards:a.tar", "not asked"),
         ("--data jsonl:own.jsonl --questions Q", "leave --data out"),
-        ("--data jsonl:own.jsonl --guess Q A", "no --prompt, --scoring or --guess"),
+        ("--data jsonl:own.jsonl --guess", "no --prompt, --scoring or --guess"),
         ("--images .", "go together"),
         ("--guess Q A", "none on the embedded scenes"),  # which would not read them
         ("--questions Q --images . --guess Q A B", "two files"),

@@ -148,7 +148,7 @@ def test_tasks_of_the_embedded_scenes_are_even():
     places = Counter(str(ask.truth.places[0][1:]) for ask in tasks["n4o1"].asks)
     assert places == {str(divmod(place, 4)): 1 for place in range(16)}
     assert Counter(tasks["dose"].rungs) == {str(dose): 16 for dose in DOSES}
-    shown = [len(ask.picture.__self__.objects) - 1 for ask in tasks["dose"].asks]
+    shown = [len(ask.pictures[0].__self__.objects) - 1 for ask in tasks["dose"].asks]
     assert [str(number) for number in shown] == tasks["dose"].rungs
     gap = tasks["dose"].view(torch.arange(96.0).numpy() // 16 * 3)  # scores that grow by 3 from dose to dose
     assert gap.mean() == pytest.approx(10.9 / 0.78593, rel=1e-4)  # the least-squares line, by hand

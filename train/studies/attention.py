@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from eval import scenes, vqa
-from eval.needle import PROTOCOLS, embedded_trials
+from eval.needle import PROTOCOLS, embedded_tests
 from eval.statistics import slope_scores
 from eval.vqa_scoring import official
 from model.common import UserError
@@ -100,7 +100,7 @@ def tasks_of(options: Options, split: str) -> dict[str, Task]:
 def dose_task(tests: int, protocol: str) -> Task:
     """4×4 needles by the number of distractors. A difference is one of slopes, from no distractor to the most."""
     each = max(16, tests // 3 // 16 * 16)
-    trials = [trial for dose in DOSES for trial in embedded_trials(f"n4d{dose}", each)]
+    trials = [trial for dose in DOSES for trial in embedded_tests(f"n4d{dose}", each)]
     doses = np.repeat(DOSES, each)
     more = {"in_mean": False, "rungs": [str(dose) for dose in doses]}
     return trial_task("4×4 by distractors", trials, protocol, view=partial(slope_scores, doses / max(doses)), **more)

@@ -1,6 +1,5 @@
 """What fine-tuning studies train on, and what they ask: VQA by the official scorer, needles, and own examples."""
 
-import argparse
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eval import needle, scenes, vqa
-from eval.data import Annotation, read_vqa
+from eval.data import Annotation, NeedleTest, read_vqa
 from eval.question import Question, question_of
 from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record
 from eval.vqa_scoring import ANNOTATORS, SCORERS, exact_match, truths_of
@@ -48,23 +47,23 @@ def score_each(right: Callable[[Any, str], float], asks: Sequence[Question], ans
     return [float(right(ask.truth, answer)) for ask, answer in zip(asks, answers, strict=True)]
 
 
-def scene_needles(kind: str, tests: int, split: str = "test") -> list[needle.Trial]:
+def scene_needles(kind: str, tests: int, split: str = "test") -> list[NeedleTest]:
     """Needles of the embedded scenes; `tests` is rounded to whole turns over the places."""
     places = scenes.layout_of(kind)[0] ** 2
-    return needle.embedded_trials(kind, -(-tests // places) * places, split=split)
+    return needle.embedded_tests(kind, -(-tests // places) * places, split=split)
 
 
-def coco_needles(tests: int, coco: str, captions: str | None) -> tuple[str, list[needle.Trial]]:
+def coco_needles(tests: int, coco: str, captions: str | None) -> tuple[str, list[NeedleTest]]:
     """Title and trials of 2×2 needle tests on the pictures of COCO's val2014."""
-    flags = {"limit": tests, "pictures": 1, "side": 2, "needles": 1, "negatives": False, "seed": 42, "metadata": None}
-    ((name, trials),) = needle.coco_trials(argparse.Namespace(**flags, coco=coco, captions=captions)).items()
-    return f"MMNeedle {name}", trials
+    if captions is None:
+        raise UserError("--coco needs --captions: MMNeedle's caption file, or COCO's captions_val2014.json")
+    return "MMNeedle 1_2_2", needle.drawn_tests(coco, captions, tests)
 
 
-def trial_task(title: str, trials: Sequence[needle.Trial], protocol: str, **more) -> Task:
+def trial_task(title: str, trials: Sequence[NeedleTest], protocol: str, **more) -> Task:
     """Needle tests of one kind: a test is right if every needle in it is found. more: fields of a Measure."""
-    score, chance = partial(score_trials, protocol), 100 / trials[0].test.side ** 2
-    groups = [str(trial.test.haystack) for trial in trials]
+    score, chance = partial(score_trials, protocol), 100 / trials[0].side ** 2
+    groups = [str(trial.haystack) for trial in trials]
     return Task(title, groups, chance, asks=needle.asks_of(trials, protocol), score=score, **more)
 
 

@@ -103,7 +103,7 @@ def tasks_of(options: Options) -> dict[str, Task]:
     elif options.coco:
         title, trials = coco_needles(options.needle_limit, options.coco, options.captions)
     if trials:
-        places = [str(trial.test.places[0][1:]) for trial in trials]  # Figure 2: by place
+        places = [str(trial.places[0][1:]) for trial in trials]  # Figure 2: by place
         tasks["needle"] = trial_task(title, trials, "paper", in_mean=False, rungs=places)
     return tasks
 
