@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from eval.scenes import CATEGORIES
-from eval.text import sentences
 from lora import adapter
 from model.wings import attach, route
 from tests.reference import relative_error
+from train.embedded import sentences
 from train.embedded.text import make_text_base
 from train.optim import count, matching, trainable
 from train.settings import parse

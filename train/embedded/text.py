@@ -2,7 +2,7 @@
 
     python -m train.embedded.text          minutes on two cores
 
-In: a seed. Out: runs/embedded-text, a PaliGemma whose decoder has learned the sentences of `eval/text/sentences.py`
+In: a seed. Out: runs/embedded-text, a PaliGemma whose decoder has learned the sentences of `sentences.py`
 from random weights, causally, and whose projector knows nothing. `train/systems/wings.py` opens it as `embedded-text`,
 whatever its own --seed is; another one is made with --out DIR and given as --base DIR.
 """
@@ -16,12 +16,12 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
 from eval.records import Record
-from eval.text.sentences import sentence
 from model.common import run_command
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.source import EMBEDDED
 from train.data.batches import MicroBatch, collate
+from train.embedded.sentences import sentence
 from train.flags import flag, read_flags
 from train.optim import Rule, make_adamw, matching, parameter_groups, rate_factor, set_rates
 from train.run import check_empty

@@ -32,12 +32,12 @@ from eval.records import Record
 from eval.report import interval_text, markdown_table
 from eval.shift import GROUPS, measure, put_slot
 from eval.statistics import estimate
-from eval.text.sentences import TASKS, sentence
 from lora import adapter
 from model.processor import Processor
 from model.source import EMBEDDED
 from model.wings import Wings, route
 from train.data.sources import read_records
+from train.embedded.sentences import TASKS, sentence
 from train.embedded.text import make_text_base
 from train.flags import flag
 from train.optim import count, trainable
