@@ -1,14 +1,11 @@
-"""Intervals of a mean over examples, pictures and training runs, and tests of differences.
+"""Intervals of a mean over examples and pictures.
 
-In: a score for each example, of one run or, for `estimate`, of several. Out: the mean with its interval; that of a − b
-compares two models on the same examples (paired). `bootstrap` resamples examples; `estimate`, for differences of runs,
-takes the components of variance and Student's t.
+In: a score for each example. Out: the mean with its interval; that of a − b compares two models on the same examples
+(paired). `train/estimates.py` has those of several runs.
 
-Sources: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993 (percentile intervals). Howe 1974, Graybill and
-Wang 1980 (intervals of a sum of components). Holm 1979. Schuirmann 1987 (two one-sided tests).
+Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993 (percentile intervals).
 """
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -35,129 +32,3 @@ def bootstrap(scores: Sequence[float], groups: Sequence[int | str] | None = None
         means.append(sums[picked].sum(axis=1) / sizes[picked].sum(axis=1))
     low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
     return Interval(float(np.mean(scores)), float(low), float(high))
-
-
-class Estimate(NamedTuple):
-    """A mean, its 95 % interval, and the standard errors of runs and of the examples that all runs share, with their
-    degrees of freedom. Of one run, examples are in the place of runs. Half-widths combine as sqrt(a² + b²):
-    Satterthwaite's degrees for the sum make p-values below 0.002 of five runs three times too frequent."""
-
-    mean: float
-    low: float
-    high: float
-    error: float
-    freedom: float
-    shared_error: float = 0.0
-    shared_freedom: float = math.inf
-
-    @property
-    def p(self) -> float:
-        """The two-sided p of "the mean is 0"."""
-        return min(1.0, 2 * self._tail(abs(self.mean)))
-
-    def equivalence(self, margin: float) -> float:
-        """The p of "the mean is outside ±margin", by two one-sided tests."""
-        return max(self._tail(self.mean + margin), self._tail(margin - self.mean))
-
-    def visible(self, tests: int = 1, power: float = 0.8) -> float:
-        """The smallest true difference that is found with this `power`, tested at 5 % shared among so many `tests`."""
-        return self.reach(0.025 / tests) + self.reach(1 - power)
-
-    def reach(self, p: float) -> float:
-        """What the mean is above the truth by, or more, with a probability of p ≤ 0.5."""
-        shared = self.shared_error and self.shared_error * t_point(p, self.shared_freedom)
-        return math.hypot(self.error * t_point(p, self.freedom), shared)
-
-    def _tail(self, distance: float) -> float:
-        """The p with `reach(p)` = distance, by halving the range of its logarithm."""
-        if distance < 0:
-            return 1 - self._tail(-distance)
-        if not self.error:
-            return float(distance == 0)
-        if not self.shared_error:
-            return t_tail(distance / self.error, self.freedom)
-        low, high = math.log(2), 690.0  # of −ln p
-        while high - low > 1e-10:
-            middle = (low + high) / 2
-            low, high = (middle, high) if self.reach(math.exp(-middle)) < distance else (low, middle)
-        return math.exp(-low)
-
-
-def estimate(scores, groups: Sequence[int | str] | None = None) -> Estimate:
-    """Mean of `scores`, (examples,) or (runs, examples), for any run on any example of their kinds. Runs and `groups`
-    of examples (default: each example) are crossed random effects, whose components of variance give the standard
-    error. Of one run, examples alone vary."""
-    scores = np.atleast_2d(np.asarray(scores, dtype=np.float64))
-    runs, examples = scores.shape
-    mean = float(scores.mean())
-    group = np.arange(examples) if groups is None else np.unique(groups, return_inverse=True)[1]
-    number = int(group.max()) + 1
-    # sums of a group, in units of the mean: groups with more examples weigh more
-    sums = np.stack([np.bincount(group, weights=run - mean) for run in scores]) * number / examples
-    by_run, by_group = sums.mean(axis=1), sums.mean(axis=0)
-    rest = sums - by_run[:, None] - by_group
-    degrees = np.array([runs - 1, number - 1, (runs - 1) * (number - 1)])
-    squares = np.array([number * (by_run**2).sum(), runs * (by_group**2).sum(), (rest**2).sum()])
-    squares[degrees == 0] = 0  # mean squares: of runs, of groups, and what neither explains
-    squares /= np.maximum(degrees, 1)
-    parts = [(squares[0], runs - 1), (max(squares[1] - squares[2], 0.0), number - 1)]
-    parts = [(math.sqrt(part / (runs * number)), freedom) for part, freedom in parts if part > 1e-24 * max(1, mean**2)]
-    result = Estimate(mean, mean, mean, *sum(parts, ()) or (0.0, math.inf))
-    half = result.reach(0.025)
-    return result._replace(low=mean - half, high=mean + half)
-
-
-def slope_scores(x, scores) -> np.ndarray:
-    """Scores whose mean is the slope of `scores` (…, examples) over x (examples,), so that `estimate` gives its
-    interval: the influence of each example on the least-squares line."""
-    x, scores = np.asarray(x, dtype=np.float64), np.asarray(scores, dtype=np.float64)
-    away = x - x.mean()
-    spread = (away**2).mean()
-    whole = scores.reshape(-1, len(x)).mean(axis=0)
-    slope = (away * whole).mean() / spread
-    return slope + away * (scores - whole.mean() - slope * away) / spread
-
-
-def holm(values: Sequence[float]) -> list[float]:
-    """p-values adjusted for their number: at most 5 % of all tables have one below 0.05 by chance."""
-    adjusted, largest = [0.0] * len(values), 0.0
-    for rank, place in enumerate(sorted(range(len(values)), key=values.__getitem__)):
-        largest = max(largest, min(1.0, (len(values) - rank) * values[place]))
-        adjusted[place] = largest
-    return adjusted
-
-
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(100)
-
-
-def t_tail(t: float, freedom: float) -> float:
-    """P(T > t) of Student's t. With t = √f·tan θ the density is c·cos^(f − 1) θ, which Gauss-Legendre integrates: up to
-    t = 1 from 0; beyond it, where digits would cancel, the tail, to where the integrand has fallen to e⁻⁵⁰ of its first
-    value."""
-    if math.isinf(freedom):
-        return 0.5 * math.erfc(t / math.sqrt(2))
-    end = math.atan2(abs(t), math.sqrt(freedom))
-    is_far = abs(t) > 1
-    last = math.acos(math.cos(end) * math.exp(-50 / (freedom - 1))) if freedom > 1 else math.pi / 2
-    start, stop = (end, last) if is_far else (0.0, end)
-    angles = start + (stop - start) * (_NODES + 1) / 2
-    area = float(np.cos(angles) ** (freedom - 1) @ _WEIGHTS) * (stop - start) / 2 * _t_scale(freedom)
-    above = area if is_far else 0.5 - area
-    return above if t >= 0 else 1 - above
-
-
-def _t_scale(freedom: float) -> float:
-    """The density of θ at 0."""
-    return math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
-
-
-def t_point(p: float, freedom: float) -> float:
-    """The t with P(T > t) = p ≤ 0.5, by Newton's method: the tail is convex from 0 on, so a step back is rounding."""
-    t, step = 0.0, 1.0
-    while step > 1e-12 * (1 + t):
-        density = math.exp(-t * t / 2) / math.sqrt(2 * math.pi)
-        if not math.isinf(freedom):
-            density = _t_scale(freedom) / math.sqrt(freedom) * (1 + t * t / freedom) ** (-(freedom + 1) / 2)
-        step = (t_tail(t, freedom) - p) / density
-        t += step
-    return t

@@ -48,7 +48,7 @@ def summarize(settings: Settings, progress: Progress, results: Results, size: in
 def gain_over_blind(held_out: HeldOut, results: Results) -> dict | None:
     """How much better the trained model is with pictures than with gray ones, paired, over pictures: "measure", "mean",
     "low" and "high". The measure is the loss where nothing is matched. None for data without pictures."""
-    from eval.statistics import estimate
+    from train.estimates import estimate
 
     ours, blind = trained(results), results["blind"]
     better, worse, factor, measure = ours.matches, blind.matches, 100, "% exact match"

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from eval.statistics import estimate
 from model.common import UserError
 from tests.runs import SERVER, read_cells, refused
+from train.estimates import estimate
 from train.loop import Diverged
 from train.run import lock_folder
 from train.studies import cells, engine, report, rules

@@ -20,9 +20,9 @@ import torch
 
 from eval import scenes, vqa
 from eval.needle import PROTOCOLS, embedded_tests
-from eval.statistics import slope_scores
 from eval.vqa_scoring import official
 from model.common import UserError
+from train.estimates import slope_scores
 from train.flags import flag, from_values
 from train.optim import count, trainable
 from train.settings import Settings

@@ -16,8 +16,8 @@ from typing import IO
 import numpy as np
 import torch
 
-from eval.statistics import estimate
 from model.common import UserError
+from train.estimates import estimate
 from train.flags import flag
 from train.run import Interrupted, lock_folder
 from train.studies.cells import Job, compute_all, digest, source_hash

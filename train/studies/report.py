@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from eval.report import interval_text, markdown_table
-from eval.statistics import estimate
 from model.common import write_text
+from train.estimates import estimate
 from train.studies.engine import Run
 from train.studies.rules import FEWEST_SEEDS, TUNING_SEEDS, share_of_range
 

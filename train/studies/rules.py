@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eval.statistics import Estimate, holm
+from train.estimates import Estimate, holm
 
 MARGIN = 3.0  # the smallest difference of interest, in points
 INSIDE = (0.15, 0.95)

@@ -24,7 +24,6 @@ from pathlib import Path
 import numpy as np
 
 from eval.report import markdown_table
-from eval.statistics import estimate
 from eval.text import measures
 from eval.text.corpus import Corpus, kept_corpus, open_corpus
 from eval.text.tasks import SYMBOLS
@@ -32,6 +31,7 @@ from model.common import write_text
 from model.differential import lambdas
 from model.system_configs import TEXT_PRESETS
 from train.distributed import join_world
+from train.estimates import estimate
 from train.flags import flag, from_values
 from train.optim import count
 from train.studies import built, engine, report

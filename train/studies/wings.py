@@ -31,7 +31,6 @@ from eval.question import Question, question_of
 from eval.records import Record
 from eval.report import interval_text, markdown_table
 from eval.shift import GROUPS, measure, put_slot
-from eval.statistics import estimate
 from lora import adapter
 from model.processor import Processor
 from model.source import EMBEDDED
@@ -39,6 +38,7 @@ from model.wings import Wings, route
 from train.data.sources import read_records
 from train.embedded.sentences import TASKS, sentence
 from train.embedded.text import make_text_base
+from train.estimates import estimate
 from train.flags import flag
 from train.optim import count, trainable
 from train.settings import Settings

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from eval.statistics import Estimate, Interval, bootstrap, estimate, holm, slope_scores, t_point, t_tail
+from eval.statistics import Interval, bootstrap
+from train.estimates import Estimate, estimate, holm, slope_scores, t_point, t_tail
 
 # scipy.stats.t.sf(t, f), t.ppf(p, f) of SciPy
 TAILS = {(2.5, 3.7): 0.03591101145591339, (6, 40): 2.3632275663940903e-07, (0.5, 1): 0.35241638234956685}
