@@ -197,6 +197,7 @@ def peak_bytes(device: torch.device | str = "cpu") -> int:
 def draw_loss(run: Path) -> None:
     """Write `loss.png`: the loss of every step, its running mean, and the loss on held-out examples."""
     from eval import figures
+    from train.chart import line_chart
 
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses, held_out = ([(r["step"], r[name]) for r in records if name in r] for name in ("loss", "held_out_loss"))
@@ -205,7 +206,7 @@ def draw_loss(run: Path) -> None:
     means = [(last[-1][0], sum(loss for _, loss in last) / len(last)) for last in before]
     lines = {"each step": losses, f"mean of {width}": means, **({"held-out": held_out} if held_out else {})}
     emphasis = {"pale": ["each step"], "marked": ["held-out"]}
-    figures.save(figures.line_chart(lines, f"{run.name}: loss", "step", "nats a token", **emphasis), run / "loss.png")
+    figures.save(line_chart(lines, f"{run.name}: loss", "step", "nats a token", **emphasis), run / "loss.png")
 
 
 # What a run is made from

@@ -7,7 +7,6 @@ import pytest
 from PIL import Image, ImageFont
 
 from eval import figures
-from model.common import UserError
 
 GREY = Image.new("RGB", (80, 40), (128, 128, 128))
 
@@ -15,12 +14,6 @@ GREY = Image.new("RGB", (80, 40), (128, 128, 128))
 def count(image, color) -> int:
     """Pixels of exactly `color`."""
     return int((np.asarray(image) == color).all(axis=-1).sum())
-
-
-def where(image, color=figures.SERIES[0]) -> list[tuple[float, float]]:
-    """(x, y) in points of the pixels of `color`, sorted by x."""
-    y, x = np.nonzero((np.asarray(image) == color).all(axis=-1))
-    return sorted(zip(x / figures.DENSITY, y / figures.DENSITY, strict=True))
 
 
 def test_heatmap_cells():
@@ -34,31 +27,6 @@ def test_heatmap_cells():
         assert max(sheet.crop((x + 4, y + 4, x + 114, y + 114)).getcolors(1 << 20))[1] == color
     light = [0.299 * r + 0.587 * g + 0.114 * b for r, g, b in colors if (r, g, b) != figures.GRID]
     assert light == sorted(light, reverse=True)  # ever darker, also without color
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "marks"),
-    [(1, 1499, [0, 500, 1000, 1500]), (-1.9, 2.7, [-2, -1, 0, 1, 2, 3]), (0, 4e-4, [0, 1e-4, 2e-4, 3e-4, 4e-4])],
-)
-def test_marks_are_round_numbers_that_enclose_the_data(low, high, marks):
-    """Breaks when a tick reads 0.30000000000000004, or the data leave the axis."""
-    assert figures.axis([low, high], 0, 1)[0] == pytest.approx(marks)
-    spelled = {3 * 0.1: "0.3", 1500: "1500", 20000: "20k", 1.5e6: "1.5M", 1e-5: "1e-5", -0.2: "-0.2"}
-    assert [figures.spell_number(value) for value in spelled] == [*spelled.values()]
-
-
-def test_chart_puts_points_where_the_axes_say():
-    """Breaks when the y axis is upside down, a curve is not where its points are, or a NaN is drawn."""
-    points = where(figures.line_chart({"loss": [(0, 0), (10, 5)]}))
-    assert points[0] == pytest.approx((66, 348), abs=2) and points[-1] == pytest.approx((658, 18), abs=2)
-    curve = where(figures.line_chart({"a": [(0, 0), (5, 3), (10, 4)]}))
-    middle = [y for x, y in curve if abs(x - (66 + 658) / 2) < 1]
-    assert np.mean(middle) == pytest.approx(348 - 330 * 3 / 4, abs=2)
-    whole, gap = ([(0, 1), (1, y), (2, y), (3, 3)] for y in (2, math.nan))
-    drawn = [len(where(figures.line_chart({"a": points}))) for points in (whole, gap)]
-    assert 0 < drawn[1] < drawn[0] / 3
-    with pytest.raises(UserError, match="'Loss'"):
-        figures.line_chart({"a": [(0, math.nan)]}, "Loss")
 
 
 def test_contact_sheet_frames_hits_and_misses():

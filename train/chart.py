@@ -1,0 +1,81 @@
+"""A chart of named series as lines, drawn on a `Canvas` of `eval/figures.py`.
+
+In: series of (x, y). Out: a `PIL.Image` in RGB, on white. Lengths are in points.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+
+from PIL import Image
+
+from eval.figures import GRID, SERIES, Canvas, Point, text_width
+from model.common import UserError
+
+WIDTH, HEIGHT = 680, 400
+
+
+def spell_number(value: float) -> str:
+    """The text of an axis mark: 0.3, 1e-5, 1500, 20k, 1.5M."""
+    for unit, sign in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= max(unit, 1e4):
+            return f"{value / unit:g}{sign}"
+    return f"{value:g}".replace("e-0", "e-")
+
+
+def axis(values: Sequence[float], start: float, end: float) -> tuple[list[float], Callable[[float], float]]:
+    """The marks to print, and from data to points: about six round marks, 1, 2 or 5 × 10^k apart, from end to end."""
+    low, high = min(values), max(values)
+    if low == high:
+        low, high = low - 0.5, high + 0.5
+    rough = (high - low) / 6
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = unit * next(factor for factor in (1, 2, 5, 10) if factor * unit >= rough * (1 - 1e-9))
+    marks = [step * n for n in range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)]
+    return marks, lambda value: start + (value - marks[0]) / (marks[-1] - marks[0]) * (end - start)
+
+
+def line_chart(
+    series: Mapping[str, Sequence[Point]], title="", x_label="", y_label="", *, pale=(), marked=()
+) -> Image.Image:
+    """Named series of (x, y) as lines, a single point as a dot; those named in `pale` are thin, those in `marked` have
+    a dot at each point. Points that are not finite break the line. Raises UserError if no point is left."""
+
+    def visible(point: Point) -> bool:
+        return all(map(math.isfinite, point))
+
+    drawn = [point for points in series.values() for point in points if visible(point)]
+    if not drawn:
+        raise UserError(f"nothing to draw in {title or 'the chart'!r}: no series has a finite point")
+    legend = max(text_width(name, 12) for name in series) + 34 if len(series) > 1 else 0
+    left, right, top, bottom = 66, WIDTH - 22 - legend, 46 if title else 18, HEIGHT - 52
+    sheet = Canvas(WIDTH, HEIGHT)
+    x_marks, to_x = axis([x for x, _ in drawn], left, right)
+    y_marks, to_y = axis([y for _, y in drawn], bottom, top)
+    for mark in y_marks:
+        sheet.line([(left, to_y(mark)), (right, to_y(mark))], GRID)
+        sheet.text(left - 8, to_y(mark), spell_number(mark), 12, anchor="rm")
+    whole = all(float(x).is_integer() for x, _ in drawn)  # such as layers or steps: no mark between
+    for mark in x_marks:
+        if not whole or abs(mark - round(mark)) <= 1e-9:
+            sheet.line([(to_x(mark), bottom), (to_x(mark), bottom + 5)])
+            sheet.text(to_x(mark), bottom + 15, spell_number(mark))
+    sheet.line([(left, top), (left, bottom), (right, bottom)])
+    sheet.text((left + right) / 2, 22, title, 16)
+    sheet.text((left + right) / 2, HEIGHT - 14, x_label, 13)
+    sheet.upright(16, (top + bottom) / 2, y_label, 13)
+    for number, (name, points) in enumerate(series.items()):
+        color, thick = SERIES[number % len(SERIES)], 2.0
+        if name in pale:
+            color, thick = tuple(round(0.35 * part + 0.65 * 255) for part in color), 1.0
+        for is_visible, group in groupby(points, visible):
+            line = [(to_x(x), to_y(y)) for x, y in group if is_visible]
+            if len(line) > 1:
+                sheet.line(line, color, thick)
+            for point in line if len(line) == 1 or name in marked else ():
+                sheet.dot(*point, 3, color)
+        if legend:
+            y = top + 10 + 20 * number
+            sheet.line([(right + 14, y), (right + 34, y)], color, 2.5)
+            sheet.text(right + 40, y, name, anchor="lm")
+    return sheet.finish()
