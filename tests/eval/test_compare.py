@@ -2,12 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
 from eval import open, pope
 from eval.bench import Row, compare, comparison_table
 from eval.question import Question
+from eval.statistics import bootstrap
 from lora.adapter import lora_layers
 from tests.eval.test_eval_commands import subjects
 from tests.runs import refused
@@ -17,6 +19,15 @@ SMALL = "--limit 6 --max-new-tokens 2 --json".split()
 
 def rows(scores: dict[int, float], *measures: str) -> list[Row]:
     return [Row(Question(n, f"picture {n // 2}", (), "?"), "", dict.fromkeys(measures, s)) for n, s in scores.items()]
+
+
+def test_bootstrap_by_hand():
+    """Breaks when a benchmark's interval is of another level, parts a picture's questions, or weighs pictures
+    alike."""
+    half = [0.0, 1.0] * 50  # scipy.stats.binom.ppf((0.025, 0.975), 100, 0.5) / 100
+    assert bootstrap(half) == pytest.approx((0.5, 0.4, 0.6))
+    assert bootstrap(np.repeat(half, 3), np.repeat(np.arange(100), 3)) == pytest.approx((0.5, 0.4, 0.6))
+    assert bootstrap([1.0, 1, 1, 0], [*"aaab"]) == (0.75, 0, 1)
 
 
 def test_differences_are_paired():

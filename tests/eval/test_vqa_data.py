@@ -89,8 +89,6 @@ def test_official_files_without_annotations_and_with_a_broken_picture(tmp_path, 
         ("--data jsonl:own.jsonl --questions Q", "leave --data out"),
         ("--data jsonl:own.jsonl --guess", "no --prompt, --scoring or --guess"),
         ("--images .", "go together"),
-        ("--guess Q A", "none on the embedded scenes"),  # which would not read them
-        ("--questions Q --images . --guess Q A B", "two files"),
     ],
 )
 def test_what_cannot_be_asked(flags, message, workplace):

@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 
-from eval.statistics import Interval, bootstrap
 from train.estimates import Estimate, estimate, holm, slope_scores, t_point, t_tail
 
 # scipy.stats.t.sf(t, f), t.ppf(p, f) of SciPy
@@ -66,17 +65,6 @@ def test_few_runs_that_are_alike_by_chance_decide_nothing():
     found = Estimate(-27.69, -30.65, -24.73, 0.9125, 9, 1.0831, 1011)
     half = math.hypot(0.9125 * t_point(found.p / 2, 9), 1.0831 * t_point(found.p / 2, 1011))
     assert 0 < found.p < 1e-7 and half == pytest.approx(27.69, rel=1e-6)
-
-
-def test_bootstrap_by_hand():
-    """Breaks when a benchmark's interval is of another level, parts a picture's questions, weighs pictures alike, or
-    ignores runs."""
-    half = [0.0, 1.0] * 50  # scipy.stats.binom.ppf((0.025, 0.975), 100, 0.5) / 100
-    assert bootstrap(half) == pytest.approx((0.5, 0.4, 0.6))
-    assert bootstrap(np.repeat(half, 3), np.repeat(np.arange(100), 3)) == pytest.approx((0.5, 0.4, 0.6))
-    assert bootstrap([1.0, 1, 1, 0], [*"aaab"]) == (0.75, 0, 1)
-    assert bootstrap([[0.0] * 9, [1.0] * 9]) == (0.5, 0, 1)
-    assert Interval(1, 0.1, 2).significant and not Interval(1, 0, 2).significant
 
 
 def test_holm_and_what_could_be_seen():
