@@ -9,7 +9,6 @@ from PIL import Image
 
 from eval import pope
 from eval.question import Question
-from eval.report import Row
 from tests.runs import refused
 
 PARSED = {
@@ -83,7 +82,8 @@ def test_probabilities_sets_and_limits_by_hand(score):
         assert benchmark.score(replace(likely, truth=truth), scores) == {"P(yes), A": right}
     said = [("A", "yes", "yes"), ("A", "no", None), ("B", "yes", "no"), ("B", "no", "no")]
     asked = [Question("q", "k", (), "p", truth=truth, kind=kind) for kind, truth, _ in said]
-    summary = benchmark.summary([Row(q, answer, {}) for q, (*_, answer) in zip(asked, said, strict=True)])
+    benchmark.kinds = ["A", "B"]
+    summary = benchmark.summary(benchmark.rows(asked, [answer for *_, answer in said]))
     assert {kind: line["accuracy"] for kind, line in summary.items()} == {"A": 100, "B": 50, "mean": 75}
     for files, count in (({"questions": ["Q"], "images": "."}, 3), ({"questions": None, "images": None}, 9)):
         given = Namespace(**files, limit=3, probability=False, template="{question}")
