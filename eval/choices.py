@@ -135,11 +135,9 @@ def own(args: Namespace) -> list[Question]:
         check(0 <= right < len(choices) > 1, f"answer is {quoted(record['answer'])}, not one of two choices or more")
         # the first of equally likely ones counts, which may be the other
         check(choices.count(choices[right]) == 1, f"choices has {quoted(choices[right])}, the right one, twice")
-        prompt, pictures = (
-            fill_prompt(args.template, text(record, "question")),
-            map(partial(find_picture, folder), names),
-        )
-        about = record.get("subject", "own"), prompt, choices, right, tuple(pictures), "\n".join(names)
+        prompt = fill_prompt(args.template, text(record, "question"))
+        pictures = tuple(find_picture(folder, name) for name in names)
+        about = record.get("subject", "own"), prompt, choices, right, pictures, "\n".join(names)
         return question(next(numbers), *about)
 
     return read(args.data, of_record, records_in(args.data)[: args.limit])
