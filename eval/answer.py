@@ -103,16 +103,12 @@ def ask_window(model, processor, window, left_out, max_new_tokens, batch_size, c
 
 
 def layout(processor: Processor, question: Question, n_images: int) -> TokenRow:
-    """The row of a question, with the turns before it, as the model of `processor` reads it. Raises UserError, also for
-    a choice that is too long."""
-    if isinstance(processor, TextReader):
-        row = processor.row(question)
-    else:
-        row = processor.row_of(n_images, [*question.before, (question.prefix, None)])
+    """The row of a question, with the turns before it. Raises UserError, also where its longest choice is too long."""
+    is_text, turns = isinstance(processor, TextReader), [*question.before, (question.prefix, None)]
+    row = processor.row(question) if is_text else processor.row_of(n_images, turns)
     longest = max((len(processor.continuation(question.prefix, choice)) for choice in question.choices), default=1)
     if (length := len(row[0]) + longest - 1) > processor.max_length:
-        problem = f"{length} tokens with the longest choice, more than {processor.max_length}"
-        raise UserError(f"{problem}: raise --max-length, or give fewer --shots")
+        raise UserError(f"{length} tokens with the longest choice, more than {processor.max_length}: lower --shots")
     return row
 
 

@@ -43,7 +43,7 @@ EMBEDDED = 600  # questions, by default
 def question(id_, subject: str, prompt: str, choices: Iterable[str], right: int, pictures=(), picture="") -> Question:
     """right: number of the right choice. picture: names the pictures; questions about text alone are independent."""
     choices = tuple(choices)
-    check(all(isinstance(choice, str) and choice for choice in choices), f"choices {quoted(choices)} are no texts")
+    check(all(text({"choice": choice}, "choice") for choice in choices), f"choices {quoted(choices)}: one is empty")
     group, key = picture or str(id_), picture or "text"
     return Question(str(id_), key, pictures, prompt, choices, scored=True, truth=right, kind=subject, group=group)
 
@@ -132,12 +132,13 @@ def own(args: Namespace) -> list[Question]:
         choices, right, names = record["choices"], record["answer"], picture_names(record)
         if isinstance(right, str):
             right = choices.index(right) if choices.count(right) == 1 else list(ascii_uppercase).index(right)
-        check(0 <= right < len(choices) > 1, f"answer is {quoted(record['answer'])}, not one of two choices or more")
+        is_right = type(choices) is list and 0 <= right < len(choices) > 1
+        check(is_right, f"answer is {quoted(record['answer'])}, not one of two choices or more")
         # the first of equally likely ones counts, which may be the other
         check(choices.count(choices[right]) == 1, f"choices has {quoted(choices[right])}, the right one, twice")
         prompt = fill_prompt(args.template, text(record, "question"))
         pictures = tuple(find_picture(folder, name) for name in names)
-        about = record.get("subject", "own"), prompt, choices, right, pictures, "\n".join(names)
+        about = str(record.get("subject", "own")), prompt, choices, right, pictures, "\n".join(names)
         return question(next(numbers), *about)
 
     return read(args.data, of_record, records_in(args.data)[: args.limit])
@@ -205,10 +206,13 @@ class Choices(Benchmark):
     def read(self, file, args):
         def row(record: dict) -> Row:
             key, truth = record["picture"] or record["id"], {"truth": record["answer"], "kind": record["subject"]}
+            check(abs(sum(record["log_likelihoods"])) < 1e30, "a log-likelihood is no finite number")
             question = Question(record["id"], key, (), "", tuple(record["choices"]), **truth)
             return Row(question, record["log_likelihoods"], self.score(question, record["log_likelihoods"]))
 
-        return read(file, row)
+        rows = read(file, row)
+        check_unique((row.question.id for row in rows), file)
+        return rows
 
 
 main = partial(run, Choices(text=TEXT_PROMPT))

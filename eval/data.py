@@ -95,6 +95,7 @@ def check(is_right: bool, problem: str) -> None:
 def text(record: Mapping, name: str) -> str:
     """record[name]. Raises KeyError, and ValueError for another type."""
     check(isinstance(record[name], str), f"{name} is {quoted(record[name])}, expected a text")
+    record[name].encode()  # half of a surrogate pair has no code: ValueError
     return record[name]
 
 

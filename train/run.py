@@ -27,7 +27,7 @@ from tqdm import tqdm
 from eval.records import Record
 from model.common import UserError, atomic_path, file_errors, quoted, shown, write_text
 from model.device import processor_name
-from train.checkpoint import Progress, file_digest
+from train.checkpoint import Progress, checkpoints, file_digest
 from train.distributed import World
 from train.flags import RUN_CONFIG, RunArguments, flag_name
 
@@ -77,7 +77,7 @@ def check_empty(out: Path | None) -> None:
 def run_folder(arguments: RunArguments, settings, stem: str, program: str, world: World) -> Iterator[Path]:
     """The folder of a run for the block, locked: the resumed one, or a new `--out` or runs/STEM-NUMBER.
 
-    If the block raises before anything is learned, the new folder is deleted. An interrupted block ends the program,
+    If the block raises before learned weights are written, the new folder is deleted. Interrupted ends the program,
     with advice. Raises UserError if another process writes to the folder, if it is not empty, and as `lock_folder`.
     """
     run = None
@@ -88,16 +88,16 @@ def run_folder(arguments: RunArguments, settings, stem: str, program: str, world
         with file_errors(run):
             run.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(run)
-        if not arguments.resume:
-            write_text(run / RUN_CONFIG, json.dumps(asdict(settings), indent=1) + "\n")
-    run = world.gather(run)[0]
     try:
+        if world.is_first and not arguments.resume:
+            write_text(run / RUN_CONFIG, json.dumps(asdict(settings), indent=1) + "\n")
+        run = world.gather(run)[0]
         yield run
     except Interrupted as interrupted:
         interrupted.end_program(f"go on with: python -m {program} --resume {run}")
     except BaseException:
-        log = run / "metrics.jsonl"
-        if world.is_first and not arguments.resume and not (log.exists() and '"loss"' in log.read_text()):
+        log, has_weights = run / "metrics.jsonl", checkpoints(run) or (run / "best").exists()
+        if world.is_first and not arguments.resume and not (has_weights and '"loss"' in log.read_text()):
             lock.close()
             shutil.rmtree(run, ignore_errors=True)
         raise

@@ -204,7 +204,7 @@ class Settings(LoopSettings):
         options: dict[str, object] = {}
         for name, _, value in (text.partition("=") for text in self.option):
             options[name] = value
-            with contextlib.suppress(json.JSONDecodeError):
+            with contextlib.suppress(json.JSONDecodeError, RecursionError):
                 options[name] = json.loads(value)
         return options
 

@@ -108,6 +108,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flag(parser, "--prompt", "prompt of a VQAv2 question", Settings.prompt)
     add_flag(parser, "--images", "folder of the pictures (default: vqav2:DIR itself, or where the FILE is)")
     args = parser.parse_args(argv)
+    if not args.out.name:
+        raise UserError(f"--out {args.out}: is no prefix of names: give one, such as shards/vqa")
     if args.data == "embedded":
         raise UserError("embedded: these pictures are drawn while training needs them: give data in files")
     paths = pack(read_data(args.data, args.images, args.prompt), args.out, args.per_shard, args.max_bad)

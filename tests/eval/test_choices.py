@@ -209,6 +209,9 @@ def test_results_are_read_back(files, source, workplace, capsys):
     assert [row["picture"] for row in written] == ["", "red.png", "", ""]
     choices.main("--results out/results.json --json".split())
     assert json.loads(capsys.readouterr().out)["out/results.json"] == printed
+    for wrong in ([*written, written[0]], [written[0] | {"log_likelihoods": [float("nan"), 0]}]):  # NaN is the largest
+        (workplace / "wrong.json").write_text(json.dumps(wrong))
+        refused(lambda: choices.main(["--results", "wrong.json"]), "wrong.json")
 
 
 def own_question(**changes) -> str:
@@ -228,6 +231,7 @@ HEADLESS = "0,水是,冰,气,液,火,C\n"
         ("arc", "arc", '{"id": "1", "question": {"stem": "s", "choices": ["a"]}, "answerKey": "A"}'),
         *(("jsonl", "own.jsonl", text) for text in (own_question(choices=["a", "a"]), own_question(answer="AB"))),
         *(("jsonl", "own.jsonl", text) for text in (own_question(choices=["a"]), own_question(img="x"))),
+        *(("jsonl", "own.jsonl", text) for text in (own_question(choices="ab"), own_question(choices=["a", "\ud800"]))),
         ("mmlu", "none", None),
     ],
 )

@@ -9,8 +9,10 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
+from safetensors.numpy import save
 
 from eval.records import read_examples, vqav2_records
 from model.images import load_image
@@ -121,7 +123,9 @@ def test_an_index_is_made_anew_where_it_does_not_fit(tmp_path, monkeypatch):
     assert len(index_of(path)["records"]) == 1
     sound = index.read_bytes()
     write_tar(path, plain(20))
-    for wrong in (b"", b"nonsense", sound):
+    strange = [{"records": np.full((3, 7), -5)}, {"records": np.ones(3)}, {"records": np.ones((3, 7), np.int64) << 40}]
+    strange = [save(of | {"tar": np.array([path.stat().st_size]), "pictures": np.ones((3, 2))}) for of in strange]
+    for wrong in (b"", b"nonsense", sound, *strange):
         index.write_bytes(wrong)
         assert len(index_of(path)["records"]) == 20
     members = plain(20)

@@ -52,8 +52,10 @@ def index_of(shard: Path) -> dict[str, np.ndarray]:
     """The index of a shard, see `build_index`; where none is as new and for its size, it is made and written beside."""
     path = shard.with_suffix(".index.safetensors")
     with suppress(OSError, SafetensorError, KeyError):
-        index = load_file(path)
-        if index["tar"][0] == shard.stat().st_size and path.stat().st_mtime_ns >= shard.stat().st_mtime_ns:
+        index, tar = load_file(path), shard.stat()
+        rows, is_new = index["records"], index["tar"][0] == tar.st_size and path.stat().st_mtime_ns >= tar.st_mtime_ns
+        is_sound = rows.dtype == np.int64 and rows.shape[1:] == (7,) and index["pictures"].shape[1:] == (2,)
+        if is_new and is_sound and (rows >= 0).all() and rows[:, SAMPLE].max(initial=0) <= len(rows):
             return index
     index = build_index(shard)
     with suppress(UserError), atomic_path(path) as temporary:  # the folder may be read-only
