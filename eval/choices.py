@@ -132,8 +132,7 @@ def own(args: Namespace) -> list[Question]:
         choices, right, names = record["choices"], record["answer"], picture_names(record)
         if isinstance(right, str):
             right = choices.index(right) if choices.count(right) == 1 else list(ascii_uppercase).index(right)
-        is_right = type(choices) is list and 0 <= right < len(choices) > 1
-        check(is_right, f"answer is {quoted(record['answer'])}, not one of two choices or more")
+        check(type(choices) is list and 0 <= right < len(choices) > 1, f"answer {quoted(right)} is none of two choices")
         # the first of equally likely ones counts, which may be the other
         check(choices.count(choices[right]) == 1, f"choices has {quoted(choices[right])}, the right one, twice")
         prompt = fill_prompt(args.template, text(record, "question"))

@@ -17,7 +17,7 @@ from model.common import UserError
 from train.data.batches import Weighted
 from train.settings import Settings
 
-WEIGHT = re.compile(r"(.+)@(\d+\.?\d*|\.\d+)")
+WEIGHT = re.compile(r"(.+)@(\d{1,9}\.?\d*|\.\d+)")
 
 
 def read_records(settings: Settings, split: str = "train") -> Sequence[Record]:
@@ -51,15 +51,8 @@ def read_sources(
     given = " ".join([flag, *sources])
     matches = [WEIGHT.fullmatch(source) for source in sources]
     weights = [float(match[2]) for match in matches if match]
-    if weights and (
-        flag == "--eval-data"
-        or len(weights) < len(sources)
-        or len(sources) == 1
-        or not 0 < min(weights) <= max(weights) < 1e9
-    ):
-        raise UserError(
-            f"{given}: @WEIGHT, from above 0 to 1e9, stands at every source of several in --data, or at none"
-        )
+    if weights and (flag == "--eval-data" or len(weights) < len(sources) or len(sources) == 1 or not all(weights)):
+        raise UserError(f"{given}: @WEIGHT, above 0, stands at every source of several in --data, or at none")
     sources = [match[1] if match else source for match, source in zip(matches, sources, strict=True)]
     kinds, sampled = [source_parts(source)[0] for source in sources], settings.answers == "sampled"
     share = {"fraction": fraction, "validation": validation, "seed": settings.seed}
