@@ -53,8 +53,9 @@ class Config:
         for field in fields(self):
             value, kinds = getattr(self, field.name), get_args(field.type) or (field.type,)
             is_right = value in kinds or type(value) in (*kinds, tuple) or float in kinds and type(value) is int
-            if type(value) is int and not field.name.endswith(("_id", "_layer")):  # −2 is the last layer but one
-                is_right = is_right and 1 <= value <= (MAX_COUNT if field.name.startswith("num_") else value)
+            if type(value) is int and not field.name.endswith("_layer"):  # −2 is the last layer but one
+                least = 0 if field.name.endswith("_id") else 1
+                is_right = is_right and least <= value <= (MAX_COUNT if field.name.startswith("num_") else value)
             expected = " or ".join(getattr(kind, "__name__", repr(kind)) for kind in kinds)
             require(is_right, f"{field.name} is {quoted(value)}, expected a possible {expected}")
 

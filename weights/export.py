@@ -158,6 +158,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--adapter", metavar="RUN", type=Path, help="adapter folder to load onto SRC (default: none)")
     parser.add_argument("--merge", action="store_true", help="merge the adapter, the only way to export it")
     args = parser.parse_args(argv)
+    if not 0 < args.max_shard_gb < 1e9:
+        raise UserError(f"--max-shard-gb {args.max_shard_gb}: expected a size above 0, such as 5")
     if args.merge != (args.adapter is not None):
         raise UserError("--adapter and --merge go together: an unmerged adapter is exchanged as its own folder")
     origin = locate(args.source, args.adapter)

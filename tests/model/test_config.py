@@ -130,6 +130,7 @@ REFUSED = [
     *((changed(PUBLISHED_2, "text_config", **{name: None}), f"{name} is null") for name in NEVER_NULL),
     (PUBLISHED_1 | {"image_token_index": None}, "image_token_index"),
     (changed(PUBLISHED_1, "text_config", num_hidden_layers=10**9), "num_hidden_layers"),
+    (PUBLISHED_1 | {"image_token_index": -1}, "image_token_id is -1"),
     (changed(PUBLISHED_1, "vision_config", model_type="clip"), "siglip_vision_model"),
     (QWEN_FILE | {"use_sliding_window": True}, "use_sliding_window"),
     (QWEN_FILE | {"hidden_act": "relu"}, "hidden_activation"),

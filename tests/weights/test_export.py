@@ -20,6 +20,7 @@ from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.tokenizer import load_tokenizer
 from tests.pieces import texts
+from tests.runs import refused
 from weights.card import model_card
 from weights.export import Origin, companions, locate
 from weights.load import load_model
@@ -124,6 +125,12 @@ def test_the_shipped_tokenizer_has_the_ids_of_sentencepiece():
     assert len(drawn) > 200
     for text in drawn:
         assert theirs(text, add_special_tokens=False)["input_ids"] == pieces.encode(text), repr(text)
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "nan", "inf"])
+def test_a_size_of_files_that_is_none_is_refused(size, tmp_path):
+    """Breaks when it ends in a traceback, or each tensor gets a file of its own."""
+    refused(lambda: weights.export.main(["embedded", f"{tmp_path}/out", "--max-shard-gb", size]), "--max-shard-gb")
 
 
 def test_the_best_step_of_whole_weights_has_its_run(tmp_path):
