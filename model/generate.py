@@ -141,6 +141,7 @@ def generate(
             compiled.seal()
         eos = torch.tensor(model.config.eos_token_id, dtype=torch.int64).view(-1)  # one, or a tuple of any number
         ends = torch.cat((eos, torch.tensor(also_end, dtype=eos.dtype))).to(logits.device)
+        penalty = getattr(model.config, "repetition_penalty", 1.0)
         sampling = temperature, top_p, generator, model.config.image_token_id if isinstance(model, PaliGemma) else None
         tokens, check_every = [], CHECK_EVERY if logits.is_cuda else 1
         ended = broken = torch.zeros(rows, dtype=torch.bool, device=logits.device)
@@ -150,6 +151,10 @@ def generate(
             broken, ended = broken | ~(finite | ended), ended | ~finite
             if temperature > 0:  # torch.multinomial fails on NaN, on CUDA for all later calls too
                 logits = torch.where(finite[:, None], logits, 0.0)
+            if penalty != 1:  # Keskar et al. 2019, section 4.1, for what was read or said; padding was not
+                ids = torch.cat((input_ids, *(token[:, None] for token in tokens)), dim=1)
+                said = torch.zeros_like(logits).scatter_add(1, ids, valid[:, : ids.shape[1]].to(logits)) > 0
+                logits = logits.where(~said, torch.where(logits < 0, logits * penalty, logits / penalty))
             token = torch.where(ended, ends[0] if len(ends) else 0, pick(logits, *sampling))
             tokens.append(token)
             on_token(token)

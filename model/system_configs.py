@@ -5,11 +5,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from model.common import quoted, read_json
+from model.common import UserError, quoted, read_json, shown
 from model.config import CONTROL_TOKENS, Config, PaliGemmaConfig, TextConfig, VisionConfig, config_errors, require
 
 # transformers' classes of language models, by model_type
 CLASSES = {"gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+# Keys of generation_config.json that change greedy decoding, with the values that do not
+_NEUTRAL = {"repetition_penalty": 1, "num_beams": 1, "no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0}
+_NEUTRAL |= {"suppress_tokens": [], "bad_words_ids": [], "guidance_scale": 1}
+
+
+def read_generation(path: str | Path, *followed: str) -> dict:
+    """The generation_config.json beside `path`. Raises UserError for other keys than `followed` that change answers."""
+    given = read_json(file) if (file := Path(path).with_name("generation_config.json")).is_file() else {}
+    if changed := [n for n in _NEUTRAL if n not in followed and given.get(n) not in (None, _NEUTRAL[n])]:
+        raise UserError(f"{shown(file)}: {changed[0]} changes answers, and is not followed here: delete this key")
+    return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -21,14 +32,14 @@ class LanguageConfig(Config):
     pad_token_id: int | None = None
     bos_token_id: int | None = None
     max_position_embeddings: int = 8192
+    repetition_penalty: float = 1.0
 
     @classmethod
     def from_file(cls, path: str | Path) -> "LanguageConfig":
-        """As in `Config`. Control tokens of generation_config.json come first, as in transformers' `generate`."""
-        raw, beside = read_json(path), Path(path).with_name("generation_config.json")
-        given = read_json(beside) if beside.is_file() else {}
+        """As in `Config`. What generation_config.json has comes first, as in transformers' `generate`."""
+        raw, given = read_json(path), read_generation(path, "repetition_penalty")
         with config_errors(path):
-            return cls.from_dict(raw | {name: given[name] for name in CONTROL_TOKENS if given.get(name) is not None})
+            return cls.from_dict(raw | {n: given[n] for n in (*CONTROL_TOKENS, "repetition_penalty") if n in given})
 
     @classmethod
     def from_dict(cls, raw: dict) -> "LanguageConfig":
@@ -39,14 +50,15 @@ class LanguageConfig(Config):
         pad, end, bos = (raw.get(name, defaults.get(name)) for name in CONTROL_TOKENS)
         ends = tuple(end) if isinstance(end, list) else () if end is None else (end,)
         require(all(type(id_) is int for id_ in ends), f"eos_token_id is {quoted(end)}, expected token ids or null")
-        length = raw.get("max_position_embeddings", cls.max_position_embeddings)
-        return cls(TextConfig.from_dict(raw), ends, ends[0] if pad is None and ends else pad, bos, length)
+        length, penalty = raw.get("max_position_embeddings", 8192), raw.get("repetition_penalty") or 1.0
+        require(isinstance(penalty, int | float) and penalty > 0, f"repetition_penalty is {quoted(penalty)}")
+        return cls(TextConfig.from_dict(raw), ends, ends[0] if pad is None and ends else pad, bos, length, penalty)
 
     def to_dict(self) -> dict:
         ends = list(self.eos_token_id)
-        values = vars(self) | {"architectures": [CLASSES[self.text.model_type]]}
-        values["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
-        return self.text.to_dict() | {name: value for name, value in values.items() if name != "text"}
+        values = {name: v for name, v in vars(self).items() if name not in ("text", "repetition_penalty")}
+        values |= {"architectures": [CLASSES[self.text.model_type]]}
+        return self.text.to_dict() | values | {"eos_token_id": ends[0] if len(ends) == 1 else ends or None}
 
 
 @dataclass(frozen=True)
@@ -197,4 +209,6 @@ CONFIGS = dict.fromkeys(CLASSES, LanguageConfig) | {model.kind: model for model 
 
 def read_config(path: str | Path) -> Any:
     """The configuration in the config.json at `path`. Raises UserError for a file that is no model of this project."""
-    return CONFIGS.get(str(read_json(path).get("model_type")), PaliGemmaConfig).from_file(path)
+    if (kind := CONFIGS.get(str(read_json(path).get("model_type")), PaliGemmaConfig)) is not LanguageConfig:
+        read_generation(path)
+    return kind.from_file(path)

@@ -16,7 +16,9 @@ from model.common import UserError
 from model.generate import generate
 from model.language import LanguageModel
 from model.processor import Processor
+from model.system_configs import read_config
 from tests.reference import outputs_by_layer, randomize, relative_error, reload_hf, right_padded
+from tests.runs import refused
 from weights.export import export_model, main
 from weights.load import INDEX_FILE, SINGLE_FILE, load_model, load_siglip, load_text
 
@@ -148,6 +150,18 @@ def test_greedy_tokens_are_those_of_transformers(hf, tmp_path):
         stop = min([reference.index(end) + 1 for end in ends if end in reference], default=16)
         assert row.tolist() == reference[:stop]
     assert len(mine[0]) <= 6
+    GenerationConfig(repetition_penalty=1.7, eos_token_id=127, pad_token_id=0).save_pretrained(tmp_path)
+    for n, row in enumerate(generate(opened(tmp_path), ids, None, torch.ones_like(ids), valid, 16)):
+        kept = {"input_ids": ids[n : n + 1, valid[n] > 0], "do_sample": False, "max_new_tokens": 16}  # without padding
+        kept |= {"attention_mask": torch.ones_like(kept["input_ids"]), "eos_token_id": 127}
+        reference = hf.generate(**kept, repetition_penalty=1.7)[0, kept["input_ids"].shape[1] :]
+        assert torch.equal(row, reference) and not torch.equal(row, free[n])
+    assert read_config(tmp_path / "config.json").repetition_penalty == 1.7
+    GenerationConfig(no_repeat_ngram_size=2).save_pretrained(tmp_path)
+    refused(lambda: opened(tmp_path), "generation_config.json", "no_repeat_ngram_size")
+    change(tmp_path, model_type="paligemma")
+    GenerationConfig(repetition_penalty=1.7).save_pretrained(tmp_path)
+    refused(lambda: read_config(tmp_path / "config.json"), "repetition_penalty")
     also = int(free[0, 1])
     assert generate(model, ids, None, torch.ones_like(ids), valid, 16, also_end=[also])[0].tolist()[-1] == also
 
