@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 
+from eval.progress import Bar
 from eval.question import Answer, Question
 from eval.text.reader import TextReader
 from lora.adapter import LoRALinear
@@ -54,7 +54,7 @@ def ask_all(
         # questions of one picture stay together
         left = sorted((n for n, answer in enumerate(answers) if answer is None), key=lambda n: questions[n].key)
         done, size, options = len(questions) - len(left), WINDOW * batch_size, (max_new_tokens, batch_size, compiled)
-        with tqdm(total=len(questions), initial=done, desc=progress, disable=progress is None) as bar:
+        with Bar(total=len(questions), initial=done, desc=progress, disable=progress is None) as bar:
             for start in range(0, len(left), size):
                 window = {number: questions[number] for number in left[start : start + size]}
                 for number, answer in ask_window(model, processor, window, left_out, *options):

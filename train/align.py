@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from tqdm import tqdm
 
+from eval.progress import Bar
 from eval.records import Record
 from model.common import UserError
 from model.device import autocast_of
@@ -117,7 +117,7 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
     passes = min(MOST_PASSES, -(-settings.align * PICTURES // max(1, len(asked))))
     order = [key for _ in range(passes) for key in rng.sample(sorted(asked), len(asked))]
     steps = [order[start : start + PICTURES] for start in range(0, len(order), PICTURES)][: settings.align]
-    bar = tqdm(steps, "alignment", disable=not world.is_first)
+    bar = Bar(steps, "alignment", disable=not world.is_first)
     for step, keys in enumerate(bar):
         opened = {}
         for key in keys:
@@ -141,7 +141,7 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
             optimizer.step()
             optimizer.zero_grad()
         model.zero_grad()  # the projector's too
-        bar.set_postfix(loss=f"{losses[-1]:.3f}")
+        bar.set_postfix({"loss": f"{losses[-1]:.3f}"}, refresh=False)
     for parameter in tower.parameters() if world.size > 1 else ():  # GPUs need not agree to the bit
         dist.broadcast(parameter.detach(), 0)
     return losses

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import IO
 
 import torch
-from tqdm import tqdm
 
 from eval.records import Record
 from model.common import UserError, atomic_path, file_errors, quoted, shown, write_text
@@ -133,9 +132,11 @@ class Log:
     """
 
     def __init__(self, run: Path, total: int, progress: Progress, world: World):
+        from eval.progress import Bar
+
         self.progress, self.samples, self.shown, self.written = progress, progress.samples, {}, time.perf_counter()
         self.started, self.device, self.writes = self.written - progress.seconds, world.device, world.is_first
-        self.bar = tqdm(total=total, initial=progress.step, desc="training", unit="step", disable=not world.is_first)
+        self.bar = Bar(total=total, initial=progress.step, desc="training", unit="step", disable=not world.is_first)
         self.path = run / "metrics.jsonl"
         if self.writes:
             lines = self.path.read_bytes().splitlines(keepends=True) if progress.step else []
@@ -158,10 +159,11 @@ class Log:
         if self.writes:
             with file_errors(self.path):
                 self.file.write(json.dumps(record) + "\n")
-            for name, unit in (("loss", ""), ("held_out_loss", ""), ("exact_match", " %")):
+            for name, unit in (("loss", ""), ("held_out_loss", ""), ("exact_match", " %"), ("AP", " %")):
                 if name in record:
                     self.shown[name] = f"{record[name]:.3f}{unit}"
-            self.bar.set_postfix(self.shown, samples=f"{self.progress.samples / self.seconds():.0f}/s")
+            speed = f"{self.progress.samples / self.seconds():.0f}/s"
+            self.bar.set_postfix(self.shown, refresh=False, samples=speed)
             self.bar.update()
         self.samples = self.progress.samples
         self.go_on()
@@ -194,12 +196,17 @@ def peak_bytes(device: torch.device | str = "cpu") -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def read_metrics(run: Path) -> list[dict]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def draw_loss(run: Path) -> None:
     """Write `loss.png`: the loss of every step, its running mean, and the loss on held-out examples."""
     from eval import figures
     from train.chart import line_chart
 
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = read_metrics(run)
     losses, held_out = ([(r["step"], r[name]) for r in records if name in r] for name in ("loss", "held_out_loss"))
     width = max(1, len(losses) // 50)
     before = [losses[max(0, number - width + 1) : number + 1] for number in range(len(losses))]

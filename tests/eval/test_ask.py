@@ -1,12 +1,17 @@
 """`eval.ask`: many pictures and prompts are asked in batches, and each answer is of its picture and prompt."""
 
+import itertools
 import json
+import re
+from io import StringIO
 from pathlib import Path
 
 import pytest
+import tqdm
 
 from eval import ask, scenes
 from eval.open import Subject, toy_note
+from eval.progress import Bar
 from model import generate
 
 pytestmark = pytest.mark.long
@@ -44,3 +49,22 @@ def test_the_toy_and_no_other_says_what_it_knows(workplace):
     runs += [("base", "embedded", None), ("full", "runs/toy/model", None), ("full own", "runs/own/model", None)]
     noted = {name for name, model, run in runs if toy_note(Subject(model, run and Path("runs", run), name))}
     assert noted == {"toy", "toy/best", "base", "full"}
+
+
+@pytest.mark.parametrize(("seconds", "shares"), [(1, range(10, 101, 10)), (0, [100])])
+def test_a_log_file_gets_a_line_for_a_tenth(seconds, shares, monkeypatch):
+    """Breaks when a log is filled by a bar, by lines of work that ends at once, or never says that work has ended."""
+    file, clock = StringIO(), itertools.count(step=seconds)
+    monkeypatch.setattr("sys.stderr", file)
+    monkeypatch.setattr(tqdm.std, "time", lambda: next(clock))
+    with Bar(total=40, desc="training") as bar:
+        for number in range(40):
+            bar.set_postfix({"loss": number}, refresh=False)
+            bar.update()
+    printed = file.getvalue()
+    assert [int(share) for share in re.findall(r"^training: +(\d+) % ", printed, re.M)] == [*shares]
+    assert "\r" not in printed and "loss=39]" in printed.splitlines()[-1]
+    monkeypatch.setattr(file, "isatty", lambda: True)
+    for _ in Bar(range(40)):
+        pass
+    assert "\r" in file.getvalue()
