@@ -21,6 +21,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+from PIL.Image import Image
 
 from eval import figures
 from eval.bench import Benchmark, Row, run
@@ -125,21 +126,24 @@ def boxes_of(row: Row) -> tuple[list[Found], Counter]:
 
 
 def draw_sheet(rows: Sequence[Row], title: str):
-    """Some pictures with their true and found boxes; hits are those whose boxes agree by half, each with one."""
-    drawn, captions, hits = [], [], []
+    """Some pictures with their true and found boxes."""
     count = min(DRAWN, len(rows))
-    for row in (rows[number * len(rows) // count] for number in range(count)):
-        size, found = row.question.truth, boxes_of(row)[0]
-        truths = [box for box in size.boxes if not box.is_crowd]
-        image = load_image(row.question.images()[0])
-        sheet = figures.draw_boxes(image, corners(truths, image, size), colors=[figures.HIT], width=5, least=448)
-        names = [box.label for box in found]
-        drawn.append(figures.draw_boxes(sheet, corners(found, sheet, size), names, colors=[figures.SERIES[1]]))
-        pairs = (([t for t in truths if t.label == name], [f for f in found if f.label == name]) for name in {*names})
-        matched = sum(int(match(*pair).hit[0].sum()) for pair in pairs)
-        hits.append(matched == len(truths) == len(found))
-        captions.append(f"{row.question.prefix}: {matched} of {len(truths)}, {len(found)} found")
-    return figures.contact_sheet(drawn, captions, hits, title=title, size=224)
+    cells = [draw_row(rows[number * len(rows) // count]) for number in range(count)]
+    return figures.contact_sheet(*zip(*cells, strict=True), title=title, size=224)
+
+
+def draw_row(row: Row) -> tuple[Image, str, bool]:
+    """A picture with its true and found boxes, how many agree by half, and whether these are all."""
+    size, found = row.question.truth, boxes_of(row)[0]
+    truths = [box for box in size.boxes if not box.is_crowd]
+    image = load_image(row.question.images()[0])
+    sheet = figures.draw_boxes(image, corners(truths, image, size), colors=[figures.HIT], width=5, least=448)
+    names = [box.label for box in found]
+    drawn = figures.draw_boxes(sheet, corners(found, sheet, size), names, colors=[figures.SERIES[1]])
+    pairs = (([t for t in truths if t.label == name], [f for f in found if f.label == name]) for name in {*names})
+    matched = sum(int(match(*pair).hit[0].sum()) for pair in pairs)
+    caption = f"{row.question.prefix}: {matched} of {len(truths)}, {len(found)} found"
+    return drawn, caption, matched == len(truths) == len(found)
 
 
 def corners(boxes: Sequence[Box | Found], image, size: Detection) -> list[tuple[float, float, float, float]]:

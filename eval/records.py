@@ -9,7 +9,7 @@ import itertools
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -169,11 +169,6 @@ def vqav2_records(folder: Path, images: str | Path | None = None, prompt: str = 
 
 
 # Your own: examples and conversations
-
-
-def records_of(examples: Iterable[Mapping], folder: str | Path = ".") -> list[Record]:
-    """The records of examples as of `record_of`: a list of dicts, or a Hugging Face dataset. Raises UserError."""
-    return read_records("data", partial(record_of, folder=folder), [(f"[{n}]", e) for n, e in enumerate(examples)])
 
 
 def read_examples(path: str | Path, images: str | Path | None = None, kind: str = "jsonl") -> list[Record]:

@@ -9,39 +9,105 @@ from, and accuracies before and after.
     python -m train.finetune --plan …                              what such a run takes; no GPU is needed
     python -m train.finetune --resume runs/embedded-dex-1          go on where it was interrupted
     torchrun --nproc_per_node=8 -m train.finetune …                several GPUs; with --shard the weights are spread
+
+From Python, `finetune` takes the same flags, and examples that a program has made.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
+from eval.records import Record
 from lora import adapter
-from model.common import run_command, shown, write_text
+from model.common import UserError, run_command, shown, write_text
 from model.paligemma import PaliGemma
+from model.processor import Processor
 from train.checkpoint import Progress, atomic_folder, newest_progress
-from train.data.sources import read_records
+from train.data.sources import MEMORY, held_records, read_records
 from train.distributed import World, is_sharded, joined_world
 from train.optim import count, trainable
-from train.run import data_fingerprints, draw_loss, run_folder, set_origin
+from train.run import MEASURED, data_fingerprints, draw_loss, read_metrics, run_folder, set_origin
 from train.settings import Arguments, Settings, parse, run_stem
 from train.supervised import make_order, train_on
 from train.systems.open import load_start, open_model, open_processor, open_trained, write_trained
-from train.validation import evaluate, open_held_out
+from train.validation import Metric, evaluate, open_held_out
 
 
-def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
-    """The whole run: data, model, loop, summary."""
-    with run_folder(arguments, settings, run_stem(settings), "train.finetune", world) as run:
+class FineTuned(NamedTuple):
+    """A run that has ended. run: its folder. summary: the content of summary.json, where "held_out" has the scores by
+    column of the table. history: the lines of metrics.jsonl. model: with the weights that the run recommends."""
+
+    run: Path
+    summary: dict
+    history: list[dict]
+    model: PaliGemma
+    processor: Processor
+
+
+def finetune(
+    data: str | Sequence[str] | Sequence[Mapping] | None = None,
+    eval_data: str | Sequence[str] | Sequence[Mapping] | None = None,
+    *,
+    on_log: Callable[[int, dict], object] | None = None,
+    metrics: Mapping[str, Metric] = {},
+    **flags,
+) -> FineTuned:
+    """Fine-tune as the command does.
+
+    data, eval_data: sources as in --data, or examples: a list of dicts as in a JSONL file, whose pictures are paths,
+    Pillow images or uint8 arrays, or any data set with a length of such dicts by number. flags: those of the command
+    but --plan and --show-batch, `base="…", epochs=3, out="runs/mine"`. on_log: gets each step and its line of
+    metrics.jsonl. metrics: more scores of held-out examples, each a function of the answers and of the right ones, a
+    text or, where the data give several, their list. With `resume` give the same examples again. Raises UserError.
+    """
+    names = "step loss lr gradient_norm held_out_loss exact_match vqa_accuracy AP lambda map_distance".split()
+    if taken := {*MEASURED, *names} & {*metrics}:
+        raise UserError(f"metrics: {', '.join(taken)} stands in metrics.jsonl for something else: choose another name")
+    settings, arguments, memory = read_call({"data": data, "eval_data": eval_data}, flags)
+    return fine_tune(settings, arguments, memory, on_log, metrics)
+
+
+def read_call(data: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Settings, Arguments, dict[str, list[Record]]]:
+    """The settings of a call of `finetune`, and the records of its examples by their source in the settings."""
+    flags = flags | {name: Path(flags[name]) for name in ("out", "resume") if flags.get(name)}
+    memory: dict[str, Any] = {}
+    for name, value in data.items():
+        if isinstance(value, str | Path) or value is not None and len(value) and isinstance(value[0], str):
+            flags[name] = [str(value)] if isinstance(value, str | Path) else [*value]
+        elif value is not None:
+            memory[f"{MEMORY}{name}"] = value
+            flags |= {} if flags.get("resume") else {name: [f"{MEMORY}{name}"]}
+    settings, arguments = parse(flags)
+    if arguments.plan or arguments.show_batch:
+        raise UserError("plan and show_batch print instead of training: call the command, python -m train.finetune")
+    if memory.keys() - {*settings.data, *settings.eval_data}:
+        raise UserError("resume: the run has its data from files: leave data and eval_data out")
+    folder = settings.images or "."
+    return settings, arguments, {name: held_records(of, name[len(MEMORY) :], folder) for name, of in memory.items()}
+
+
+def fine_tune(
+    settings: Settings,
+    arguments: Arguments,
+    memory: Mapping[str, list[Record]] = {},
+    on_log: Callable[[int, dict], object] | None = None,
+    metrics: Mapping[str, Metric] = {},
+) -> FineTuned:
+    """The whole run: data, model, loop, summary. memory: of `read_call`; on_log and metrics: of `finetune`."""
+    stem = run_stem(settings)
+    with joined_world(settings.device) as world, run_folder(arguments, settings, stem, "train.finetune", world) as run:
         outline, _ = open_model(settings, torch.device("meta"))  # mistakes are reported before weights are read
-        records = read_records(settings)
+        records = read_records(settings, memory=memory)
         processor, files = open_processor(settings, outline)
         progress = world.gather(newest_progress(run))[0] or Progress(world.size)
         begins, results = progress.step == 0, progress.results
         order = make_order(records, processor, settings, world, progress.processes)
-        held_out = open_held_out(settings, processor, world) if settings.evaluate else None
+        held_out = open_held_out(settings, processor, world, memory, metrics) if settings.evaluate else None
 
         model = load_start(settings, world.device)
         print_start(outline, settings, world)
@@ -60,7 +126,8 @@ def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
             align(model, records, settings, world)
 
         validate = held_out and partial(held_out.validate, model, run, order.total, files)
-        progress = train_on(order, model, optimizer, settings, run, world, validate=validate, progress=progress)
+        also = {"progress": progress, "on_log": on_log}
+        progress = train_on(order, model, optimizer, settings, run, world, validate=validate, **also)
 
         result = run / "model" if settings.writes_model else run
         with atomic_folder(result, world) if settings.writes_model else nullcontext(run) as folder:
@@ -81,12 +148,13 @@ def fine_tune(settings: Settings, arguments: Arguments, world: World) -> None:
                     model = None
                     model = open_trained(settings, result, world.device)
             results["blind"] = held_out.evaluate(model, "held-out, blind", without_pictures=True)
+        summary = summarize(settings, progress, results, count(trainable(outline).values()), held_out)
         if world.is_first:
-            summary = summarize(settings, progress, results, count(trainable(outline).values()), held_out)
             write_text(run / "summary.json", json.dumps(summary, indent=1) + "\n")
             draw_loss(run)
             answers = write_answers(run, held_out, results) if held_out else []
             print_summary(summary, results, settings, run, answers)
+        return FineTuned(run, summary, read_metrics(run), model.eval(), processor)
 
 
 def print_recipe(settings: Settings) -> None:
@@ -129,8 +197,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for line in show_batch(settings, arguments.show_batch):
             print(shown(line, 10_000))
         return
-    with joined_world(settings.device) as world:
-        fine_tune(settings, arguments, world)
+    fine_tune(settings, arguments)
 
 
 if __name__ == "__main__":

@@ -109,11 +109,11 @@ def read_run(
     parser: argparse.ArgumentParser,
     settings: type[Settings],
     arguments: type[Arguments],
-    argv: Sequence[str] | None,
+    argv: Sequence[str] | Mapping[str, object] | None,
     defaults: Callable[[dict], dict] = lambda given: {},
     groups: Mapping[str, str] = {},
 ) -> tuple[Settings, Arguments]:
-    """The settings of a run, from its flags or from the folder that is resumed, and its other flags.
+    """The settings of a run, from its flags, in words or by name, or from the folder that is resumed, and other flags.
 
     parser: of the command. defaults(flags): settings that take the place of the fields' defaults. groups: the fields of
     each group of --help. Raises UserError for flags that exclude each other, values out of range, and a folder that the
@@ -122,7 +122,7 @@ def read_run(
     titled = [(fields.split(), parser.add_argument_group(title)) for title, fields in groups.items()]
     for kind in (arguments, settings):
         add_flags(parser, kind, {name: group for names, group in titled for name in names})
-    given = vars(parser.parse_args(argv))
+    given = dict(argv) if isinstance(argv, Mapping) else vars(parser.parse_args(argv))
     names = [field.name for field in dataclasses.fields(arguments) if field.name in given]
     chosen = from_values(arguments, {name: given.pop(name) for name in names})
     if chosen.resume is None:

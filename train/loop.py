@@ -60,13 +60,14 @@ def fit(
     *,
     validate: Callable[[int, Progress], dict] | None = None,
     progress: Progress | None = None,
+    on_log: Callable[[int, dict], object] | None = None,
 ) -> Progress:
     """Train `model` in place, from the newest checkpoint in `run` if there is one; returns the run's progress.
 
     loss(model, micro): moves the micro-batch to the device; the sum over its supervised tokens. validate(step,
-    progress): metrics after so many updates; it may set `progress.stopped`. progress: None reads the newest. A step
-    without a usable record changes nothing. Raises Diverged, UserError for too many unusable records, Interrupted after
-    a signal, once all is saved.
+    progress): metrics after so many updates; it may set `progress.stopped`. progress: None reads the newest.
+    on_log(step, metrics): gets in the first process what metrics.jsonl gets. A step without a usable record changes
+    nothing. Raises Diverged, UserError for too many unusable records, Interrupted after a signal, once all is saved.
     """
     progress = progress or newest_progress(run) or Progress(world.size)
     autocast, dtype = autocast_of(settings.autocast, world.device), autocast_dtype(settings.autocast, world.device)
@@ -104,7 +105,10 @@ def fit(
                 scaler.update()
             optimizer.zero_grad(set_to_none=True)
             progress.step += 1
-            log.write(record | log.speed(tokens) | (validate(progress.step, progress) if validate else {}))
+            record |= log.speed(tokens) | (validate(progress.step, progress) if validate else {})
+            log.write(record)
+            if on_log and world.is_first:
+                on_log(step, record)
             is_last = stopping or progress.step == order.total or progress.stopped is not None
             if is_last or progress.step % settings.checkpoint_every == 0:
                 log.sync()

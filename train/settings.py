@@ -56,7 +56,7 @@ RECIPES: dict[str, dict] = {
     # Questions of one picture in one batch make the picture matter, and share its encoding.
     "own": _WHOLE
     | {"new_tower": True, "shift": True, "align": 750, "validation": 0.05, "warmup": 0.04}
-    | {"optimizer": "muon", "lr": 0.01, "batch_size": 64, "per_picture": 8},
+    | {"optimizer": "muon", "lr": 0.01, "batch_size": 64, "per_picture": 8, "patience": 5},
     "lora": {},  # with a graft, as by default on the embedded scenes, also on own pictures
     # LoRA on a base of published size; it was never run. The rate is ten times the authors' for whole weights, by the
     # rule of "LoRA Without Regret" (Schulman et al. 2025). Hugging Face's script (merveenoyan/smol-vision)
@@ -196,7 +196,7 @@ class Settings(LoopSettings):
     eval_limit: int = flag(400, "held-out examples of each evaluation", least=4)
     eval_every: int | None = flag(None, "steps between evaluations; 0 none (default: ten times a run)", least=0)
     keep_best: bool = flag(True, "keep the weights with the best held-out score in RUN/best")
-    patience: int = flag(0, "stop after so many evaluations without a better score; 0 never", least=0)
+    patience: int = flag(0, "stop after so many evaluations without a gain; 0 never (default: 0, of own 5)", least=0)
 
     @property
     def options(self) -> dict[str, object]:
@@ -270,8 +270,8 @@ def is_published_size(base: str) -> bool:
     return config is None or getattr(config, "text", config).hidden_size >= PUBLISHED_WIDTH  # None: of the hub
 
 
-def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, Arguments]:
-    """The settings and the run folder of a command line; a recipe changes defaults, a flag overrides both."""
+def parse(argv: Sequence[str] | Mapping[str, object] | None, description: str = "") -> tuple[Settings, Arguments]:
+    """The settings and the run folder of flags, in words or by name; a recipe changes defaults, flags override both."""
 
     def defaults(given: dict) -> dict:
         is_embedded = tuple(given.get("data", EMBEDDED)) == EMBEDDED
@@ -281,7 +281,8 @@ def parse(argv: Sequence[str] | None, description: str = "") -> tuple[Settings, 
         large = "paligemma" if given.get("full") else "one-gpu"
         recipe = given.get("recipe", large if is_large else "own" if is_own else "")
         stage = stage_defaults(given.get("arch"), given.get("stage"), is_embedded)
-        return stage | RECIPES.get(recipe, {}) | {"recipe": recipe}
+        patience = {"patience": 0} if given.get("evaluate") is False or given.get("eval_every") == 0 else {}
+        return stage | RECIPES.get(recipe, {}) | {"recipe": recipe} | patience
 
     parser = FlagParser(prog="python -m train.finetune", description=description)
     settings, arguments = read_run(parser, Settings, Arguments, argv, defaults, GROUPS)

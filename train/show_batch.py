@@ -1,6 +1,7 @@
 """`train.finetune --show-batch`: the first batch of a run as the model reads it: the text of every row, with what is
 learned between ⟦ and ⟧, and a sheet of the pictures. Nothing is trained or kept."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
@@ -11,7 +12,7 @@ from PIL import Image
 
 from eval import figures
 from model.common import shown
-from model.processor import Processor
+from model.processor import Processor, parse_boxes
 from train.data.sources import read_records
 from train.distributed import World
 from train.settings import Settings
@@ -28,19 +29,25 @@ def show_batch(settings: Settings, sheet: Path) -> list[str]:
     order = make_order(read_records(settings), processor, single, World(0, 1, torch.device("cpu")))
     micro = next(order.steps(0))[0]
     batch, lines, slots = micro.batch, [], iter((micro.batch.image_index + 1).tolist())
+    pixels = ((batch.pixel_values + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
+    images = [Image.fromarray(picture) for picture in pixels]
     for number, name in enumerate(micro.names):
         valid, text = batch.attention_mask[number].bool(), ""
         ids, learned = batch.input_ids[number][valid].tolist(), (batch.labels[number][valid] != -100).tolist()
         for is_learned, group in groupby(zip(ids, learned, strict=True), key=lambda pair: pair[1]):
             part = spell([token for token, _ in group], processor, slots)
             text += f"⟦{part}⟧" if is_learned else part
+            if is_learned and (place := re.search(r"\[picture (\d+)\]", text)):
+                image = images[picture := int(place[1]) - 1]
+                if boxes := parse_boxes(part.removesuffix("<eos>"), *image.size):
+                    labels, corners = zip(*boxes, strict=True)
+                    images[picture] = figures.draw_boxes(image, corners, labels, least=448)
         lines += [f"{number + 1}  {shown(name)}: {len(ids)} tokens, {sum(learned)} of them learned", f"   {text}"]
     lines += [f"left out {line}" for line in micro.bad]
-    pixels = ((batch.pixel_values + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
-    if images := [Image.fromarray(picture) for picture in pixels]:
+    if images:
         captions = [f"picture {number + 1}" for number in range(len(images))]
         figures.save(figures.contact_sheet(images, captions, title="the pictures, as the model sees them"), sheet)
-        lines.append(f"in {shown(sheet)}: {len(images)} pictures of {images[0].width} px")
+        lines.append(f"in {shown(sheet)}: {len(images)} pictures of {pixels.shape[1]} px")
     return [*lines, "nothing was trained"]
 
 

@@ -13,10 +13,13 @@ from eval.data import PROMPT, fill_prompt
 from model.common import write_text
 from model.differential import KINDS
 from train.checkpoint import Progress, Result
+from train.data.sources import MEMORY
+from train.run import read_metrics
 from train.settings import Settings
-from train.validation import HeldOut, choose, is_better
+from train.validation import HeldOut, choose, is_better, rows_of_boxes
 
 SCORES = {"loss": "loss, nats a token", "exact_match": "exact match, %", "vqa_accuracy": "VQA accuracy, %"}
+SCORES |= {"AP": "boxes: AP, %"}
 SHOWN = 12  # examples of answers.png
 Results = Mapping[str, Result]
 
@@ -77,14 +80,17 @@ def write_answers(run: Path, held_out: HeldOut, results: Results) -> list[str]:
     if not shown:
         return ["answers.jsonl"]
     from eval import figures
+    from eval.detect import draw_row
     from model.images import load_image
 
-    captions = []
+    cells = []
     for n in shown:
         before, after = results["before"].answers[n], trained(results).answers[n]
-        captions.append(f"{records[n].prefix}\ntruth: {records[n].suffix}\nbefore: {before}\nafter: {after}")
-    pictures, hits = [load_image(records[n].pictures[0]) for n in shown], [bool(right[n]) for n in shown]
-    sheet = figures.contact_sheet(pictures, captions, hits, title=f"{run.name}: held-out examples", lines=7)
+        caption = f"{records[n].prefix}\ntruth: {records[n].suffix}\nbefore: {before}\nafter: {after}"
+        boxes = rows_of_boxes([(records[n], after)])
+        cells.append(draw_row(boxes[0]) if boxes else (load_image(records[n].pictures[0]), caption, bool(right[n])))
+    title = f"{run.name}: held-out examples" + ("; true boxes green, found ones orange" if records[n].detection else "")
+    sheet = figures.contact_sheet(*zip(*cells, strict=True), title=title, lines=7)
     figures.save(sheet, run / "answers.png")
     return ["answers.jsonl", "answers.png"]
 
@@ -122,17 +128,19 @@ def print_summary(summary: dict, results: Results, settings: Settings, run: Path
 
 def is_rising(run: Path) -> bool:
     """Whether the second half of a run's evaluations lowered the held-out loss by a tenth, to its least value."""
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    losses = [record["held_out_loss"] for record in records if "held_out_loss" in record]
+    losses = [record["held_out_loss"] for record in read_metrics(run) if "held_out_loss" in record]
     return len(losses) > 2 and losses[-1] == min(losses) < 0.9 * losses[(len(losses) - 1) // 2]
 
 
 def longer(settings: Settings, run: Path) -> str:
     """The command of a run of twice as many steps; of LoRA on the embedded base and own data, with the recipe `own`."""
     s, is_toy = settings, settings.base == "embedded" and not settings.writes_model
+    twice = str(2 * len(read_metrics(run)))
+    if any(source.startswith(MEMORY) for source in s.data):
+        return "finetune(…, recipe='own')" if is_toy else f"finetune(…, steps={twice})"
     given = [("--base", s.base), ("--recipe", "own" if is_toy else s.recipe), ("--images", s.images or "")]
     given += [("--data", source) for source in s.data] + [("--eval-data", source) for source in s.eval_data]
-    given += [] if is_toy else [("--steps", str(2 * len((run / "metrics.jsonl").read_text().splitlines())))]
+    given += [] if is_toy else [("--steps", twice)]
     return shlex.join(["python", "-m", "train.finetune", *(word for pair in given if pair[1] for word in pair)])
 
 
@@ -149,7 +157,8 @@ def print_accuracies(summary: dict, results: Results, settings: Settings) -> Non
     if "held_out" in summary:
         print(f"held-out, {summary['held_out']['examples']} examples")
     for title in columns["after"]:
-        values, decimals = [lines.get(title) for lines in columns.values()], 3 if "loss" in title else 1
+        values, is_given = [lines.get(title) for lines in columns.values()], title.strip() in results["after"].scores
+        decimals = 3 if is_given or "loss" in title else 1
         print(f"{title:<34}" + "".join(f"{'-' if v is None else f'{v:.{decimals}f}':>9}" for v in values))
     if (before := summary["before"]["needle"]) is not None and before < 25:
         print("A needle score below chance before training mostly means that its question was never seen.")
@@ -157,7 +166,7 @@ def print_accuracies(summary: dict, results: Results, settings: Settings) -> Non
 
 def lines_of(scores: Mapping, tests: Mapping) -> dict[str, float]:
     """The cells of a column by the titles of their lines: held-out scores, then accuracies on the embedded scenes."""
-    lines = {f"  {title}": scores[name] for name, title in SCORES.items() if scores.get(name) is not None}
+    lines = {f"  {SCORES.get(name, name)}": value for name, value in scores.items() if value is not None}
     if "vqa_details" not in tests:
         return lines
     from eval.scenes import NEEDLE_TITLES
@@ -179,7 +188,7 @@ def next_commands(settings: Settings, run: Path, takes_best: bool) -> list[str]:
         data = shlex.quote(source if s.eval_data else f"{kind}:TEST")  # not what was trained on
         if kind == "embedded":
             commands += [f"eval.vqa {vqa}", f"eval.needle {model}"]
-        elif kind != "shards":
+        elif kind not in ("shards", "python"):
             command = "eval.detect" if kind == "coco" else "eval.vqa"
             commands.append(f"{command} --data {data} {vqa if kind == 'vqav2' else model}")
     question = shlex.quote(fill_prompt(prompt, "Where is the dog?")) if s.question_prompt else "PROMPT"

@@ -26,7 +26,7 @@ from train.settings import Settings, step_layout
 def train_on(
     order: Order, model: PaliGemma, optimizer: Optimizer, settings: Settings, run: Path, world: World, **options
 ) -> Progress:
-    """Train `model` in place on `order`; returns the run's progress. options: `validate` and `progress` of `fit`."""
+    """Train `model` in place on `order`; returns the run's progress. options: of `fit`."""
 
     location = order.processor.tokenizer.piece_to_id("<loc0000>")
 

@@ -10,8 +10,8 @@ import contextlib
 import math
 import random
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,8 @@ from train.supervised import inputs, row_losses
 from train.systems.open import write_trained
 
 ASKED = 200  # examples that a model answers at an evaluation during training; the loss is of all
-LONGEST = 64  # tokens of an answer that is generated
+Metric = Callable[[list[str], list], float]  # of the answers, and of the right ones: each a text, or a list of several
+LONGEST, LONGEST_BOXES = 64, 256  # tokens of an answer that is generated; of one that names boxes
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class HeldOut:
     """The held-out examples of a run, see `open_held_out`.
 
     lengths: tokens of each right answer, its end included. plan: the numbers of the records of each batch. asked: of
-    the records whose answer is generated: a single turn of at most LONGEST tokens.
+    the records whose answer is generated: a single turn of at most LONGEST tokens. metrics: more scores, by name.
     """
 
     records: list[Record]
@@ -51,6 +52,7 @@ class HeldOut:
     processor: Processor
     settings: Settings
     world: World
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
 
     @torch.no_grad()
     def evaluate(
@@ -63,24 +65,28 @@ class HeldOut:
         from eval.question import question_of
         from eval.vqa_scoring import record_scores
 
-        records = blind(self.records) if without_pictures else self.records
+        records, answers = blind(self.records) if without_pictures else self.records, [None] * len(self.records)
         losses, tokens = self._losses(model.eval(), records)
-        numbers, answers = (
-            [] if is_sharded(model) else choose(self.asked, most or len(self.asked)),
-            [None] * len(records),
-        )
-        if numbers:
+        if numbers := [] if is_sharded(model) else choose(self.asked, most or len(self.asked)):
             longest = max(self.lengths[number] for number in numbers)
             asks, options = [question_of(records[n]) for n in numbers], {"max_new_tokens": longest, "progress": title}
             said = ask_together(self.world, model, self.processor, asks, **options)
             for number, answer in zip(numbers, said, strict=True):
                 answers[number] = answer
-        pairs = zip(self.records, answers, strict=True)
+        pairs = [*zip(self.records, answers, strict=True)]
         of_record = [{} if answer is None else record_scores(record, answer) for record, answer in pairs]
         scores = {"loss": math.fsum(loss for loss in losses if loss is not None) / tokens if tokens else None}
         for measure in ("exact_match", "vqa_accuracy"):
             values = [measured[measure] for measured in of_record if measure in measured]
             scores[measure] = 100 * sum(values) / len(values) if values else None
+        if answered := [(record, answer) for record, answer in pairs if answer is not None]:
+            given = [answer for _, answer in answered], [[*record.answers] or record.suffix for record, _ in answered]
+            scores |= {name: float(metric(*given)) for name, metric in self.metrics.items()}
+        if rows := rows_of_boxes(answered):
+            from eval.detect import boxes_of, score_boxes
+
+            share = score_boxes([row.question.truth.boxes for row in rows], [boxes_of(row)[0] for row in rows])["AP"]
+            scores["AP"] = None if share is None else 100 * share
         return Result(losses, answers, [measured.get("exact_match") for measured in of_record], scores)
 
     def _losses(self, model: PaliGemma, records: Sequence[Record]) -> tuple[list[float | None], int]:
@@ -99,7 +105,7 @@ class HeldOut:
     def validate(
         self, model: PaliGemma, run: Path, total: int, files: Sequence[Path], step: int, progress: Progress
     ) -> dict[str, Any]:
-        """Evaluate every --eval-every of `total` steps and after the last; returns loss, exact match and `maps_of`.
+        """Evaluate every --eval-every of `total` steps and after the last; returns the scores, and `maps_of`.
 
         `progress.best` becomes this step if it `is_better`, and then RUN/best is written, with the `files` of the base.
         `progress.stopped` becomes this step when --patience is used up.
@@ -123,8 +129,8 @@ class HeldOut:
         else:
             best.since += 1
             progress.stopped = step if 0 < settings.patience <= best.since else None
-        record = {"held_out_loss": loss} | ({} if exact is None else {"exact_match": exact})
-        return record | (self.maps_of(model) if self.world.is_first and not is_sharded(model) else {})
+        known = {"held_out_loss" if name == "loss" else name: v for name, v in scores.items() if v is not None}
+        return known | (self.maps_of(model) if self.world.is_first and not is_sharded(model) else {})
 
     def maps_of(self, model: PaliGemma) -> dict[str, dict]:
         """λ or μ by layer, and of variants with two maps the distance between them on the first batch."""
@@ -143,13 +149,26 @@ def is_better(scores: Mapping[str, Any], others: Mapping[str, Any], asked: int) 
     return scores["loss"] < others["loss"] if abs(ours - theirs) <= noise else ours > theirs
 
 
-def open_held_out(settings: Settings, processor: Processor, world: World) -> HeldOut | None:
+def rows_of_boxes(answered: Sequence[tuple[Record, str]]) -> list:
+    """The records that ask for boxes, with their answers, as rows of `eval.detect`."""
+    from eval.detect import Row, question_of
+
+    return [Row(question_of(r, truth=r.detection), (answer, []), {}) for r, answer in answered if r.detection]
+
+
+def open_held_out(
+    settings: Settings,
+    processor: Processor,
+    world: World,
+    memory: Mapping[str, list[Record]] = {},
+    metrics: Mapping[str, Metric] = {},
+) -> HeldOut | None:
     """Up to --eval-limit held-out examples, drawn from all, of the embedded scenes a quarter of that; None without any.
     Raises UserError for --eval-data that cannot be read."""
     most = settings.eval_limit // 4 if settings.is_embedded else settings.eval_limit
     source, records = [], []
     try:
-        source = read_records(replace(settings, samples=most), "validation")
+        source = read_records(replace(settings, samples=most), "validation", memory)
     except UserError:  # too few pictures
         if settings.eval_data:
             raise
@@ -167,8 +186,9 @@ def open_held_out(settings: Settings, processor: Processor, world: World) -> Hel
     rows = min(settings.batch_size, max(1, MAX_LOGITS // (processor.config.text.vocab_size * longest)))
     order = sorted(range(len(records)), key=lambda number: sum(len("".join(turn)) for turn in records[number].turns))
     plan = [order[start : start + rows] for start in range(0, len(order), rows)]
-    asked = [number for number, r in enumerate(records) if len(r.turns) == 1 and lengths[number] <= LONGEST]
-    return HeldOut(records, lengths, plan, asked, processor, settings, world)
+    limits = [LONGEST_BOXES if record.detection else LONGEST for record in records]
+    asked = [n for n, record in enumerate(records) if len(record.turns) == 1 and lengths[n] <= limits[n]]
+    return HeldOut(records, lengths, plan, asked, processor, settings, world, metrics)
 
 
 def evaluate(

@@ -10,11 +10,12 @@ from PIL import Image
 
 from eval.answer import layout
 from eval.question import question_of
-from eval.records import Box, embedded_records, read_coco, read_data, read_examples, records_of, split_records
+from eval.records import Box, embedded_records, read_coco, read_data, read_examples, split_records
 from model.processor import Processor
 from model.system_configs import MambaConfig, ProjectorConfig, QMambaConfig, WingsConfig
 from tests.runs import refused
 from train.data.batches import collate
+from train.data.sources import held_records
 
 
 def write(folder, name, value):
@@ -192,7 +193,7 @@ def test_pictures_from_python_are_those_of_their_files(tmp_path, processor):
     draw(tmp_path, "a.png", "b.png")
     other, image = (Image.open(tmp_path / name) for name in ("a.png", "b.png"))
     pictures = [tmp_path / "b.png", image, np.asarray(image), other, np.zeros((8, 8, 3))]
-    made = records_of([{"image": picture, "prefix": "a", "suffix": "b"} for picture in pictures])
+    made = held_records([{"image": picture, "prefix": "a", "suffix": "b"} for picture in pictures], "data", ".")
     assert made[1].key == made[2].key and len({record.key for record in made}) == 4
     micro = collate(made, processor)
     assert micro.names == ("data[0]", "data[1]", "data[2]", "data[3]") and len(micro.bad) == 1

@@ -97,13 +97,10 @@ def test_own_pictures_on_the_embedded_base_take_their_recipe():
     for flags in (own, f"{own} --epochs 3 --seed 1", f"{own} --base embedded"):
         settings = parse(flags.split())[0]
         assert (settings.recipe, settings.full, settings.new_tower) == ("own", True, True)
-    others = ["", "--data coco:a.json", "--data jsonl:a --recipe lora", "--data jsonl:a --attention twin"]
-    for flags in (
-        *others,
-        "--data jsonl:a --base tiny",
-        "--data jsonl:a --r 4",
-        "--data jsonl:a --arch wings --stage 1",
-    ):
+    for flags, patience in (("", 5), ("--no-evaluate", 0), ("--eval-every 0", 0), ("--patience 2", 2)):
+        assert parse(f"{own} {flags}".split())[0].patience == patience
+    others = "coco:a.json, jsonl:a --recipe lora, jsonl:a --attention twin, jsonl:a --base tiny, jsonl:a --r 4"
+    for flags in ("", *f"--data {others}, jsonl:a --arch wings --stage 1".replace(", ", ",--data ").split(",")):
         assert not parse(flags.split())[0].new_tower, flags
 
 

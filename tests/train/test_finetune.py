@@ -4,7 +4,9 @@ import json
 import os
 import signal
 from concurrent.futures import ProcessPoolExecutor
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -13,12 +15,14 @@ from safetensors.torch import load_file
 from eval.records import embedded_records
 from lora import adapter
 from model.differential import KINDS
+from model.generate import ask
 from tests.files import write_vqav2
 from tests.killed_runs import kill_often
 from tests.runs import QUICK, SERVER, WORLD, metrics, refused, run, torchrun, words
 from train import finetune, supervised
 from train import summary as summary_files
 from train.data.batches import collate
+from train.flags import flag_name
 from train.optim import trainable
 from train.settings import RECIPES, parse
 from train.systems.open import open_model
@@ -108,6 +112,60 @@ def test_recipes_are_table_1():
     others = {(s.step_batch, s.warmup, s.schedule, s.beta2, s.dropout) for s in rows.values()}
     assert others == {(4, 50, "linear", 0.98, 0.1)}
     assert parse(words("--recipe paper-1 --lr 1"))[0].lr == 1
+
+
+# From Python
+
+
+def shade(number: int) -> dict:
+    """An example as of a data set of Hugging Face, which has None for what is absent."""
+    answers = {"suffix": "dark" if number < 10 else "light", "answers": ["dim", "dim"] if number < 3 else None}
+    return {"image": Image.new("RGB", (9, 6), (12 * number, 0, 200)), "prefix": "how light"} | answers
+
+
+class Shades:
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, number: int) -> dict:
+        return shade(number) | {"image": np.asarray(shade(number)["image"])}
+
+
+@pytest.mark.long
+def test_examples_of_a_program_are_those_of_a_file(tmp_path):
+    """Breaks when the function trains otherwise than the command, a picture in memory is another than in its file, a
+    resumed run takes other examples for its own, or the returned model is not the one whose answers were scored."""
+    lines = []
+    for number in range(20):
+        shade(number)["image"].save(tmp_path / f"{number}.png")
+        lines.append({name: value for name, value in shade(number).items() if value} | {"image": f"{number}.png"})
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:7]))
+    given = {"data": Shades(), "eval_data": [shade(number) for number in range(7)]}
+    settings = {"base": "tiny", "batch_size": 2, "device": "cpu", "recipe": "lora", "steps": 6, "lr": 0.02}
+    settings |= {"eval_every": 3, "checkpoint_every": 2}
+    files = {"data": f"jsonl:{tmp_path}/a.jsonl", "eval_data": f"jsonl:{tmp_path}/b.jsonl", "out": tmp_path / "command"}
+    finetune.main([w for name, value in (settings | files).items() for w in (flag_name(name), str(value))])
+    with pytest.raises(KeyboardInterrupt):
+        stops = Mock(side_effect=[None] * 4 + [KeyboardInterrupt])
+        finetune.finetune(**given, **settings, out=str(tmp_path / "call"), on_log=stops)
+    folder, logged = {"resume": tmp_path / "call"}, []
+    refused(lambda: finetune.main(["--resume", f"{tmp_path}/call"]), "python:eval_data", "finetune(resume=")
+    changed = [shade(number) | {"image": shade(max(1, number))["image"]} for number in range(20)]
+    refused(lambda: finetune.finetune(**given | {"data": changed}, **folder), "the records")
+    refused(lambda: finetune.finetune(data=given["data"], resume=tmp_path / "command"), "from files")
+    refused(lambda: finetune.finetune(**given, **settings, metrics={"AP": max}), "metrics: AP")
+    metric = {"of light": lambda answers, truths: truths.count("light") + truths.count(["dim", "dim"]) / 100}
+    done = finetune.finetune(**given, **folder, on_log=lambda *pair: logged.append(pair), metrics=metric)
+    rows = [{name: v for name, v in row.items() if name != "of light"} for row in metrics(done.run)]
+    assert rows == metrics(tmp_path / "command")
+    assert done.history[4:] == [record for _, record in logged] and [step for step, _ in logged] == [4, 5]
+    assert done.summary["held_out"]["after"]["of light"] == logged[-1][1]["of light"] == 0.03
+    rows = [json.loads(line) for line in (done.run / "answers.jsonl").read_text().splitlines()]
+    column = "after" if done.summary["held_out"]["best_step"] == 6 else "best"
+    asked = ask(done.model, done.processor, [e["image"] for e in given["eval_data"]], [r["question"] for r in rows])
+    assert [said[: len(row[column])] for said, row in zip(asked, rows, strict=True)] == [row[column] for row in rows]
+    assert rows[0]["name"] == "eval_data[0]" and rows[0][column] != rows[0]["before"]
 
 
 # Interruptions

@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from eval.records import Record
+from eval import figures
+from eval.records import Record, read_data
 from lora import adapter
 from model.processor import Processor
 from tests.runs import WORLD, metrics, words
@@ -179,6 +180,34 @@ def test_a_run_that_still_learns_says_what_to_try(losses, is_rising, tmp_path, c
     print_summary(summary, {}, settings, tmp_path, [])
     command = "python -m train.finetune --base some/base --recipe paligemma --data 'jsonl:a b.jsonl'"
     assert (f"{command} --steps {2 * len(lines)}\n" in capsys.readouterr().out) is is_rising
+
+
+def test_boxes_are_scored_and_drawn(tmp_path, monkeypatch):
+    """Breaks when a run on boxes reports no AP, or another than of its answers, or a sheet shows pictures alone."""
+    boxes, names = {"cat": [4.0, 6, 20, 18], "dog": [22.0, 20, 12, 16]}, ["cat", "dog"]
+    layout = {"categories": [{"id": name, "name": name} for name in names], "images": [], "annotations": []}
+    for n in range(8):
+        Image.new("RGB", (40, 60), (n, n, n)).save(tmp_path / f"{n}.png")
+        layout["images"].append({"id": n, "file_name": f"{n}.png", "width": 40, "height": 60})
+        layout["annotations"] += [{"image_id": n, "category_id": name, "bbox": boxes[name]} for name in names]
+    (tmp_path / "b.json").write_text(json.dumps(layout))
+    said = {r.name: r.suffix.partition(" ; ")[0] for r in read_data(f"coco:{tmp_path}/b.json")}  # the cat alone
+    monkeypatch.setattr(validation, "ask_together", lambda *args, **options: [said[q.id] for q in args[3]])
+    flags = f"--data coco:{tmp_path}/b.json --base tiny --validation 0.5 --batch-size 2 --device cpu"
+    monkeypatch.setattr(validation, "LONGEST", 1)  # answers of boxes are long
+    train(flags, "--steps 2 --eval-every 1 --out", tmp_path / "run")
+    assert [record["AP"] for record in metrics(tmp_path / "run")] == [50, 50]
+    assert json.loads((tmp_path / "run/summary.json").read_text())["held_out"]["after"]["AP"] == 50
+    colors = {color for _, color in Image.open(tmp_path / "run/answers.png").getcolors(1 << 20)}
+    assert {figures.HIT, figures.MISS} <= colors  # the frame of a miss is orange; true boxes alone are green
+    draw, drawn = figures.draw_boxes, []
+    monkeypatch.setattr(figures, "draw_boxes", lambda *args, **more: drawn.append(args) or draw(*args, **more))
+    train(flags, f"--show-batch {tmp_path}/sheet.png")
+    assert len(drawn) == 2 and len({image.size for image, *_ in drawn}) == 1  # each picture once
+    for image, corners, labels in drawn:
+        shares = torch.tensor(corners) / torch.tensor(2 * image.size)
+        expected = torch.tensor([[x / 40, y / 60, (x + w) / 40, (y + h) / 60] for x, y, w, h in boxes.values()])
+        assert list(labels) == names and torch.allclose(shares, expected, atol=1e-3)
 
 
 def test_what_is_held_out(tmp_path, processor, monkeypatch, capsys):

@@ -1,36 +1,78 @@
-"""The records that `--data` and `--eval-data` name: one source, or several together.
+"""The records that `--data` and `--eval-data` name: one source, or several together; or that a program has made.
 
-In: settings. Out: a list of records, `Weighted` where the sources have shares of an epoch, or `Shards`.
+In: settings, and examples in memory. Out: a list of records, `Weighted` where the sources have shares of an epoch, or
+`Shards`.
 """
 
 import os
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from os.path import realpath
 from pathlib import Path
+from typing import Any
 
-from eval.records import Record, embedded_records, read_data, source_parts, split_records
+from eval import records as readers
+from eval.records import Record, embedded_records, read_data, record_of, source_parts, split_records
 from model.common import UserError
 from train.data.batches import Weighted
 from train.settings import Settings
 
 WEIGHT = re.compile(r"(.+)@(\d{1,9}\.?\d*|\.\d+)")
+MEMORY = "python:"  # the kind of source, in config.json, of examples that a program has made
 
 
-def read_records(settings: Settings, split: str = "train") -> Sequence[Record]:
+@dataclass(frozen=True, eq=False)
+class HeldPicture:
+    """A picture of an example. It is read anew whenever it is opened, since a data set may decode its pictures."""
+
+    examples: Sequence[Mapping] = field(repr=False)
+    number: int
+    place: int  # among the pictures of the example
+    digest: str  # of size and pixels
+
+    def __call__(self) -> Any:
+        return example_record(self.examples[self.number]).pictures[self.place]
+
+    def __str__(self) -> str:
+        return self.digest
+
+
+def example_record(example: Mapping, folder: str | Path = ".") -> Record:
+    """The record of an example; Hugging Face's data sets have None for what is absent."""
+    return record_of({name: value for name, value in example.items() if value is not None}, folder)
+
+
+def held_records(examples: Sequence[Mapping], name: str, folder: str | Path) -> list[Record]:
+    """The records of a program's examples; pictures in files stay there, in `folder` if their paths are relative.
+
+    name: before the number of each, for messages. Raises UserError if none can be used.
+    """
+
+    def held(number: int) -> Record:
+        record, pictures = example_record(examples[number], folder), []
+        for place, picture in enumerate(record.pictures):
+            if not isinstance(picture, Path):
+                picture = HeldPicture(examples, number, place, readers.name_of(picture))
+            pictures.append(picture)
+        return replace(record, pictures=tuple(pictures))
+
+    return readers.read_records(name, held, [(f"[{number}]", number) for number in range(len(examples))])
+
+
+def read_records(settings: Settings, split: str = "train", memory: Mapping[str, list[Record]] = {}) -> Sequence[Record]:
     """The records of the split "train" or "validation", which is --eval-data where it is given; those of its pictures
     that are trained on are counted on stderr. Raises UserError."""
     if not settings.eval_data:
-        return read_sources("--data", settings.data, split, settings, settings.fraction, settings.validation)
-    asked = read_sources("--eval-data", settings.eval_data, "train", settings)
+        return read_sources("--data", settings.data, split, settings, memory)
+    asked = read_sources("--eval-data", settings.eval_data, "train", settings, memory)
     if split == "validation":
         return asked
-    learned = read_sources("--data", settings.data, split, settings, settings.fraction)
+    learned = read_sources("--data", settings.data, split, settings, memory)
     files = [
-        {realpath(path) for record in records for path in record.pictures if isinstance(path, Path)}
+        {realpath(str(p)) for record in records for p in record.pictures if isinstance(p, Path | HeldPicture)}
         for records in (learned, asked)
         if isinstance(records, list)  # pictures in tar shards have no names
     ]
@@ -42,7 +84,7 @@ def read_records(settings: Settings, split: str = "train") -> Sequence[Record]:
 
 
 def read_sources(
-    flag: str, sources: Sequence[str], split: str, settings: Settings, fraction: float = 1.0, validation: float = 0.0
+    flag: str, sources: Sequence[str], split: str, settings: Settings, memory: Mapping[str, list[Record]]
 ) -> Sequence[Record]:
     """The records of all sources in a split; files are split together, so that a picture is in one split of all.
 
@@ -54,15 +96,20 @@ def read_sources(
     if weights and (flag == "--eval-data" or len(weights) < len(sources) or len(sources) == 1 or not all(weights)):
         raise UserError(f"{given}: @WEIGHT, above 0, stands at every source of several in --data, or at none")
     sources = [match[1] if match else source for match, source in zip(matches, sources, strict=True)]
-    kinds, sampled = [source_parts(source)[0] for source in sources], settings.answers == "sampled"
-    share = {"fraction": fraction, "validation": validation, "seed": settings.seed}
+    if any(source.startswith(MEMORY) and source not in memory for source in sources):
+        raise UserError(f"{given}: a program has made these data: go on there, finetune(resume=…, data=…)")
+    kinds = [MEMORY if source in memory else source_parts(source)[0] for source in sources]
+    fraction, validation = settings.fraction if flag == "--data" else 1.0, settings.validation
+    share = {"fraction": fraction, "validation": 0.0 if settings.eval_data else validation, "seed": settings.seed}
     if "shards" in kinds:
         from train.data.shards import Shards
 
         if weights or {*kinds} != {"shards"}:
             raise UserError(f"{given}: tar shards stand alone, without weights: pack the others with train.shard")
         patterns = [str(source_parts(source)[1]) for source in sources]
-        records = Shards(*patterns, split=split, sampled=sampled, buffer=settings.shuffle_buffer, **share)
+        records = Shards(
+            *patterns, split=split, sampled=settings.answers == "sampled", buffer=settings.shuffle_buffer, **share
+        )
     else:
         parts, files = [], []
         for source, kind in zip(sources, kinds, strict=True):
@@ -70,7 +117,8 @@ def read_sources(
                 side = "validation" if flag == "--eval-data" else split
                 part = embedded_records(settings.tasks.split(","), side, settings.samples, settings.seed)
             else:
-                part = [replace(r, sampled=sampled) for r in read_data(source, settings.images, settings.prompt)]
+                part = memory.get(source) or read_data(source, settings.images, settings.prompt)
+                part = [replace(r, sampled=settings.answers == "sampled") for r in part]
             if len(sources) > 1:  # which may use one name or key for different things
                 part = [replace(r, name=f"{source}: {r.name}", key=f"{source}: {r.key}") for r in part]
             parts.append(part)
