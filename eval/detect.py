@@ -149,7 +149,8 @@ def draw_row(row: Row) -> tuple[Image, str, bool]:
 def corners(boxes: Sequence[Box | Found], image, size: Detection) -> list[tuple[float, float, float, float]]:
     """The boxes as (left, top, right, bottom) in the pixels of `image`, which may have another size than annotated."""
     x, y = image.width / size.width, image.height / size.height
-    return [(b.x * x, b.y * y, (b.x + b.width) * x, (b.y + b.height) * y) for b in boxes]
+    sides = [((b.x * x, (b.x + b.width) * x), (b.y * y, (b.y + b.height) * y)) for b in boxes]
+    return [(min(across), min(down), max(across), max(down)) for across, down in sides]  # an answer may swap corners
 
 
 # COCO's measures

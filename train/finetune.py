@@ -174,7 +174,7 @@ def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:
     if not world.is_first:
         return
     print_recipe(settings)
-    if settings.base == "embedded" and any(source.startswith("coco:") for source in settings.data):
+    if settings.is_beyond_base:
         print("boxes: the embedded base finds its forty emoji alone, and does not learn others: take a published base")
     total, trained = count(outline.parameters()), count(trainable(outline).values())
     size = f"{total:,} parameters, {trained:,} of them trainable ({100 * trained / total:.2f} %)"

@@ -221,6 +221,11 @@ class Settings(LoopSettings):
         return self.data == EMBEDDED
 
     @property
+    def is_beyond_base(self) -> bool:
+        """Whether the data ask for boxes, which the embedded base does not learn."""
+        return self.base == "embedded" and any(source.startswith("coco:") for source in self.data)
+
+    @property
     def question_prompt(self) -> str | None:
         """The template of the VQA questions in training; None where the data has its own prompts."""
         if self.is_embedded:

@@ -110,7 +110,8 @@ def print_summary(summary: dict, results: Results, settings: Settings, run: Path
             "not shown to use the picture: with every picture gray the trained model loses "
             f"{gain['mean']:.2f} {gain['measure']} (±{(gain['high'] - gain['low']) / 2:.2f}, a 95 % interval)"
         )
-    if not settings.is_embedded and (is_rising(run) or gain and gain["low"] <= 0):
+    is_own = not settings.is_embedded and not settings.is_beyond_base
+    if is_own and (is_rising(run) or gain and gain["low"] <= 0):
         print("still learning, or not enough: try" if is_rising(run) else "try", longer(settings, run))
     if left_out := summary["left_out"]:
         print(f"left out {len(left_out)} records: {left_out[0]} …")

@@ -191,7 +191,8 @@ def test_boxes_are_scored_and_drawn(tmp_path, monkeypatch):
         layout["images"].append({"id": n, "file_name": f"{n}.png", "width": 40, "height": 60})
         layout["annotations"] += [{"image_id": n, "category_id": name, "bbox": boxes[name]} for name in names]
     (tmp_path / "b.json").write_text(json.dumps(layout))
-    said = {r.name: r.suffix.partition(" ; ")[0] for r in read_data(f"coco:{tmp_path}/b.json")}  # the cat alone
+    swapped = " ; <loc0900><loc0900><loc0100><loc0100> dog"  # beside the cat
+    said = {r.name: r.suffix.partition(" ; ")[0] + swapped for r in read_data(f"coco:{tmp_path}/b.json")}
     monkeypatch.setattr(validation, "ask_together", lambda *args, **options: [said[q.id] for q in args[3]])
     flags = f"--data coco:{tmp_path}/b.json --base tiny --validation 0.5 --batch-size 2 --device cpu"
     monkeypatch.setattr(validation, "LONGEST", 1)  # answers of boxes are long
