@@ -148,7 +148,7 @@ def test_examples_of_a_program_are_those_of_a_file(tmp_path):
     finetune.main([w for name, value in (settings | files).items() for w in (flag_name(name), str(value))])
     with pytest.raises(KeyboardInterrupt):
         stops = Mock(side_effect=[None] * 4 + [KeyboardInterrupt])
-        finetune.finetune(**given, **settings, out=str(tmp_path / "call"), on_log=stops)
+        finetune.finetune(**given, **settings, out=str(tmp_path / "call"), resume=None, on_log=stops)
     folder, logged = {"resume": tmp_path / "call"}, []
     refused(lambda: finetune.main(["--resume", f"{tmp_path}/call"]), "python:eval_data", "finetune(resume=")
     changed = [shade(number) | {"image": shade(max(1, number))["image"]} for number in range(20)]
