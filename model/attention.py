@@ -131,8 +131,9 @@ class LayerCache:
 class Attention(nn.Module):
     """Softmax attention with N query heads sharing K key heads: softmax(QKᵀ·scale)·V, then the output projection.
 
-    `softcap` c bounds the logits to c·tanh(x/c) before the mask (Gemma 2). `backend` is "sdpa" or "eager". A `tap` is
-    a function that receives the weights (B, N, Sq, Sk); with a tap or a softcap the eager path is always taken.
+    `scale` is 1/√D unless given. `softcap` c bounds the logits to c·tanh(x/c) before the mask (Gemma 2). `backend` is
+    "sdpa" or "eager". A `tap` is a function that receives the weights (B, N, Sq, Sk); with a tap or a softcap the eager
+    path is always taken.
     A variant overrides `project` (how q, k and v are made) and `mix` (how they are combined), and nothing else.
     """
 
@@ -143,7 +144,7 @@ class Attention(nn.Module):
         num_key_value_heads: int,
         head_dim: int,
         *,
-        scale: float,
+        scale: float | None = None,
         softcap: float | None = None,
         bias: bool = False,
         output_bias: bool | None = None,
@@ -153,7 +154,8 @@ class Attention(nn.Module):
         self.hidden_size, self.bias, self.output_name = hidden_size, bias, output_name
         self.output_bias = bias if output_bias is None else output_bias
         self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
-        self.scale, self.softcap = scale, softcap
+        self.scale: float = head_dim**-0.5 if scale is None else scale
+        self.softcap = softcap
         self.backend = "sdpa"
         self.tap: Callable[[torch.Tensor], None] | None = None
         self.q_proj = Linear(hidden_size, num_heads * head_dim, bias=bias)
@@ -263,10 +265,3 @@ def tapped(taps: Mapping[Any, Callable[[torch.Tensor], None]]) -> Iterator[None]
     finally:
         for module, tap in before.items():
             module.tap = tap
-
-
-def set_attention_backend(model: nn.Module, backend: str) -> None:
-    """Make every attention of `model` use "sdpa" (the fused kernels) or "eager" (the equations)."""
-    assert backend in ("sdpa", "eager"), backend
-    for module in attention_modules(model).values():
-        module.backend = backend

@@ -4,7 +4,7 @@ In: a batch of `model/processor.py`: input_ids (B, S) with I image tokens a pict
 token_type_ids and attention_mask (B, S). Out: float32 logits (B, S, V).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,21 +104,14 @@ class PaliGemma(Adaptable):
         # some checkpoints have no embedding row for the image token; its value is overwritten anyway
         embeddings = self.language_model.embed(input_ids.masked_fill(is_image, self.config.pad_token_id))
         if not input_ids.is_cuda and not torch.compiler.is_compiling():  # counting on a GPU would make the CPU wait
-            pictures = 0 if image_features is None else len(image_features)
-            check_slots(is_image.sum(1).tolist(), pictures, self.config.num_image_tokens)
+            pictures, length = 0 if image_features is None else len(image_features), self.config.num_image_tokens
+            tokens = is_image.sum(1).tolist()
+            if any(count % length for count in tokens) or sum(tokens) != pictures * length:
+                problem = f"the rows have {tokens} image tokens for {pictures} pictures"
+                raise UserError(f"{problem}: give every row one picture for each block of {length} image tokens")
         if image_features is None:
             return embeddings
         return embeddings.masked_scatter(is_image[..., None], image_features.to(embeddings.dtype))
-
-
-def check_slots(tokens: Sequence[int], pictures: int, length: int) -> None:
-    """Raise UserError unless the rows' counts of image `tokens` make whole slots of `length`, one for each picture."""
-    remedy = f"give every row one picture for each block of {length} image tokens"
-    for row, count in enumerate(tokens):
-        if count % length:
-            raise UserError(f"row {row} has {count} image tokens, which make no whole number of slots: {remedy}")
-    if (slots := sum(tokens) // length) != pictures:
-        raise UserError(f"rows 0 to {len(tokens) - 1} have {slots} image slots for {pictures} pictures: {remedy}")
 
 
 def summed_loss(

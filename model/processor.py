@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -33,7 +34,23 @@ TokenRow = tuple[list[int], list[int], list[int]]
 
 
 @dataclass(frozen=True)
-class Batch:
+class Movable:
+    """A dataclass whose tensors, and parts with tensors, go together to a device, or to page-locked memory, which
+    DataLoader asks for: copies to a GPU then overlap with work."""
+
+    def to(self, device: str | torch.device, non_blocking: bool = True) -> Self:
+        # a non-blocking copy to the CPU could be read before it is complete
+        later = non_blocking and torch.device(device).type == "cuda"
+        parts = {name: part.to(device, non_blocking=later) for name, part in vars(self).items() if hasattr(part, "to")}
+        return replace(self, **parts)
+
+    def pin_memory(self) -> Self:
+        parts = {name: part.pin_memory() for name, part in vars(self).items() if hasattr(part, "pin_memory")}
+        return replace(self, **parts)
+
+
+@dataclass(frozen=True)
+class Batch(Movable):
     """B rows of up to S tokens, and their distinct pictures. Labels are not shifted."""
 
     input_ids: torch.Tensor  # (B, S) int64
@@ -42,16 +59,6 @@ class Batch:
     attention_mask: torch.Tensor  # (B, S) int64: 0 at padding
     labels: torch.Tensor  # (B, S) int64: the id of answers and the eos after each, else -100
     image_index: torch.Tensor  # (slots,) int64: the picture that fills each image slot, rows from top to bottom
-
-    def to(self, device: str | torch.device) -> "Batch":
-        """The batch on `device`."""
-        # a non-blocking copy to the CPU could be read before it is complete
-        non_blocking = torch.device(device).type == "cuda"
-        return replace(self, **{name: part.to(device, non_blocking=non_blocking) for name, part in vars(self).items()})
-
-    def pin_memory(self) -> "Batch":
-        """The batch in page-locked memory, so that copies to a GPU can overlap with work; DataLoader calls it."""
-        return replace(self, **{name: part.pin_memory() for name, part in vars(self).items()})
 
 
 class Processor:

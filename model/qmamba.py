@@ -75,9 +75,7 @@ class QMambaBlock(nn.Module):
         width, heads = config.hidden_size, config.num_attention_heads
         self.mixer_norm = nn.LayerNorm(width)
         self.mixer = MambaMixer(config.mixers)
-        self.cross_attn = CrossAttention(
-            width, heads, heads, width // heads, scale=(width // heads) ** -0.5, bias=True, output_name="out_proj"
-        )
+        self.cross_attn = CrossAttention(width, heads, heads, width // heads, bias=True, output_name="out_proj")
         self.fuse = Linear(2 * width, width)
         self.mlp_norm = nn.LayerNorm(width)
         self.fc1 = Linear(width, width)

@@ -42,27 +42,13 @@ class SiglipLayer(nn.Module):
         super().__init__()
         self.layer_norm1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         width, heads = config.hidden_size, config.num_attention_heads
-        self.self_attn = Attention(
-            width, heads, heads, width // heads, scale=(width // heads) ** -0.5, bias=True, output_name="out_proj"
-        )
+        self.self_attn = Attention(width, heads, heads, width // heads, bias=True, output_name="out_proj")
         self.layer_norm2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = SiglipMLP(config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.self_attn(self.layer_norm1(x))
         return x + self.mlp(self.layer_norm2(x))
-
-
-class SiglipEncoder(nn.Module):
-    def __init__(self, config: VisionConfig):
-        super().__init__()
-        self.layers = nn.ModuleList(SiglipLayer(config) for _ in range(config.num_hidden_layers))
-
-    def forward(self, x: torch.Tensor, depth: int | None = None) -> torch.Tensor:
-        """x (B, I, H) through the first `depth` layers; None: all."""
-        for layer in self.layers[:depth]:
-            x = layer(x)
-        return x
 
 
 class Siglip(nn.Module):
@@ -72,12 +58,14 @@ class Siglip(nn.Module):
         super().__init__()
         self.config = config
         self.embeddings = SiglipEmbeddings(config)
-        self.encoder = SiglipEncoder(config)
+        layers = nn.ModuleList(SiglipLayer(config) for _ in range(config.num_hidden_layers))
+        self.encoder = nn.ModuleDict({"layers": layers})
         self.post_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """pixel_values (B, 3, R, R) to features (B, I, H)."""
-        x = self.embeddings(pixel_values)
-        if self.config.feature_layer is None:
-            return self.post_layernorm(self.encoder(x))
-        return self.encoder(x, range(self.config.num_hidden_layers + 1)[self.config.feature_layer])
+        x, last = self.embeddings(pixel_values), self.config.feature_layer
+        depth = range(self.config.num_hidden_layers + 1)[-1 if last is None else last]
+        for layer in list(self.encoder["layers"].children())[:depth]:
+            x = layer(x)
+        return self.post_layernorm(x) if last is None else x

@@ -19,6 +19,7 @@ Stage 1 of training has no routers and no textual learners (`routed` False): the
 The router needs the attention weights, so a routed model computes its main attention without a fused kernel.
 """
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -73,32 +74,23 @@ class WingsCache:
         self.main = LayerCache(capacity)
 
 
-class Update(nn.Module):
-    """x·A·B of low rank; A starts from a truncated normal distribution, B at zero."""
-
-    def __init__(self, width: int, rank: int):
-        super().__init__()
-        self.A = Linear(width, rank, bias=False)
-        self.B = Linear(rank, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.B(self.A(x))
-
-
 class Learner(nn.Module):
     """LoRRA, low-rank residual attention, from the hidden states h to embeddings x of one kind.
 
         q = h·(1 + W_q)    k = x·(1 + W_k)    v = x·(1 + W_v)        out = softmax(RoPE(q)·RoPE(k)ᵀ/√d + mask)·v·W_o
 
-    Each W is a product A·B of low rank. W_o has no 1 beside it, so the output starts at zero. Heads are H/N wide, and
-    there are as many key heads as query heads, because the residual path needs all H channels.
+    Each W is a product A·B of low rank; A starts from a truncated normal distribution, B at zero, and so does the
+    output, since W_o has no 1 beside it. Heads are H/N wide, and there are as many key heads as query heads, because
+    the residual path needs all H channels.
     """
 
     def __init__(self, width: int, num_heads: int, rank: int):
         super().__init__()
         assert width % (2 * num_heads) == 0, f"{width} channels cannot be cut into {num_heads} heads of an even width"
         self.num_heads = num_heads
-        self.q, self.k, self.v, self.o = (Update(width, rank) for _ in range(4))
+        for name in "qkvo":
+            parts = {"A": Linear(width, rank, bias=False), "B": Linear(rank, width, bias=False)}
+            self.add_module(name, nn.Sequential(OrderedDict(parts)))
 
     def forward(self, h, rope: Rope, given: LearnerInput, cache: LearnerCache | None = None) -> torch.Tensor:
         """h (B, S, H) to (B, S, H); exactly zero where a query sees no key."""
@@ -160,18 +152,6 @@ class WingsAttention(Attention):
             attended = super().forward(x, rope, mask, main)
         visual_share, textual_share = shares[0].split(1, dim=-1)
         return keep_positions(attended + visual_share * visual + textual_share * textual, positions)
-
-
-class TwoLayerProjector(nn.Module):
-    """The projector beside a language model: two layers with GELU between them (LLaVA's mlp2x_gelu)."""
-
-    def __init__(self, config: LanguageWingsConfig):
-        super().__init__()
-        self.linear_1 = Linear(config.vision.hidden_size, config.text.hidden_size)
-        self.linear_2 = Linear(config.text.hidden_size, config.text.hidden_size)
-
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        return self.linear_2(F.gelu(self.linear_1(features)))
 
 
 class WingsGemma(Gemma):
@@ -243,8 +223,16 @@ class Wings(PaliGemma):
 
     @staticmethod
     def build(config: WingsConfig) -> tuple[nn.Module, WingsGemma]:
-        is_language = isinstance(config, LanguageWingsConfig)
-        return TwoLayerProjector(config) if is_language else Projector(config), WingsGemma(config)
+        """Beside a language model the projector is two layers with GELU between them (LLaVA's mlp2x_gelu)."""
+        if not isinstance(config, LanguageWingsConfig):
+            return Projector(config), WingsGemma(config)
+        width = config.text.hidden_size
+        layers = {
+            "linear_1": Linear(config.vision.hidden_size, width),
+            "gelu": nn.GELU(),
+            "linear_2": Linear(width, width),
+        }
+        return nn.Sequential(OrderedDict(layers)), WingsGemma(config)
 
     def forward(self, input_ids, pixel_values, token_type_ids, attention_mask=None, **options) -> torch.Tensor:
         """As `PaliGemma.forward`; of token_type_ids only the number of columns is used. All pictures are in the first

@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from model.attention import set_attention_backend
+from model.attention import attention_modules
 from model.mamba import MambaLM
 from model.paligemma import PaliGemma
 from weights.load import load_mamba, load_model
@@ -82,6 +82,12 @@ def randomize(model) -> None:
             parameter.copy_(torch.randn_like(parameter) * parameter.shape[1] ** -0.5)
         else:
             parameter.copy_(torch.randn_like(parameter) * parameter[0].numel() ** -0.5)
+
+
+def set_attention_backend(model, backend: str) -> None:
+    """Make every attention of `model` use "sdpa" (the fused kernels) or "eager" (the equations)."""
+    for module in attention_modules(model).values():
+        module.backend = backend
 
 
 def ours(hf, backend: str = "eager", dtype: torch.dtype = torch.float32) -> PaliGemma:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from model.attention import Attention, Rope, attention_mask, set_attention_backend
+from model.attention import Attention, Rope, attention_mask
+from tests.reference import set_attention_backend
 
 
 def mask_by_loops(valid, types, window):

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from model import paligemma
+from model.common import UserError
 from model.config import PaliGemmaConfig, TextConfig, VisionConfig
 from model.differential import graft
 from model.generate import generate
@@ -170,3 +171,11 @@ def test_positions_to_keep_are_rows_of_all_logits(model, monkeypatch):
             monkeypatch.setattr(paligemma, "MAX_LOGITS", chunk)
             found = model(**inputs, positions_to_keep=index, targets=targets)
             assert found.item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "pictures"), [((4, 5), 2), ((4, 4), 1), ((4, 0), 2)])
+def test_image_tokens_that_do_not_fit_the_pictures_are_refused(rows, pictures):
+    """Breaks when a picture is read at a part of its slots, by the next row, or not at all, exit code 0."""
+    ids = torch.tensor([[IMAGE] * count + [5] * (6 - count) for count in rows])
+    with pytest.raises(UserError, match="image tokens"):
+        PaliGemma(BASE)(ids, torch.zeros(pictures, 3, 28, 28), torch.zeros_like(ids))

@@ -11,12 +11,12 @@ from torch import nn
 from lora import adapter
 from lora.adapter import LoRALinear, quantize
 from model import differential
-from model.attention import Attention, Rope, attention_mask, set_attention_backend, tapped
+from model.attention import Attention, Rope, attention_mask, tapped
 from model.common import UserError
 from model.config import PaliGemmaConfig, TextConfig, VisionConfig
 from model.differential import KINDS, fold, graft, lambdas, map_distance, new_parameters
 from model.paligemma import PaliGemma, initialize
-from tests.reference import left_padded, relative_error
+from tests.reference import left_padded, relative_error, set_attention_backend
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

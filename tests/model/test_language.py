@@ -11,13 +11,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig, GenerationConfig, Qwen2Config
 
-from model.attention import set_attention_backend
 from model.common import UserError
 from model.generate import generate
 from model.language import LanguageModel
 from model.processor import Processor
 from model.system_configs import read_config
-from tests.reference import outputs_by_layer, randomize, relative_error, reload_hf, right_padded
+from tests.reference import outputs_by_layer, randomize, relative_error, reload_hf, right_padded, set_attention_backend
 from tests.runs import refused
 from weights.export import export_model, main
 from weights.load import INDEX_FILE, SINGLE_FILE, load_model, load_siglip, load_text

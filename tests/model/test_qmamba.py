@@ -8,12 +8,11 @@ import torch.nn.functional as F
 import transformers
 from transformers.models.mamba.modeling_mamba import MambaMixer as HFMambaMixer
 
-from model.attention import set_attention_backend
 from model.config import VisionConfig
 from model.qmamba import QMamba, QMambaProjector, fresh_projector, initialize_qmamba, local_mask
 from model.siglip import Siglip
 from model.system_configs import MambaConfig, ProjectorConfig, QMambaConfig
-from tests.reference import left_padded, randomize, relative_error
+from tests.reference import left_padded, randomize, relative_error, set_attention_backend
 
 IMAGE = 59
 VISION = VisionConfig(20, 28, 3, 2, image_size=60, feature_layer=-2)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from eval.answer import log_likelihoods
 from lora import adapter
-from model.attention import Rope, set_attention_backend
+from model.attention import Rope
 from model.common import UserError
 from model.config import PaliGemmaConfig, TextConfig, VisionConfig
 from model.differential import graft
@@ -18,6 +18,7 @@ from model.generate import CompiledStep, generate
 from model.paligemma import PaliGemma, initialize
 from model.system_configs import WingsConfig
 from model.wings import OCTAVES, Learner, LearnerInput, Router, Wings, attach, route
+from tests.reference import set_attention_backend
 from train.settings import parse
 from train.systems.open import open_model, open_stage
 from weights.export import export_model

@@ -9,11 +9,11 @@ import torch
 import transformers
 from PIL import Image
 
-from model.attention import set_attention_backend
 from model.processor import Processor
 from model.tokenizer import load_tokenizer
 from model.wings import route
 from tests.pieces import qwen_tokenizer
+from tests.reference import set_attention_backend
 from train import finetune
 from train.settings import parse
 from train.systems.open import open_model

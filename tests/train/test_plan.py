@@ -11,10 +11,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import cpu, mamba, scan
-from model.attention import set_attention_backend
 from model.config import PRESETS
 from model.system_configs import QMAMBA_PRESETS, MambaConfig, QMambaConfig
 from tests.files import write_vqav2
+from tests.reference import set_attention_backend
 from tests.runs import refused
 from train import finetune
 from train.data.sources import read_records

@@ -18,14 +18,13 @@ import weights.export
 import weights.inspect
 import weights.load
 from lora import adapter
-from model.attention import set_attention_backend
 from model.config import PRESETS, PaliGemmaConfig, TextConfig, VisionConfig
 from model.device import DTYPES
 from model.differential import graft
 from model.paligemma import PaliGemma
 from tests.make_checkpoint import make_checkpoint
 from tests.peak_memory import in_own_process, load_peak
-from tests.reference import batch, hf_forward, hf_model, relative_error
+from tests.reference import batch, hf_forward, hf_model, relative_error, set_attention_backend
 from tests.runs import refused
 from weights.export import export_model
 from weights.load import INDEX_FILE, SINGLE_FILE, empty_model, examine, load_model, load_siglip

@@ -17,23 +17,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from eval.records import Record, gray_picture
 from model.common import UserError, shown
-from model.processor import Batch, Processor
+from model.processor import Batch, Movable, Processor
 
 LEAST_STEPS, MOST_EPOCHS = 400, 32  # of a run whose --epochs is not given
 BUCKET = 32  # tokens of text: rows of one batch have lengths of the same bucket
 CHARACTERS = 4  # in a token, roughly
-
-
-class Movable:
-    """A dataclass whose tensors, and parts with tensors, go together to a device, or to page-locked memory, which
-    DataLoader asks for."""
-
-    def to(self, device: str | torch.device):
-        return replace(self, **{name: part.to(device) for name, part in vars(self).items() if hasattr(part, "to")})
-
-    def pin_memory(self):
-        parts = {name: part.pin_memory() for name, part in vars(self).items() if hasattr(part, "pin_memory")}
-        return replace(self, **parts)
 
 
 @dataclass(frozen=True)
