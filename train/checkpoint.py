@@ -14,7 +14,6 @@ import hashlib
 import json
 import shutil
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,7 +34,7 @@ from train.optim import trainable
 
 STATE, MANIFEST = "state.json", "manifest.json"
 BLOCK = 1 << 18  # bytes that are hashed at a time
-MOMENTS = {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}  # of a parameter, all or none: Adam's, Muon's
+MOMENTS = set(), {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}  # of a parameter: none, Adam's, Muon's
 
 
 @dataclass
@@ -173,21 +172,18 @@ def load_checkpoint(run: Path, progress: Progress, model: nn.Module, optimizer: 
     folder, parameters = run / "checkpoints" / f"step-{progress.step}", trainable(model)
     reader = HuggingFaceStorageReader(str(folder))
     sizes = {name: tensor.size for name, tensor in reader.read_metadata().state_dict_metadata.items()}
-    moments = [name for name in sizes if "/" in name]
-    shapes, kinds = {name: parameter.shape for name, parameter in parameters.items()}, defaultdict(set)
-    for name, _, kind in (moment.rpartition("/") for moment in moments):
-        kinds[name].add(kind)
-        shapes[f"{name}/{kind}"] = torch.Size() if kind == "step" else shapes.get(name)
-    if sizes != shapes or not all(of_parameter in MOMENTS for of_parameter in kinds.values()):
-        raise UserError(f"{folder}: holds other parameters than this run trains, or not all of them: start anew")
     fused = {name: group.get("fused", False) for group in optimizer.param_groups for name in group["names"]}
+    optimizer.state.clear()
     tensors: dict[str, torch.Tensor] = dict(parameters)
-    for moment in moments:
-        name, _, key = moment.rpartition("/")
-        parameter = parameters[name]
-        counts_on = parameter.device if fused[name] else "cpu"  # where its optimizer counts steps
-        empty = torch.zeros((), device=counts_on) if key == "step" else torch.zeros_like(parameter, requires_grad=False)
-        tensors[moment] = optimizer.state[parameter][key] = empty
+    for moment, (name, _, kind) in ((moment, moment.rpartition("/")) for moment in sizes):
+        if (parameter := parameters.get(name)) is not None:
+            counts_on = parameter.device if fused[name] else "cpu"  # where its optimizer counts steps
+            count = torch.zeros((), device=counts_on)
+            moments = count if kind == "step" else torch.zeros_like(parameter, requires_grad=False)
+            tensors[moment] = optimizer.state[parameter][kind] = moments
+    is_whole = all({*optimizer.state[parameter]} in MOMENTS for parameter in parameters.values())
+    if not is_whole or sizes != {name: tensor.shape for name, tensor in tensors.items()}:
+        raise UserError(f"{folder}: holds other parameters than this run trains, or not all of them: start anew")
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*in a single process")  # which is intended
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
