@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice, product
+from itertools import chain, islice
 
 import torch
 from torch import nn
@@ -208,27 +208,34 @@ class _Counter(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
 
-# The table
+# The tables
 
 
 def report(settings: Settings, gpu: str | None, gpus: int) -> str:
-    """What `--plan` prints: sizes, and where the run fits; of the bundled toy model CPU seconds."""
+    """What `--plan` prints: sizes, how many rows of a micro-batch fit on which GPU, and in the last line with which
+    flags the run fits on the smallest; of the bundled toy model CPU seconds."""
     if gpu is None and settings.base == "embedded" and settings.stage is None:
         table, seconds = plan_table([plan(replace(settings, device="cpu"))], None), cpu_seconds(settings)
         return f"{table}\n\nabout {seconds:,.0f} CPU seconds on {processor_name()}, and a third more for evaluations"
-    row, sizes = plan(settings, gpus=gpus), [GPUS[gpu][1]] if gpu else list(CARDS)
-    ways = {"": {row.rows: row.memory(settings.checkpointing)}}
-    if gpu is None or not largest(ways[""], sizes[0]):
+    row, cards = plan(settings, gpus=gpus), {GPUS[gpu][1]: gpu} if gpu else CARDS
+    ways, lines, fits = {"": {row.rows: row.memory(settings.checkpointing)}}, [], {}
+    if gpu is None or ways[""][row.rows] > GPUS[gpu][1]:
         ways |= ways_of(settings, row)
-    parts = [plan_table([row], gpu), verdict(row, ways, sizes)]
-    if gpu is None:
-        head = ("fits, with rows of a micro-batch", *(f"{size} GB ({name})" for size, name in CARDS.items()))
-        lines = [["hours", *map(row.hours, CARDS.values())]]
-        for flags, memory in reversed(ways.items()):
-            most = [largest(memory, size) for size in sizes]
-            lines.insert(0, [flags or "as it is", *(f"{n} ({memory[n]:.1f} GB)" if n else "no" for n in most)])
-        parts.insert(1, "\n".join(markdown_table(head, lines)))
-    return "\n\n".join(parts)
+    for flags, memory in ways.items():
+        lines.append([flags or "as it is"])
+        for size in cards:
+            rows = max((rows for rows in memory if memory[rows] <= size), default=0)
+            lines[-1].append(f"{rows} ({memory[rows]:.1f} GB)" if rows else "no")
+            if rows and size not in fits:
+                more = [f"--batch-size {rows} --step-batch {row.step_rows}"] * (rows != row.rows)
+                how = f"with {' '.join([flags] * bool(flags) + more)}" if flags or more else "as it is"
+                fits[size] = f"fits on {size} GB {how} ({memory[rows]:.1f} GB of {size})"
+    least = min(needed for memory in ways.values() for needed in memory.values())
+    no = f"does not fit on {max(cards)} GB: it takes {least:.1f} GB or more; spread it over GPUs with --shard"
+    head = ("fits, with rows of a micro-batch", *(f"{size} GB ({name})" for size, name in cards.items()))
+    lines.append(["hours", *map(row.hours, cards.values())])
+    table = "\n".join(markdown_table(head, lines))
+    return "\n\n".join([plan_table([row], gpu), table, fits[min(fits)] if fits else no])
 
 
 def ways_of(settings: Settings, row: PlanRow) -> dict[str, dict[int, float]]:
@@ -246,22 +253,6 @@ def ways_of(settings: Settings, row: PlanRow) -> dict[str, dict[int, float]]:
             memory = {n: few.memory(on) + slope * (n - 1) for n in range(1, share + 1) if share % n == 0}
             ways[(note + flag * (on != settings.checkpointing)).strip()] = memory
     return ways
-
-
-def largest(memory: dict[int, float], size: float) -> int:
-    """The most rows that fit on `size` GB; 0 if none."""
-    return max((rows for rows, needed in memory.items() if needed <= size), default=0)
-
-
-def verdict(row: PlanRow, ways: dict[str, dict[int, float]], sizes: Sequence[float]) -> str:
-    """One line: the smallest GPU on which the run fits, and with which flags."""
-    for size, (flags, memory) in product(sizes, ways.items()):
-        if rows := largest(memory, size):
-            flags += f" --batch-size {rows} --step-batch {row.step_rows}" * (rows != row.rows)
-            how = f"with {flags.strip()}" if flags else "as it is"
-            return f"fits on {size} GB {how} ({memory[rows]:.1f} GB of {size})"
-    least = min(needed for memory in ways.values() for needed in memory.values())
-    return f"does not fit on {sizes[-1]} GB: it takes {least:.1f} GB or more; spread it over GPUs with --shard"
 
 
 def cpu_seconds(settings: Settings) -> float:
