@@ -34,8 +34,6 @@ from train.supervised import shifted
 PICTURES, MOST_PASSES = 64, 50  # of a step; over the data
 COMMON = 1000  # questions, and answers, that have a number of their own
 MUON_LR, ADAMW_RATIO, HEAD_LR = 0.02, 0.05, 3e-3
-
-
 TOWER_SIDE, TOWER_PATCH = 64, 8  # pixels of a new tower's pictures and patches
 
 

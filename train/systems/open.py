@@ -119,18 +119,16 @@ def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
 
 def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, list[Path]]:
     """The processor of `model`, and the files that belong beside its weights, such as the tokenizer's."""
-    options = {"max_length": settings.max_length}
     if settings.stage is not None:
         tokenizer = find_tokenizer(system_of(settings.arch).tokenizer_source(settings))
-        return Processor(model.config, load_tokenizer(tokenizer), **options), [tokenizer]
-    files = []
-    if settings.writes_model:
-        from weights.export import companions
-
-        files = companions(settings.base)
-    processor = Processor.from_source(settings.base, **options)
+        return Processor(model.config, load_tokenizer(tokenizer), max_length=settings.max_length), [tokenizer]
+    processor = Processor.from_source(settings.base, max_length=settings.max_length)
     processor.config = model.config  # of a new tower
-    return processor, files
+    if not settings.writes_model:
+        return processor, []
+    from weights.export import companions
+
+    return processor, companions(settings.base)
 
 
 def write_trained(model: PaliGemma, folder: Path, settings: Settings, world: World, files: Sequence[Path]) -> None:

@@ -21,7 +21,7 @@ from weights.load import empty_model, load_mamba, load_model, load_siglip
 TINY_MAMBA = BUNDLED_FOLDER.parent / "tiny-mamba"  # the embedded language model
 # for the embedded base, which has 16 image tokens
 TINY = ProjectorConfig(queries=8, hidden_size=64, num_blocks=4, num_attention_heads=4, state_size=8)
-CONNECTOR = ("vision_proj.", "vision_norm.", "connector.")
+CONNECTOR = ("vision_proj", "vision_norm", "connector")
 
 
 @dataclass(frozen=True)
@@ -79,13 +79,12 @@ def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
         fill_from_mamba(fresh, load_mamba(parts.blocks_from).backbone)
     if parts.connector_from:
         trained = load_qmamba(parts.connector_from).multi_modal_projector
-        theirs, mine = (
-            {name: tensor for name, tensor in projector.state_dict().items() if name.startswith(CONNECTOR)}
-            for projector in (trained, fresh)
-        )
-        if {name: t.shape for name, t in theirs.items()} != {name: t.shape for name, t in mine.items()}:
-            raise UserError(f"connector_from={parts.connector_from}: has other sizes than this run's: take another one")
-        fresh.load_state_dict(theirs, strict=False)
+        try:
+            for name in CONNECTOR:
+                fresh.get_submodule(name).load_state_dict(trained.get_submodule(name).state_dict())
+        except (AttributeError, RuntimeError):  # it has none, or of other sizes
+            problem = f"connector_from={parts.connector_from}: has other sizes than this run's: take another one"
+            raise UserError(problem) from None
     model.multi_modal_projector = fresh.to(device, dtype)
     return model
 
