@@ -316,11 +316,3 @@ def sample(task: str, split: str, index: int, seed: int = 0) -> Sample:
         each = 2 if NEEDLES[task][0] == 2 else 1
         return needle(task, split, index // each, seed).samples[index % each]
     return (probe if task in PROBES else dense)(task, split, index, seed)
-
-
-# Every word and mark of the tasks; `train/embedded/tokenizer.py` makes each one piece
-WORDS = [*NAMES, *ASKED_CATEGORIES, *NUMBERS, NONE, *"0123456789,.:;?"]
-WORDS += "scan detect locate count exist caption answer en yes no top bottom left right row column".split()
-WORDS += "a an and any are how image in is many objects or the there what where which".split()
-WORDS += "Bottom Caption Column How Is Left Right Row Top What Where Which".split()
-PLURALS = [plural(name) for name in (*NAMES, *ASKED_CATEGORIES)]

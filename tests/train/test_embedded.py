@@ -9,15 +9,13 @@ import torch
 from eval import scenes
 from model.common import UserError
 from model.config import PRESETS
-from model.mamba import MambaLM, initialize_mamba
 from model.paligemma import PaliGemma, initialize
 from tests.pair import in_pair
 from train import finetune
 from train.distributed import World
-from train.embedded import mamba, text
+from train.embedded import text
 from train.embedded.base import STAGES, batches, losses, main, matched
-from train.systems.qmamba import TINY_MAMBA
-from weights.load import load_mamba, load_model
+from weights.load import load_model
 
 ALONE, *PAIR = (World(rank, size, torch.device("cpu")) for rank, size in ((0, 1), (0, 2), (1, 2)))
 
@@ -75,18 +73,6 @@ def test_two_processes_make_a_base_that_opens(tmp_path):
     assert apart < 0.2 * moved, (apart, moved)  # Muon's bf16 carries rounding on; other samples give 1
     with pytest.raises(UserError, match="not empty"):
         main(["--out", f"{tmp_path}/pair"])
-
-
-@pytest.mark.long
-def test_the_mamba_learns_and_opens(processor, tmp_path, monkeypatch):
-    """Fails if the folder is no published Mamba, the model does not learn, or the shipped one is another."""
-    monkeypatch.setattr(mamba, "CONFIG", replace(mamba.CONFIG, hidden_size=32, num_hidden_layers=1, state_size=4))
-    mamba.main(["--out", str(tmp_path), "--samples", "960"])
-    fresh = MambaLM(mamba.CONFIG)
-    initialize_mamba(fresh.backbone)
-    assert mamba.accuracy(fresh, processor, 32) < 5 < mamba.accuracy(load_mamba(tmp_path), processor, 32)
-    record = json.loads((TINY_MAMBA / "pretraining.json").read_text())
-    assert mamba.accuracy(load_mamba(TINY_MAMBA), processor) == pytest.approx(record["answer_tokens"], abs=0.3)
 
 
 @pytest.mark.long
