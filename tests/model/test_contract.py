@@ -173,7 +173,7 @@ def test_positions_to_keep_are_rows_of_all_logits(model, monkeypatch):
             assert found.item() == pytest.approx(loss.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("rows", "pictures"), [((4, 5), 2), ((4, 4), 1), ((4, 0), 2)])
+@pytest.mark.parametrize(("rows", "pictures"), [((3, 5), 2), ((4, 4), 1), ((4, 0), 2)])
 def test_image_tokens_that_do_not_fit_the_pictures_are_refused(rows, pictures):
     """Breaks when a picture is read at a part of its slots, by the next row, or not at all, exit code 0."""
     ids = torch.tensor([[IMAGE] * count + [5] * (6 - count) for count in rows])

@@ -65,6 +65,7 @@ def test_trained_parts_are_taken_over(language, tmp_path):
     initialize_mamba(source.backbone, seed=5)
     export_model(source, tmp_path / "mamba")
     donor = open_first(language, "projector=connector", seed=7)  # without queries and blocks
+    donor.multi_modal_projector.vision_norm.weight.data.fill_(2.0)
     export_model(donor, tmp_path / "donor")
     model = open_first(language, f"blocks_from={tmp_path / 'mamba'}", f"connector_from={tmp_path / 'donor'}")
     mine, theirs = model.multi_modal_projector, donor.multi_modal_projector
