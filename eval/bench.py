@@ -8,7 +8,7 @@ from which an interrupted call goes on. A new benchmark is one file like `eval/p
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -208,45 +208,37 @@ def ask_models(benchmark: Benchmark, args: Namespace) -> Results:
 
 def means(rows: Sequence[Row]) -> dict[str, float | None]:
     """The mean of every measure in percent, over the rows that have it."""
-    values: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        for measure, value in row.scores.items():
-            values[measure].append(value)
+    measures = dict.fromkeys(measure for row in rows for measure in row.scores)
+    values = {measure: [row.scores[measure] for row in rows if measure in row.scores] for measure in measures}
     return {measure: 100 * sum(of) / len(of) for measure, of in values.items()}
 
 
 def by_kind(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """The rows by the kind of their questions."""
-    kinds: dict[str, list[Row]] = {}
-    for row in rows:
-        kinds.setdefault(row.question.kind, []).append(row)
-    return kinds
+    kinds = dict.fromkeys(row.question.kind for row in rows)
+    return {kind: [row for row in rows if row.question.kind == kind] for kind in kinds}
 
 
 def values_of(benchmark: Benchmark, results: Results) -> dict[str, dict]:
-    """For JSON: by title the summary, and each measure with its interval and paired difference."""
-    measures = compare(results)
-    return {title: {"summary": benchmark.summary(rows), "measures": measures[title]} for title, rows in results.items()}
-
-
-def compare(results: Results) -> dict[str, dict[str, dict]]:
-    """By title and measure: the mean in percent with its 95 % interval over groups of questions, and the paired
-    difference on the questions that both have answered: of a model on gray pictures to the model, else to the first."""
+    """For JSON, by title: the summary; and by measure the mean in percent with its 95 % interval over groups of
+    questions, and the paired difference on the questions that both have answered: of a model on gray pictures to the
+    model, else to the first."""
 
     def percent(rows: Sequence[Row], scores: Sequence[float]) -> dict[str, float]:
         interval = bootstrap(scores, [row.question.group or row.question.key for row in rows])
         return {name: 100 * value for name, value in interval._asdict().items()}
 
-    values: dict[str, dict[str, dict]] = {}
+    values = {}
     for title, rows in results.items():
         reference = title.removesuffix(", blind") if title.endswith(", blind") else next(iter(results))
-        other, values[title] = {row.question.id: row.scores for row in results[reference] if title != reference}, {}
+        other, measures = {row.question.id: row.scores for row in results[reference] if title != reference}, {}
         for measure in dict.fromkeys(measure for row in rows for measure in row.scores):
             scored = [row for row in rows if measure in row.scores]
             found = percent(scored, [row.scores[measure] for row in scored]) | {"questions": len(scored)}
             if both := [row for row in scored if measure in other.get(row.question.id, {})]:
                 found["difference"] = percent(both, [r.scores[measure] - other[r.question.id][measure] for r in both])
-            values[title][measure] = found
+            measures[measure] = found
+        values[title] = {"summary": benchmark.summary(rows), "measures": measures}
     return values
 
 

@@ -105,13 +105,7 @@ def serve(
         prompt.submit(answer, [picture, prompt], [said, boxes, look], **options)
         inside.click(lambda path, prompt: answer(path, prompt, True), [picture, prompt], look, **options)
     theme = gradio.themes.Base(font=["system-ui", "sans-serif"], font_mono=["monospace"])  # none of the network
-    local = {
-        "server_name": "127.0.0.1",
-        "server_port": port,
-        "share": False,
-        "max_file_size": "20mb",
-        "ssr_mode": False,
-    }
+    local = dict(server_name="127.0.0.1", server_port=port, share=False, max_file_size="20mb", ssr_mode=False)
     blocks.queue(max_size=8).launch(**local, quiet=True, prevent_thread_lock=True, theme=theme, css=STYLE)
     return blocks
 

@@ -39,9 +39,8 @@ REFUSALS += "I'm sorry, but without the image provided", "Cannot determine the a
 NOT_SUBMITTED = ("hint", "category", "source", "image", "comment", "l2-category")
 # What pandas, with which the official scripts read, takes for no value. "None", which pandas 2 adds by accident
 # (pandas-dev/pandas issue 52493), and "none" are the texts of options.
-ABSENT = {"", "#N/A N/A"} | set(
-    "#N/A #NA -1.#IND -1.#QNAN -NaN -nan 1.#IND 1.#QNAN <NA> N/A NA NULL NaN n/a nan null".split()
-)
+ABSENT = "#N/A #NA -1.#IND -1.#QNAN -NaN -nan 1.#IND 1.#QNAN <NA> N/A NA NULL NaN n/a nan null".split()
+ABSENT += ["", "#N/A N/A"]
 
 
 class MMBench(Benchmark):

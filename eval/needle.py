@@ -48,7 +48,8 @@ TRUTH = re.compile(f"{PLACE}(; {PLACE})*")
 
 
 class Needle(Benchmark):
-    """A `Row` is a test: its first question, its response record, and, if it has a response, whether all is right."""
+    """A `Row` is a test: its first question; its response record, with the answers to `asks_of` as "said"; and, if it
+    has a response, whether all is right."""
 
     name = "needle"
     max_new_tokens = 64
@@ -85,7 +86,12 @@ class Needle(Benchmark):
         return [question for kind, of_kind in tests.items() for question in asks_of(of_kind, args.protocol, kind)]
 
     def rows(self, questions, answers):
-        return rows_of(questions, answers, self.protocol)
+        rows, pairs = [], zip(questions, answers, strict=True)
+        for _, group in groupby(pairs, key=lambda pair: id(pair[0].truth)):
+            (question, *_), said = zip(*group, strict=True)
+            record = response_record(question.truth, respond(question.truth, said, self.protocol))
+            rows.append(row_of(question, record | {"said": said}))
+        return rows
 
     def read(self, file, args):
         kind = Path(file).stem
@@ -207,19 +213,15 @@ def stitch(pictures: Sequence[Path]) -> Image.Image:
 
 def official_prompt(captions: Sequence[str], pictures: int, side: int) -> str:
     """MMNeedle's own instruction for K captions, M `pictures` of `side`×`side` sub-images."""
-    head = (
-        f"Given {pictures} image{'s' * (pictures > 1)} indexed from 1 to {pictures}, each divided into {side}*{side} "
-    )
-    head += f"subimage{'s' * (side > 1)}, identify the subimage"
+    head = f"Given {pictures} image{'s' * (pictures > 1)} indexed from 1 to {pictures}, each divided into "
+    head += f"{side}*{side} subimage{'s' * (side > 1)}, identify the subimage"
     example = "For example, '1, 2, 3' indicates the subimage in the first image, second row, and third column. "
     if len(captions) == 1:
         head += " that best matches the provided caption. Respond with 'index, row, column' and nothing else. "
         return f"{head}{example}If no match is found, respond only with '-1'.\nCaption: {captions[0]}"
     layout = "; ".join(f"index_{i}, row_{i}, column_{i}" for i in range(1, len(captions) + 1))
-    head += (
-        f"s that best match the provided {len(captions)} captions. Respond in the format: {layout}. Only provide this "
-    )
-    head += f"information. {example}If no subimage matches a caption, respond with '-1' for that caption."
+    head += f"s that best match the provided {len(captions)} captions. Respond in the format: {layout}. Only provide "
+    head += f"this information. {example}If no subimage matches a caption, respond with '-1' for that caption."
     return head + "".join(f"\nCaption_{i}: {caption}" for i, caption in enumerate(captions, 1))
 
 
@@ -255,26 +257,16 @@ def respond(test: NeedleTest, answers: Sequence, protocol: str) -> str | None:
     return "; ".join(places)
 
 
-def rows_of(questions: Sequence[Question], answers: Sequence, protocol: str) -> list[Row]:
-    """The row of each test, from the answers to `asks_of`; its record has them as "said"."""
-    rows, pairs = [], zip(questions, answers, strict=True)
-    for _, group in groupby(pairs, key=lambda pair: id(pair[0].truth)):
-        (question, *_), said = zip(*group, strict=True)
-        record = response_record(question.truth, respond(question.truth, said, protocol))
-        rows.append(row_of(question, record | {"said": said}))
-    return rows
-
-
 def row_of(question: Question, record: dict) -> Row:
     """Without a response nothing is scored."""
     verdict = judge(record)
     return Row(question, record, {f"exact, {question.kind}": float(verdict[2])} if verdict else {})
 
 
-def evaluate_embedded(model, processor, kind: str, count: int, progress=None, *, ask_all, protocol="paper") -> float:
+def evaluate_embedded(model, processor, kind: str, count: int, progress=None, *, ask_all) -> float:
     """Exact accuracy in percent on `count` tests of the embedded test split: all questions of a test must be right."""
-    questions = asks_of(embedded_tests(kind, count), protocol)
-    rows = rows_of(questions, ask_all(model, processor, questions, progress=progress), protocol)
+    questions = asks_of(embedded_tests(kind, count), Needle.protocol)
+    rows = Needle().rows(questions, ask_all(model, processor, questions, progress=progress))
     return 100 * score_responses(row.answer for row in rows)["exact"]
 
 

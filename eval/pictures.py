@@ -171,8 +171,7 @@ def paint(dice: Dice, squares: tuple[str, ...]) -> Scene:
 
 @dataclass(frozen=True)
 class Sample:
-    """One picture, one prompt, one answer. Samples of one picture share their `scene` and `image_id`. `unsupervised`:
-    character spans [start, end) of the suffix that carry no loss, as they cannot be known."""
+    """One picture, one prompt, one answer. Samples of one picture share their `scene` and `image_id`."""
 
     task: str
     scene: Scene
@@ -182,7 +181,6 @@ class Sample:
     question_id: int
     question_type: str = ""
     answer_type: str | None = None  # "yes/no", "number" or "other", for VQA
-    unsupervised: tuple[tuple[int, int], ...] = ()
 
     @property
     def image(self) -> Image.Image:

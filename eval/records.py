@@ -142,19 +142,32 @@ def embedded_records(
 
 
 def sample_record(s: Any, split: str) -> Record:
-    """The record of a `scenes.Sample`; its picture is rendered when it is needed."""
-    truth = squares(s) if s.task == "detect" else None
+    """The record of a `scenes.Sample`, whose picture is rendered when needed. Boxes to `detect` are squares."""
+    from eval.pictures import GRID, SIDE
+
+    truth, side = None, SIDE // GRID
+    if s.task == "detect":
+        name = s.prefix.removeprefix("detect ")
+        places = [divmod(number, GRID) for number, shown in enumerate(s.scene.squares) if shown == name]
+        boxes = tuple(Box(name, x * side, y * side, side, side, side * side) for y, x in places)
+        truth = Detection(SIDE, SIDE, boxes)
     name, key = f"{s.task}/{split}/{s.question_id}", f"{s.task}/{s.image_id}"
     return Record(name, key, (s.scene.render,), ((s.prefix, s.suffix),), detection=truth)
 
 
-def squares(s: Any) -> Detection:
-    """The squares of the grid with what a sample of the task `detect` asks for."""
-    from eval.pictures import GRID, SIDE
+def one_picture_records(source: str, limit: int, images: str | Path | None = None) -> list[Record]:
+    """The first `limit` records with one picture, in the first turn, the only one that is kept; of each embedded scene
+    one. Raises UserError if there are none."""
+    from eval import scenes
 
-    name, side = s.prefix.removeprefix("detect "), SIDE // GRID
-    places = [divmod(number, GRID) for number, shown in enumerate(s.scene.squares) if shown == name]
-    return Detection(SIDE, SIDE, tuple(Box(name, x * side, y * side, side, side, side * side) for y, x in places))
+    if source == "embedded":
+        samples = [scenes.vqa_picture("test", n)[n % len(scenes.QUESTIONS)] for n in range(limit)]
+        return [sample_record(sample, "test") for sample in samples]
+    records = [r for r in read_data(source, images) if len(r.pictures) == 1 and r.turns]
+    records = [r for r in records if not any(SLOT in prompt for prompt, _ in r.turns[1:])][:limit]
+    if not records:
+        raise UserError(f"--data {source}: no example has one picture: give some that have")
+    return [replace(r, turns=r.turns[:1], answers=r.answers if len(r.turns) == 1 else ()) for r in records]
 
 
 def vqav2_records(folder: Path, images: str | Path | None = None, prompt: str = PROMPT) -> list[Record]:
@@ -191,11 +204,9 @@ def name_of(picture: Picture) -> str:
 def read_records(path: str | Path, make: Callable[[dict], Record], places: data.Places) -> list[Record]:
     """The records of a file, with names by their places and keys by their pictures, also of what cannot be used."""
     records = data.read(path, make, places, lambda problem: Record("", "", (Refusal(problem),), ()))
-    named = []
-    for record, (place, _) in zip(records, places, strict=True):
-        key = "\n".join(map(name_of, record.pictures)) or f"{path}{place}"
-        named.append(replace(record, name=f"{Path(path).name}{place}", key=key))
-    return named
+    keys = ["\n".join(map(name_of, record.pictures)) for record in records]
+    named = zip(records, keys, (place for place, _ in places), strict=True)
+    return [replace(r, name=f"{Path(path).name}{place}", key=key or f"{path}{place}") for r, key, place in named]
 
 
 def record_of(example: Mapping, folder: str | Path = ".") -> Record:
@@ -364,6 +375,5 @@ def groups_of(records: Sequence[Record]) -> dict[str, str]:
 
 def blind(records: Sequence[Record]) -> list[Record]:
     """The records with every picture gray, one for all: a model that answers them as well does not use the pictures."""
-    counts = [len(record.pictures) if record.turns else 0 for record in records]
-    gray = [replace(r, key=f"gray {n}", pictures=(gray_picture,) * n) for r, n in zip(records, counts, strict=True)]
-    return [new if count else record for record, new, count in zip(records, gray, counts, strict=True)]
+    counts = zip(records, [len(record.pictures) if record.turns else 0 for record in records], strict=True)
+    return [replace(r, key=f"gray {n}", pictures=(gray_picture,) * n) if n else r for r, n in counts]

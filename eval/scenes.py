@@ -49,48 +49,34 @@ def describe(squares: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
-# Pretraining: dense answers, which teach where things are
+# Dense answers, which teach where things are
 
 
 def dense(task: str, split: str, index: int, seed: int = 0) -> Sample:
     """scan: the names of all 16 squares, row-major, of up to 16 objects. caption: "two dogs and a cat". detect:
-    PaliGemma's detection, `detect dog` → "<loc…> dog ; <loc…> dog", boxes in raster order. detect_all: all objects with
-    the top left corners of their boxes, "dog<locY1><locX1> cat<locY1><locX1>", in random order, those of one name in
-    raster order. The name comes first and carries no loss: the order of names is random, and the noise of guessing it
-    would outweigh the rest. Half a box keeps the answers, and so pretraining, short."""
+    PaliGemma's detection, `detect dog` → "<loc…> dog ; <loc…> dog", boxes in raster order."""
     dice, squares = compose(task, split, seed, index, partial(ordinary, most=GRID**2 if task == "scan" else 5))
-    places = {name: [square for square, other in enumerate(squares) if other == name] for name in count(squares)}
-    prefix, suffix, spans = task, "", []
     if task == "scan":
-        suffix = " ".join(squares)
+        prefix, suffix = task, " ".join(squares)
     elif task == "caption":
         prefix, suffix = "caption en", describe(squares)
-    elif task == "detect":
-        name = dice.pick(list(places))
-        prefix, suffix = f"detect {name}", " ; ".join(f"{box(square)} {name}" for square in places[name])
     else:
-        prefix, names = "detect", [name for name in squares if name != NONE]
-        for name in dice.draw(names, len(names)):
-            start = len(suffix)  # with the space before the word: one piece holds both
-            suffix += f"{' ' * bool(suffix)}{name}"
-            spans.append((start, len(suffix)))
-            suffix += box(places[name].pop(0))[: len("<loc0000>") * 2]
-    return Sample(task, paint(dice, squares), prefix, suffix, index, index, unsupervised=tuple(spans))
+        name = dice.pick(list(count(squares)))
+        places = [square for square, other in enumerate(squares) if other == name]
+        prefix, suffix = f"detect {name}", " ; ".join(f"{box(square)} {name}" for square in places)
+    return Sample(task, paint(dice, squares), prefix, suffix, index, index)
 
 
-# task: (the kind of `facts`, the prompt before the thing)
-PROBES = {"locate": ("where", "locate"), "count": ("count", "count"), "exist": ("object", "exist")}
-PROBES |= {"vertical": ("top or bottom",) * 2, "horizontal": ("left or right",) * 2, "cell": ("row and column",) * 2}
+# By task, whose name begins the prompt: the kind of `facts`
+PROBES = {"locate": "where", "count": "count", "exist": "object"}
 
 
 def probe(task: str, split: str, index: int, seed: int = 0) -> Sample:
-    """`locate dog` → "top left", `count dog` → "2", `exist dog` → "no": VQA's facts in two words. `left or right dog` →
-    "left" and `row and column dog` → "row 2 column 3" teach the answer words of the needle tests, whose questions are
-    kept for fine-tuning: a word that was never an answer is hard to learn as one."""
-    kind, wording = PROBES[task]
+    """`locate dog` → "top left", `count dog` → "2", `exist dog` → "no": VQA's facts in two words."""
+    kind = PROBES[task]
     dice, squares = compose(task, split, seed, index, usable=lambda squares: bool(facts(squares)[kind]))
     answer, thing, _ = _balanced(dice, facts(squares)[kind])
-    return Sample(task, paint(dice, squares), f"{wording} {thing}", answer, index, index)
+    return Sample(task, paint(dice, squares), f"{task} {thing}", answer, index, index)
 
 
 # Visual question answering
@@ -120,8 +106,7 @@ def facts(squares: tuple[str, ...]) -> dict[str, list[tuple[str, str, str]]]:
     for square, name in enumerate(squares):
         held[quadrant(square)] += [name] * (name != NONE)
     members = {category: [name for name in there if name in CATEGORIES[category]] for category in ASKED_CATEGORIES}
-    once = [(name, squares.index(name)) for name, number in there.items() if number == 1]
-    where = [(quadrant(square), name, "") for name, square in once]
+    where = [(quadrant(squares.index(name)), name, "") for name, number in there.items() if number == 1]
     return {
         "object": [("yes" if name in there else "no", name, "") for name in NAMES],
         "category": [("yes" if names else "no", category, "") for category, names in members.items()],
@@ -132,9 +117,6 @@ def facts(squares: tuple[str, ...]) -> dict[str, list[tuple[str, str, str]]]:
         "where": where,
         "what": [(names[0], "", place) for place, names in held.items() if len(names) == 1],
         "which": [(names[0], category, "") for category, names in members.items() if len(names) == 1],
-        "top or bottom": [(place.split()[0], name, "") for place, name, _ in where],
-        "left or right": [(place.split()[1], name, "") for place, name, _ in where],
-        "row and column": [(f"row {at // GRID + 1} column {at % GRID + 1}", name, "") for name, at in once],
     }
 
 
@@ -258,19 +240,19 @@ def _stitched(dice: Dice, n: int, objects: int, first: int, filled: int) -> list
 STRATEGIES = ("random", "popular", "adversarial")
 
 
-def pope(
-    strategy: str, split: str = "test", images: int = 100, seed: int = 0, objects: int | None = None
-) -> list[Sample]:
+def pope(strategy: str, split: str = "test", images: int = 100, objects: int | None = None) -> list[Sample]:
     """POPE's polling (arXiv 2305.10355): of each picture three present objects and three absent ones in turn. Absent
     ones are drawn at random; or are the most frequent objects; or those that most often accompany the present object
     asked about just before, as counted over train scenes. Pictures and "yes" questions are the same in all three.
-    objects: in each picture, all different (None: up to 5 in an ordinary one, 3 kinds at least)."""
+    objects: in each picture, all different, in random squares (None: up to 5 of an ordinary one, 3 kinds at least)."""
     frequency, company = (Counter(), defaultdict(Counter)) if strategy == "random" else object_statistics()
-    samples, stream, draw = [], "pope", ordinary
-    if objects:
-        stream, draw = f"pope/{objects}", partial(crowd, objects=objects)
+
+    def crowd(dice: Dice) -> Iterable[tuple[int, str]]:
+        return zip(dice.draw(range(GRID**2), objects), dice.draw(NAMES, objects), strict=True)
+
+    samples, (stream, draw) = [], (f"pope/{objects}", crowd) if objects else ("pope", ordinary)
     for image_id in range(images):
-        dice, squares = compose(stream, split, seed, image_id, draw, lambda squares: len(count(squares)) >= 3)
+        dice, squares = compose(stream, split, 0, image_id, draw, lambda squares: len(count(squares)) >= 3)
         scene, present = paint(dice, squares), dice.draw(count(squares), 3)
         absent = [name for name in dice.draw(NAMES, len(NAMES)) if name not in squares]
         for name in present:
@@ -281,11 +263,6 @@ def pope(
                 prefix, ids = f"answer en {_question('object', thing)}", (image_id, len(samples) + 1)
                 samples.append(Sample(f"pope-{strategy}", scene, prefix, answer, *ids, "is there a", "yes/no"))
     return samples
-
-
-def crowd(dice: Dice, objects: int) -> Iterable[tuple[int, str]]:
-    """So many different objects in random squares."""
-    return zip(dice.draw(range(GRID**2), objects), dice.draw(NAMES, objects), strict=True)
 
 
 @cache
@@ -302,7 +279,7 @@ def object_statistics(scenes: int = 4000) -> tuple[Counter, dict[str, Counter]]:
 
 # All tasks
 
-TASKS = ("scan", "detect_all", "detect", *PROBES, "caption", "vqa", *NEEDLES)
+TASKS = ("scan", "detect", *PROBES, "caption", "vqa", *NEEDLES)
 
 
 def sample(task: str, split: str, index: int, seed: int = 0) -> Sample:

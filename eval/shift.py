@@ -21,14 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from eval import scenes
 from eval.command import add_flag, command_parser, positive
 from eval.explore.record import decoder_maps
 from eval.open import add_model_flags, model_of, open_model, out_folder
-from eval.records import read_data
+from eval.records import one_picture_records
 from eval.report import interval_text
 from eval.statistics import bootstrap
-from model.common import UserError, run_command, shown, write_text
+from model.common import run_command, shown, write_text
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.system_configs import WingsConfig
@@ -92,13 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     subject = model_of(args)
     out = out_folder(args.out, subject.title, "shift")
-    samples = [scenes.vqa_picture("test", n)[n % len(scenes.QUESTIONS)] for n in range(args.limit)]
-    examples = [(sample.scene.render, sample.prefix) for sample in samples]
-    if args.data != "embedded":
-        records = [r for r in read_data(f"jsonl:{args.data}") if len(r.pictures) == 1]
-        examples = [(r.pictures[0], r.turns[0][0]) for r in records[: args.limit]]
-    if not examples:
-        raise UserError(f"--data {args.data}: no example has one picture: the shift is measured around it")
+    source = args.data if args.data == "embedded" else f"jsonl:{args.data}"
+    examples = [(record.pictures[0], record.prefix) for record in one_picture_records(source, args.limit)]
     model, processor = open_model(args, subject)
     slot = args.slot or ("inside" if isinstance(model.config, WingsConfig) else "first")
     if slot == "inside":

@@ -13,12 +13,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval import scenes
 from eval.command import add_flag, command_parser, positive
 from eval.explore.page import page
 from eval.explore.record import Case
 from eval.open import add_model_flags, load, models_of, open_model, out_folder
-from eval.records import read_data, sample_record
+from eval.records import one_picture_records
 from model.common import UserError, run_command, shown, write_text
 from model.images import load_image
 
@@ -29,14 +28,8 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
         raise UserError("give --image and --prompt, or --data with examples and their answers")
     if not args.data:
         return [Case(load_image(args.image), args.prompt)]
-    if args.data == "embedded":
-        samples = [scenes.vqa_picture("test", n)[n % len(scenes.QUESTIONS)] for n in range(args.limit)]
-        records = [sample_record(sample, "test") for sample in samples]
-    else:
-        records = [r for r in read_data(args.data, args.images) if len(r.pictures) == len(r.turns) == 1]
-    if not records:
-        raise UserError(f"--data {args.data}: no example has one picture and one prompt: maps are drawn over it")
-    pairs = [(r, () if r.detection else (*r.answers, r.suffix)) for r in records[: args.limit]]  # boxes are not judged
+    records = one_picture_records(args.data, args.limit, args.images)
+    pairs = [(r, () if r.detection else (*r.answers, r.suffix)) for r in records]  # boxes are not judged
     return [Case(load_image(record.pictures[0]), record.prefix, truth) for record, truth in pairs]
 
 

@@ -49,21 +49,14 @@ def model_entry(name: str, said: Said, maps: Maps) -> dict:
     """What the page knows of a model's answer, but for the maps."""
     prompt = said.batch.input_ids.shape[1]
     _, *shape, keys = next(iter(maps.kinds.values())).shape
+    entry = {"name": name, "text": said.text, "kinds": sorted(maps.kinds), "shape": [*shape, keys], "prompt": prompt}
+    entry["words"] = {str(position): text for position, text in said.words.items() if position < keys}
+    entry["laws"] = {kind: np.round(100 * values, 3).tolist() for kind, values in maps.laws.items()}
+    entry["factor"] = None if maps.factor is None else np.round(maps.factor, 4).tolist()
+    texts = [said.words[prompt + number] for number in range(len(maps.probabilities))]
     chances = [round(float(chance), 4) for chance in maps.probabilities]
-    return {
-        "name": name,
-        "text": said.text,
-        "kinds": sorted(maps.kinds),
-        "shape": [*shape, keys],
-        "prompt": prompt,
-        "words": {str(position): text for position, text in said.words.items() if position < keys},
-        "laws": {kind: np.round(100 * values, 3).tolist() for kind, values in maps.laws.items()},
-        "factor": None if maps.factor is None else np.round(maps.factor, 4).tolist(),
-        "formula": maps.formula,
-        "tokens": [
-            {"text": said.words[prompt + n], "p": p, "mean": None, "heads": None} for n, p in enumerate(chances)
-        ],
-    }
+    tokens = [{"text": text, "p": p, "mean": None, "heads": None} for text, p in zip(texts, chances, strict=True)]
+    return entry | {"formula": maps.formula, "tokens": tokens}
 
 
 def case_entry(case: Case) -> dict:

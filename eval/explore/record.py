@@ -144,9 +144,7 @@ def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
         maps, logits = decoder_maps(model, reduce, name, keep=count, **inputs)
     chosen = logits[0].float().softmax(-1).gather(-1, said.new[:, None])[:, 0].cpu().numpy()
     # rows and shares of the first and of the last map; a layer without a second one has the first twice
-    (first, share), (second, other) = (
-        zip(*(of_layer[at] for of_layer in maps.values()), strict=True) for at in (0, -1)
-    )
+    (first, share), (second, other) = (zip(*(kept[at] for kept in maps.values()), strict=True) for at in (0, -1))
     first, second = (np.stack(rows, axis=1) for rows in (first, second))
     if not factors:
         kind = getattr(decoder_layers(model)[-1], "kind", "")

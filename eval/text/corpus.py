@@ -22,6 +22,9 @@ from model.common import UserError, atomic_path, read_json, write_text
 
 PAD, EOS, BOS, UNK = range(4)
 NEWLINE = "\n"
+GEMMA = {"model_type": "bpe", "normalization_rule_name": "identity", "byte_fallback": True, "split_digits": True}
+GEMMA |= {"add_dummy_prefix": False, "remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True}
+GEMMA |= {"pad_id": PAD, "eos_id": EOS, "bos_id": BOS, "unk_id": UNK}  # the settings of its tokenizer
 SPLITS = ("train", "validation", "test")
 LINES = 100_000  # lines of the train split for the tokenizer's training, evenly spaced
 HELD_OUT = 20  # one document in 20 is for validation, another one for testing
@@ -77,16 +80,6 @@ def split(names: Iterable[str]) -> dict[str, list[str]]:
     return dict(zip(SPLITS, map(sorted, parts), strict=True))
 
 
-def sentencepiece_model(lines: Iterable[str], **options) -> bytes:
-    """A sentencepiece BPE model with Gemma's settings, serialised. options: more settings of the trainer."""
-    model, ids = io.BytesIO(), {"pad_id": PAD, "eos_id": EOS, "bos_id": BOS, "unk_id": UNK}
-    rules = {"model_type": "bpe", "normalization_rule_name": "identity", "byte_fallback": True}
-    spaces = {"add_dummy_prefix": False, "remove_extra_whitespaces": False, "num_threads": 1, "minloglevel": 2}
-    spec = {"sentence_iterator": iter(lines), "model_writer": model, **ids, **rules, **spaces, **options}
-    sentencepiece.SentencePieceTrainer.train(**spec)
-    return model.getvalue()
-
-
 def open_corpus(
     folder: Path, paths: Sequence[str | Path] = (), vocab_size: int = 2048, known: Sequence[str] = ()
 ) -> Corpus:
@@ -98,12 +91,14 @@ def open_corpus(
     parts = split(texts)
     lines = [line for name in parts["train"] for line in texts[name].split(NEWLINE) if line]
     lines = lines[:: -(-len(lines) // LINES) or 1]  # sentencepiece's own sampling is not the same twice
+    model = io.BytesIO()
     spec = {"vocab_size": vocab_size, "user_defined_symbols": [NEWLINE, *known], "character_coverage": 0.9995}
+    spec |= {"sentence_iterator": iter(lines), "model_writer": model, "num_threads": 1, "minloglevel": 2}
     try:
-        proto = sentencepiece_model(lines, **spec, split_digits=True, allow_whitespace_only_pieces=True)
+        sentencepiece.SentencePieceTrainer.train(**spec, **GEMMA)
     except RuntimeError as error:
         raise UserError(f"--text: too little for a tokenizer of {vocab_size} pieces ({error}): give more") from None
-    tokenizer = sentencepiece.SentencePieceProcessor(model_proto=proto)
+    tokenizer = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     tensors = {}
     for name, documents in parts.items():
         ids = [[*tokenizer.encode(texts[document]), EOS] for document in documents]
@@ -111,7 +106,7 @@ def open_corpus(
         tensors[f"{name}_starts"] = torch.tensor([0, *map(len, ids)]).cumsum(0)
     summary.unlink(missing_ok=True)  # written last, it marks the folder as complete
     with atomic_path(folder / "tokenizer.model") as temporary:
-        temporary.write_bytes(proto)
+        temporary.write_bytes(model.getvalue())
     with atomic_path(folder / "tokens.safetensors") as temporary:
         save_file(tensors, temporary)
     write_text(summary, json.dumps({"digest": digest, "paths": list(map(str, paths))}, indent=1) + "\n")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eval import open, pope
-from eval.bench import Row, compare, comparison_table
+from eval.bench import Benchmark, Row, comparison_table, values_of
 from eval.question import Question
 from eval.statistics import bootstrap
 from lora.adapter import lora_layers
@@ -35,15 +35,16 @@ def test_differences_are_paired():
     compared with another model's."""
     half, better = {n: float(n % 2) for n in range(40)}, {n: 1.0 for n in range(20, 40)}
     blind = rows({20: 0.0, 21: 1.0}, "exact")
-    values = compare({"a": rows(half, "exact"), "b": rows(better, "exact", "vqa"), "b, blind": blind})
+    results = {"a": rows(half, "exact"), "b": rows(better, "exact", "vqa"), "b, blind": blind}
+    values = {title: of["measures"] for title, of in values_of(Benchmark(), results).items()}
     assert values["a"]["exact"]["mean"] == 50 and "difference" not in values["a"]["exact"]
     assert values["b"]["exact"]["mean"] == 100 and values["b"]["exact"]["questions"] == 20
     assert values["b"]["exact"]["difference"] == {"mean": 50, "low": 50, "high": 50}  # each picture: one of two
     assert values["b, blind"]["exact"]["difference"] == {"mean": -50, "low": -50, "high": -50}  # to b
     assert "difference" not in values["b"]["vqa"]  # which a lacks
-    head, _, *table = comparison_table({title: {"measures": of} for title, of in values.items()})
+    head, _, *table = comparison_table(values_of(Benchmark(), results))
     assert head.startswith("40 questions, ") and "b has answered 20 of them" in table and "+50.00" in table[3]
-    assert comparison_table({"a": {"measures": compare({"a": rows(half)})["a"]}}) == []  # nothing to score
+    assert comparison_table(values_of(Benchmark(), {"a": rows(half)})) == []  # nothing to score
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ from PIL import Image
 
 from eval.answer import layout
 from eval.question import question_of
-from eval.records import Box, embedded_records, read_coco, read_data, read_examples, split_records
+from eval.records import Box, embedded_records, one_picture_records, read_coco, read_data, read_examples, split_records
 from model.processor import Processor
 from model.system_configs import MambaConfig, ProjectorConfig, QMambaConfig, WingsConfig
 from tests.runs import refused
@@ -114,6 +114,17 @@ def test_every_answer_and_its_end_are_learned_and_nothing_else(processors, tmp_p
     expected = [INSIDE + LATER, two, third, plain, newline, last + more]
     for system in ("wings", "qmamba"):
         assert [shown(processors[system], record) for record in made] == [marked(text) for text in expected], system
+
+
+def test_of_a_conversation_the_first_turn_is_explored(tmp_path):
+    """Breaks when answers to the last turn count for the first, or a picture is shown to a question before it."""
+    draw(tmp_path, "a.png")
+    later = {"image": "a.png", "conversations": says("count dog", "1", "<image>count cat", "2")}
+    kept = {"image": "a.png", "conversations": CONVERSATION, "answers": ["2"]}
+    lost = {"image": "lost.png", "prefix": "count dog", "suffix": "1"}
+    source = f"jsonl:{write(tmp_path, 'own.jsonl', [later, lost, kept])}"
+    (record,) = one_picture_records(source, 3)
+    assert (record.turns, record.answers) == ((("Where is <image> the dog?", "top left"),), ())
 
 
 def test_a_later_question_is_asked_as_it_is_learned(processors, tmp_path):

@@ -67,7 +67,8 @@ def test_the_command(workplace, capsys):
     assert result["attention_shift"] is None and result["slot"] == "first" and result["undefined"] == 3
     PICTURE.save("a.png")
     line = {"image": "a.png", "prefix": "Where is<image> the dog?", "suffix": "left"}
-    (workplace / "own.jsonl").write_text(json.dumps(line) + "\n")
+    lost = line | {"image": "lost.png"}  # it is left out
+    (workplace / "own.jsonl").write_text(f"{json.dumps(lost)}\n{json.dumps(line)}\n")
     export_model(attach(load_model("embedded"), 4, routed=True), workplace / "wings", companions=companions("embedded"))
     shift.main("--model wings --data own.jsonl --out w".split())
     result = json.loads((workplace / "w" / "shift.json").read_text())
