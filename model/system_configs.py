@@ -15,10 +15,12 @@ _NEUTRAL = {"repetition_penalty": 1, "num_beams": 1, "no_repeat_ngram_size": 0, 
 _NEUTRAL |= {"suppress_tokens": [], "bad_words_ids": [], "guidance_scale": 1}
 
 
-def read_generation(path: str | Path, *followed: str) -> dict:
-    """The generation_config.json beside `path`. Raises UserError for other keys than `followed` that change answers."""
+def read_generation(path: str | Path, *followed: str, suppressed: int | None = None) -> dict:
+    """The generation_config.json beside `path`. Raises UserError for other keys than `followed` that change answers.
+    suppressed: a token that our `generate` never says either."""
+    neutral = {**_NEUTRAL, "suppress_tokens": [suppressed]}
     given = read_json(file) if (file := Path(path).with_name("generation_config.json")).is_file() else {}
-    if changed := [n for n in _NEUTRAL if n not in followed and given.get(n) not in (None, _NEUTRAL[n])]:
+    if changed := [n for n in _NEUTRAL if n not in followed and given.get(n) not in (None, _NEUTRAL[n], neutral[n])]:
         raise UserError(f"{shown(file)}: {changed[0]} changes answers, and is not followed here: delete this key")
     return {name: value for name, value in given.items() if value is not None}
 
@@ -209,6 +211,8 @@ CONFIGS = dict.fromkeys(CLASSES, LanguageConfig) | {model.kind: model for model 
 
 def read_config(path: str | Path) -> Any:
     """The configuration in the config.json at `path`. Raises UserError for a file that is no model of this project."""
-    if (kind := CONFIGS.get(str(read_json(path).get("model_type")), PaliGemmaConfig)) is not LanguageConfig:
-        read_generation(path)
-    return kind.from_file(path)
+    kind = CONFIGS.get(str(read_json(path).get("model_type")), PaliGemmaConfig)
+    config = kind.from_file(path)
+    if kind is not LanguageConfig:
+        read_generation(path, suppressed=getattr(config, "image_token_id", None))
+    return config
