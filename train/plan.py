@@ -11,7 +11,9 @@ CUDA's own; CUDA also copies keys and values for all heads where attention has a
 import time
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
+from io import StringIO
 from itertools import chain, islice
 
 import torch
@@ -216,7 +218,7 @@ def report(settings: Settings, gpu: str | None, gpus: int) -> str:
     flags the run fits on the smallest; of the bundled toy model CPU seconds."""
     if gpu is None and settings.base == "embedded" and settings.stage is None:
         table, seconds = plan_table([plan(replace(settings, device="cpu"))], None), cpu_seconds(settings)
-        return f"{table}\n\nabout {seconds:,.0f} CPU seconds on {processor_name()}, and a third more for evaluations"
+        return f"{table}\n\nabout {seconds:,.0f} CPU seconds on {processor_name()}, and up to a third for evaluations"
     row, cards = plan(settings, gpus=gpus), {GPUS[gpu][1]: gpu} if gpu else CARDS
     ways, lines, fits = {"": {row.rows: row.memory(settings.checkpointing)}}, [], {}
     if gpu is None or ways[""][row.rows] > GPUS[gpu][1]:
@@ -261,14 +263,16 @@ def cpu_seconds(settings: Settings) -> float:
 
     settings, world = replace(settings, base="tiny", device="cpu"), World(0, 1, torch.device("cpu"))
     (model, optimizer), records = open_model(settings, world.device), read_records(settings)
-    order, start = make_order(records, processor_of(settings, model), settings, world), time.process_time()
-    for micro in chain.from_iterable(islice(order.steps(0, 0), 4)):
+    order, marks = make_order(records, processor_of(settings, model), settings, world), []
+    for micro in chain.from_iterable(islice(order.steps(0, 0), 5)):
         (supervised_loss(model, micro) / max(1, micro.tokens)).backward()
         optimizer.step()
-    seconds, start = order.total * (time.process_time() - start) / min(4, order.total), time.process_time()
+        marks.append(time.process_time())
+    of_step = step_layout(settings, 1)[1] * (marks[-1] - marks[0]) / max(1, len(marks) - 1)  # the first warms up
     if settings.align:
-        align(model, records, replace(settings, align=4), world)
-    return seconds + settings.align * (time.process_time() - start) / 4
+        with redirect_stderr(StringIO()):  # its progress is not that of a run
+            align(model, records, replace(settings, align=4), world)
+    return order.total * of_step + settings.align * (time.process_time() - marks[-1]) / 4
 
 
 def plan_table(rows: Sequence[PlanRow], gpu: str | None) -> str:
