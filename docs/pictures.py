@@ -1,61 +1,87 @@
-"""The pictures at the top of the README: the explorer with a fine-tuned twin, and the local page with the base.
+"""The pictures of README.md and docs/: the idea as a drawing, answers before and after, and the explorer.
 
-pip install gradio playwright && apt-get install chromium
-python -m train.finetune --attention twin --out runs/readme
-python docs/pictures.py runs/readme
+    python docs/pictures.py                          docs/idea.svg alone
+    python docs/pictures.py runs/dex runs/twin       also docs/answers.png of a run, and docs/explore.png of another
+
+The explorer's picture needs `pip install playwright` and Debian's `chromium`.
 """
 
+import math
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
-from playwright.sync_api import sync_playwright
-
-from eval import demo, scenes
-from eval.explore.__main__ import main as explore
-from eval.open import Subject
-from model.processor import Processor
-from weights.load import load_model
+from PIL import Image
 
 HERE = Path(__file__).parent
-MOST_BYTES = 300_000
+KEYS, NEEDLE = 12, 7  # patches of the drawing, and the one that matters
+NOISE = [0.9, 0.2, 1.3, 0.1, 0.8, 0.3, 1.1, 0.4, 0.2, 1.4, 0.6, 0.9]  # logits that both maps have
+PANELS = (
+    ("A₁", "looks at the needle, and around", "#3b6fb6"),
+    ("λ · A₂", "looks around alone", "#b65a3b"),
+    ("A₁ − λ · A₂", "what is left", "#2f7d4f"),
+)
 
 
-def explorer(browser, folder: Path, run: str) -> None:
-    scenes.sample("vqa", "test", 192).image.save(folder / "scene.png")
-    file, prompt = folder / "explore.html", "answer en Where is the dog?"
-    explore(["--adapter", run, "--image", f"{folder}/scene.png", "--prompt", prompt, "--out", str(file)])
-    page = browser.new_page(viewport={"width": 1400, "height": 1000})
-    page.goto(file.as_uri())
-    page.wait_for_selector("body[data-ready]")
-    page.locator(".layers .strip button").first.click()
-    page.wait_for_timeout(500)
-    page.screenshot(path=HERE / "explore.png", full_page=True)
+def softmax(logits: list[float]) -> list[float]:
+    powers = [math.exp(logit) for logit in logits]
+    return [power / sum(powers) for power in powers]
 
 
-def local_page(browser, folder: Path) -> None:
-    processor = Processor.from_source("embedded")
-    blocks = demo.serve(Subject("embedded", None, "embedded"), load_model("embedded"), processor, folder)
-    page = browser.new_page(viewport={"width": 1180, "height": 760})
-    page.goto(blocks.local_url)
-    page.get_by_text("detect dog").first.click()
-    page.wait_for_selector(".image-frame img")
-    page.locator("#prompt button").click()
-    page.wait_for_selector("#boxes img")
-    page.wait_for_timeout(1000)
-    page.evaluate("scrollTo(0, 0)")
-    page.screenshot(path=HERE / "demo.png")
-    blocks.close(verbose=False)
+def idea(factor: float = 0.8) -> str:
+    """Two maps over the same patches and their difference, as bars in an SVG."""
+    first = softmax([noise + 1.8 * (key == NEEDLE) for key, noise in enumerate(NOISE)])
+    second = [factor * weight for weight in softmax(NOISE)]
+    maps = first, second, [a - b for a, b in zip(first, second, strict=True)]
+    parts = []
+    for number, ((title, caption, color), weights) in enumerate(zip(PANELS, maps, strict=True)):
+        left = 20 + 270 * number
+        for key, weight in enumerate(weights):
+            height, x = 400 * abs(weight), left + 18 * key
+            shade = color if key == NEEDLE else "#b9bec6"
+            y = 130 - height if weight > 0 else 130
+            parts.append(f'<rect x="{x}" y="{y:.1f}" width="14" height="{height:.1f}" fill="{shade}"/>')
+        parts.append(f'<line x1="{left}" x2="{left + 214}" y1="130" y2="130" stroke="#888"/>')
+        parts.append(f'<text x="{left}" y="166" font-size="17" fill="{color}">{title}</text>')
+        parts.append(f'<text x="{left}" y="186" font-size="13" fill="#666">{caption}</text>')
+    parts += [f'<text x="{x}" y="90" font-size="28" fill="#666">{sign}</text>' for x, sign in ((254, "−"), (524, "="))]
+    head = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 196" font-family="sans-serif">'
+    return "\n".join([head, '<rect width="800" height="196" fill="#fff"/>', *parts, "</svg>\n"])
+
+
+def answers(run: Path) -> None:
+    """The first of three rows of the run's answers.png, below its title."""
+    sheet = Image.open(run / "answers.png")
+    row = sheet.crop((0, 70, sheet.width, 70 + (sheet.height - 70) // 3))
+    row.resize((800, 800 * row.height // row.width)).save(HERE / "answers.png", optimize=True)
+
+
+def explorer(run: Path) -> None:
+    """The page of `eval.explore` at the head that looks most at what is asked for, layer 1 and head 3 of our twin."""
+    from playwright.sync_api import sync_playwright
+
+    from eval import scenes
+    from eval.explore.__main__ import main as explore
+
+    with sync_playwright() as started, tempfile.TemporaryDirectory() as folder:
+        picture, file = Path(folder, "scene.png"), Path(folder, "explore.html")
+        sample = scenes.sample("vqa", "test", 310)
+        sample.image.save(picture)
+        explore(["--adapter", str(run), "--image", str(picture), "--prompt", sample.prefix, "--out", str(file)])
+        browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1200, "height": 1380})
+        page.goto(file.as_uri())
+        page.wait_for_selector("body[data-ready]")
+        page.locator(".layers .strip button").nth(0).click()
+        page.locator(".heads .strip button").nth(3).click()
+        page.wait_for_timeout(500)
+        page.screenshot(path=HERE / "explore.png")
+        browser.close()
 
 
 if __name__ == "__main__":
-    with sync_playwright() as started, tempfile.TemporaryDirectory() as temporary:
-        tempfile.tempdir = temporary
-        browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        explorer(browser, Path(temporary), sys.argv[1])
-        local_page(browser, Path(temporary))
-        browser.close()
-    for name in ("explore.png", "demo.png"):
-        assert (size := (HERE / name).stat().st_size) < MOST_BYTES, f"{name}: {size} bytes"
-        print(f"docs/{name}: {size:,} bytes")
+    (HERE / "idea.svg").write_text(idea(), encoding="utf-8")
+    if len(sys.argv) == 3:
+        answers(Path(sys.argv[1]))
+        explorer(Path(sys.argv[2]))
