@@ -1,6 +1,3 @@
-"""Checkpoints: the published names, loading, export, inspection; the bundled models in `tiny/` and `tiny-mamba/`.
-
-`train/embedded` made them from nothing, at commit b24ffcd: tokenizer.py, base.py and mamba.py.
-"""
+"""Checkpoints in and out. Commit b24ffcd made the bundled ones, `tiny/` and `tiny-mamba/`, with `train/embedded/`."""
 
 import model.common  # noqa: F401  before torch: Ctrl-C while modules are imported is one of its subjects
