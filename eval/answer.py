@@ -175,7 +175,7 @@ def log_likelihoods(model, batch: Batch, choices, image_features=None, image_ind
 def pick_rows(memory, rows: torch.Tensor) -> None:
     """Keep `rows`, in their order, of every tensor in a layer's cache, of whatever class it is."""
     for name, value in vars(memory).items():
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and len(value):  # without a router, WINGS leaves the cache of text empty
             setattr(memory, name, value[rows])
         elif hasattr(value, "__dict__"):  # WINGS nests caches
             pick_rows(value, rows)

@@ -10,6 +10,13 @@ import tokenizers
 from transformers import AddedToken, GemmaTokenizer, Qwen2Tokenizer
 from transformers.tokenization_utils_base import generate_merges
 
+from model.config import TextConfig
+from model.language import LanguageModel
+from model.paligemma import initialize
+from model.source import BUNDLED_FOLDER
+from model.system_configs import LanguageConfig
+from weights.export import export_model
+
 CONTROL = ("pad", "eos", "bos", "unk")
 TEXTS = ["Where is the dog?", "  two blanks, then\ttabs\n\n\nand lines \n", "it's I'LL 1234567 x86 ...!? (brackets)[]"]
 TEXTS += ["日本語のテキスト, été e\u0301 🐮🏽 \u200d", "<|im_ start|> <start_of turn> <b>bold</b>"]
@@ -55,6 +62,19 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
     learner.train_from_iterator(ASKED, trainer)
     model = json.loads(learner.to_str())["model"]
     return Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
+
+
+def language_folder(folder: Path, kind: str, most: int, control: list[str] = (), seed: int = 0):
+    """A random tiny model of `kind`, gemma2 or qwen2, in `folder`, and its tokenizer. most: tokens of a sequence."""
+    tokenizer = gemma_tokenizer(BUNDLED_FOLDER / "tokenizer.model") if kind == "gemma2" else qwen_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": control})
+    sizes = {"head_dim": 8, "num_key_value_heads": 1, "num_attention_heads": 2, "num_hidden_layers": 2}
+    gemma = {"sliding_window": 6, "query_pre_attn_scalar": 8}
+    sizes |= gemma if kind == "gemma2" else {"hidden_activation": "silu", "tie_word_embeddings": False}
+    text, ends = TextConfig(kind, len(tokenizer) + 4, 16, 32, **sizes), (tokenizer.eos_token_id,)
+    config = LanguageConfig(text, ends, tokenizer.pad_token_id, tokenizer.bos_token_id, most)
+    export_model(initialize(LanguageModel(config), seed), folder)
+    return tokenizer
 
 
 def texts(count: int, pieces: list[str]) -> list[str]:

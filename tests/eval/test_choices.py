@@ -14,14 +14,10 @@ from transformers import AutoModelForCausalLM, PaliGemmaForConditionalGeneration
 from eval import answer, choices
 from eval.bench import parser_of
 from eval.question import Question
-from model.config import TextConfig
-from model.language import LanguageModel, new_model
-from model.paligemma import initialize
+from model.language import new_model
 from model.processor import Processor
-from model.source import BUNDLED_FOLDER
-from model.system_configs import LanguageConfig
 from tests.eval.conftest import TOKENIZER
-from tests.pieces import gemma_tokenizer, qwen_tokenizer
+from tests.pieces import language_folder
 from tests.runs import refused
 from weights.export import export_model
 
@@ -63,13 +59,7 @@ def test_likelihoods_are_those_of_transformers(model, processor, source):
 def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
     """Breaks when a blank at the prompt's end is read with the prompt, the space before a choice is lost, the bos is
     missing, or a prompt that is too long is cut without a word, and scored."""
-    words = gemma_tokenizer(BUNDLED_FOLDER / "tokenizer.model") if kind == "gemma2" else qwen_tokenizer()
-    sizes = {"head_dim": 8, "num_key_value_heads": 1, "num_attention_heads": 2, "num_hidden_layers": 2}
-    gemma = {"sliding_window": 6, "query_pre_attn_scalar": 8}
-    sizes |= gemma if kind == "gemma2" else {"hidden_activation": "silu", "tie_word_embeddings": False}
-    text = TextConfig(kind, len(words) + 4, 16, 32, **sizes)
-    config = LanguageConfig(text, (words.eos_token_id,), words.pad_token_id, words.bos_token_id, 128)
-    export_model(initialize(LanguageModel(config), 1), tmp_path / kind)
+    words = language_folder(tmp_path / kind, kind, 128, seed=1)
     words.save_pretrained(tmp_path / kind)
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / kind, attn_implementation="eager").eval()
     asked = {"Is it \n": ["12 and", "345", "isn't it"], "the dog is at the gate Is it:": ["yes", "no"]}

@@ -11,15 +11,9 @@ from transformers import AutoTokenizer
 
 from eval.ask import main
 from model.chat import TextTokenizer, load_text_tokenizer
-from model.config import TextConfig
 from model.generate import ask_text
-from model.language import LanguageModel
-from model.paligemma import initialize
-from model.source import BUNDLED_FOLDER
-from model.system_configs import LanguageConfig
-from tests.pieces import TEXTS, gemma_tokenizer, qwen_tokenizer
+from tests.pieces import TEXTS, language_folder
 from tests.runs import refused
-from weights.export import export_model
 from weights.load import load_text
 
 # as published with gemma-2-2b-it and Qwen2-7B-Instruct, without checks of the roles
@@ -44,13 +38,7 @@ def folder(request, tmp_path_factory) -> Path:
     """A random model and its tokenizer, as the hub has them."""
     kind = request.param
     folder = tmp_path_factory.mktemp("chat") / kind
-    tokenizer = gemma_tokenizer(BUNDLED_FOLDER / "tokenizer.model") if kind == "gemma2" else qwen_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": MARKS[kind]})
-    sizes = {"head_dim": 8, "num_key_value_heads": 1, "num_attention_heads": 2, "num_hidden_layers": 2}
-    sizes |= {"sliding_window": 8} if kind == "gemma2" else {"hidden_activation": "silu", "tie_word_embeddings": False}
-    text, ends = TextConfig(kind, len(tokenizer) + 4, 16, 32, **sizes), (tokenizer.eos_token_id,)
-    config = LanguageConfig(text, ends, tokenizer.pad_token_id, tokenizer.bos_token_id, 512)
-    export_model(initialize(LanguageModel(config)), folder)
+    tokenizer = language_folder(folder, kind, 512, MARKS[kind])
     tokenizer.chat_template = TEMPLATES[kind]
     tokenizer.save_pretrained(folder)
     return folder
@@ -66,9 +54,8 @@ def rendered(theirs, turns, **options) -> list[int]:
     """The ids of the published template; an open turn of the model ends them."""
     texts = [(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
     messages = [{"role": role, "content": text} for role, text in texts if text is not None]
-    return theirs.apply_chat_template(messages, add_generation_prompt=len(texts) > len(messages), **options)[
-        "input_ids"
-    ]
+    is_open = len(texts) > len(messages)
+    return theirs.apply_chat_template(messages, add_generation_prompt=is_open, **options)["input_ids"]
 
 
 def test_texts_and_turns_have_the_ids_of_transformers(both):

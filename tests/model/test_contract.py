@@ -2,11 +2,13 @@
 change nothing. One contract for all models that answer."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from eval.answer import log_likelihoods
 from model import paligemma
 from model.common import UserError
 from model.config import PaliGemmaConfig, TextConfig, VisionConfig
@@ -133,6 +135,23 @@ def test_answers_alone_together_and_padded_on_the_right(model):
     assert [row.tolist() for row in generate(model, **right_padded(inputs), max_new_tokens=10)] == together
     for row in range(len(ROWS)):
         assert generate(model, **alone(inputs, row), max_new_tokens=10)[0].tolist() == together[row]
+
+
+@pytest.mark.long
+@torch.no_grad()
+def test_choices_are_weighed_as_if_each_were_read_alone(model):
+    """Breaks when choices that share a prompt's cache move each other, or a shorter one's padding reaches its state."""
+    inputs, choices, pictures = batch(model), [[[5, 6], [7, 8, 9]], [[10]], [[11, 12], [13]]], ()
+    if inputs["pixel_values"] is not None:
+        pictures = model.encode_images(inputs["pixel_values"]), torch.arange(len(ROWS))
+    for row, found in enumerate(log_likelihoods(model, SimpleNamespace(**inputs), choices, *pictures)):
+        given = alone(inputs, row)
+        for choice, likelihood in zip(choices[row], found, strict=True):
+            ids = torch.cat((given["input_ids"], torch.tensor([choice])), dim=1)
+            types = F.pad(given["token_type_ids"], (0, len(choice)), value=1)
+            whole = given | {"input_ids": ids, "token_type_ids": types, "attention_mask": torch.ones_like(ids)}
+            log_p = model(**whole)[0, -len(choice) - 1 : -1].log_softmax(-1)
+            torch.testing.assert_close(likelihood, log_p[range(len(choice)), choice].sum(), atol=1e-4, rtol=1e-4)
 
 
 def checkpoint(model, on: bool) -> None:

@@ -140,15 +140,6 @@ def test_the_head_runs_only_at_positions_to_keep(monkeypatch):
     assert seen == [(11, 72)]
 
 
-def test_features_of_a_picture_can_be_reused():
-    """Breaks when encoding once for many questions gives another answer than encoding for each."""
-    hf = hf_model(1)
-    model, inputs = ours(hf), batch(hf, ((5, 4), (5, 4)))
-    inputs["pixel_values"] = inputs["pixel_values"][:1].expand(2, -1, -1, -1)
-    features = model.encode_images(inputs["pixel_values"][:1]).expand(2, -1, -1)
-    assert relative_error(model(**inputs | {"pixel_values": None}, image_features=features), model(**inputs)) <= 1e-6
-
-
 @pytest.mark.parametrize("change", ["fewer pictures", "other size"])
 def test_pictures_that_do_not_fit_are_refused(change):
     """Breaks when a missing or wrongly sized picture is silently scattered into the wrong rows."""

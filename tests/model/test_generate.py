@@ -17,48 +17,36 @@ def prompt(hf, rows=PROMPTS, seed: int = 3):
     return batch(hf, rows, seed)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("generation", [1, 2])
-@pytest.mark.parametrize("rows", [PROMPTS, PROMPTS[:1]], ids=["batched", "single"])
-def test_greedy_equals_transformers(generation, rows):
-    """Breaks when cache, masks, positions or the stop differ from HF generate; 20 tokens pass Gemma 2's window."""
-    hf = hf_model(generation)
-    model, inputs = ours(hf), prompt(hf, rows)
-    theirs = hf.generate(**inputs, max_new_tokens=20, do_sample=False)[:, inputs["input_ids"].shape[1] :]
-    mine = generate(model, **inputs, max_new_tokens=20)
-    for a, b in zip(mine, theirs, strict=True):
-        ends = (b == hf.config.eos_token_id).nonzero()
-        assert a.tolist() == b[: int(ends[0]) + 1 if len(ends) else None].tolist()
-    assert len({tuple(row.tolist()) for row in mine}) == len(rows)  # the pictures and prompts matter
+def answered(inputs, row: int, ids) -> dict[str, torch.Tensor]:
+    """A row of `inputs` with an answer behind it."""
+    new = {"input_ids": ids, "token_type_ids": torch.ones_like(ids), "attention_mask": torch.ones_like(ids)}
+    one = {name: value[row : row + 1] for name, value in inputs.items()}
+    return one | {name: torch.cat((one[name], value[None]), dim=1) for name, value in new.items()}
 
 
 @torch.no_grad()
 @pytest.mark.long
 @pytest.mark.parametrize("generation", [1, 2])
-@pytest.mark.parametrize("rows", [PROMPTS, ((2, 0), (30, 0))], ids=["short", "long"])
-def test_right_padding_equals_transformers(generation, rows):
-    """Breaks when padding between prompt and answer takes places of Gemma 2's window, which are counted in tokens.
-
-    transformers pads on the left here: it cannot generate after padding on the right.
-    """
+@pytest.mark.parametrize("rows", [PROMPTS[:1], PROMPTS, ((2, 0), (30, 0))], ids=["single", "short", "long"])
+def test_greedy_equals_transformers(generation, rows):
+    """Breaks when cache, masks, positions or the stop differ from HF generate; 20 tokens pass Gemma 2's window, which
+    counts tokens, not padding behind a prompt. transformers pads on the left alone."""
     hf = hf_model(generation)
     model, inputs = ours(hf), prompt(hf, rows)
-    padded = right_padded(inputs)
-    assert not torch.equal(padded["attention_mask"], inputs["attention_mask"])
-    valid, where = inputs["attention_mask"].bool(), padded["attention_mask"].bool()
-    assert relative_error(model(**padded)[where], hf_forward(hf, inputs)[valid]) <= 1e-6
     theirs = hf.generate(**inputs, max_new_tokens=20, do_sample=False)[:, inputs["input_ids"].shape[1] :]
-    for row, (mine, reference) in enumerate(zip(generate(model, **padded, max_new_tokens=20), theirs, strict=True)):
-        assert mine.tolist() == reference[: len(mine)].tolist()
-        # the logits of the whole answer: equal tokens may be luck
-        whole = {name: value[row : row + 1] for name, value in inputs.items()}
-        between = {name: value[row : row + 1] for name, value in padded.items()}
-        for given in (whole, between):
-            for name, value in (("input_ids", mine[None]), ("token_type_ids", 1), ("attention_mask", 1)):
-                new = value if isinstance(value, torch.Tensor) else torch.full((1, len(mine)), value)
-                given[name] = torch.cat((given[name], new), dim=1)
-        answers = model(**between, positions_to_keep=len(mine)), hf_forward(hf, whole)[:, -len(mine) :]
-        assert relative_error(*answers) <= 1e-6
+    for given in (inputs, right_padded(inputs)):
+        logits, reference = model(**given), hf_forward(hf, inputs)
+        valid, of_hf = given["attention_mask"].bool(), inputs["attention_mask"].bool()
+        assert given is inputs or len(rows) == 1 or not torch.equal(valid, of_hf)
+        assert relative_error(logits[valid], reference[of_hf]) <= 1e-6
+        mine = generate(model, **given, max_new_tokens=20)
+        for row, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            ends = (b == hf.config.eos_token_id).nonzero()
+            assert a.tolist() == b[: int(ends[0]) + 1 if len(ends) else None].tolist()
+            # the logits of the whole answer: equal tokens may be luck
+            whole = model(**answered(given, row, a), positions_to_keep=len(a))
+            assert relative_error(whole, hf_forward(hf, answered(inputs, row, a))[:, -len(a) :]) <= 1e-6
+        assert len({tuple(row.tolist()) for row in mine}) == len(rows)  # the pictures and prompts matter
 
 
 def test_what_is_generated_can_be_trained_on():

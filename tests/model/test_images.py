@@ -23,10 +23,13 @@ def theirs(image) -> torch.Tensor:
     return HF(image, return_tensors="pt")["pixel_values"][0]
 
 
-@pytest.mark.parametrize("size", [(40, 30), (1, 1), (1, 900), (500, 7), (56, 56), (57, 55), (640, 427)])
-def test_pixels_equal_transformers(size):
-    """Breaks when filter, rounding, or the order of scaling differs by one bit from training."""
-    image = picture(*size)
+EVERY_BYTE = Image.fromarray(np.arange(SIDE * SIDE * 3).astype(np.uint8).reshape(SIDE, SIDE, 3))
+SIZES = (40, 30), (1, 1), (1, 900), (500, 7), (56, 56), (57, 55), (640, 427)
+
+
+@pytest.mark.parametrize("image", [EVERY_BYTE, *(picture(*size) for size in SIZES)], ids=lambda image: str(image.size))
+def test_pixels_equal_transformers(image):
+    """Breaks when filter, rounding, or the order of x/255·2-1, not x·(2/255)-1, differs by one bit from training."""
     pixels = to_pixels(image, SIDE)
     assert pixels.dtype == torch.float32 and pixels.is_contiguous() and torch.equal(pixels, theirs(image))
 
@@ -36,15 +39,6 @@ def test_squares_are_llavas(size):
     """Breaks when the odd row or column of the gray goes to the other side than in training."""
     theirs = LlavaImageProcessorPil().pad_to_square(np.asarray(picture(*size)).transpose(2, 0, 1), (127,) * 3)
     assert np.array_equal(np.asarray(pad_to_square(picture(*size))), theirs.transpose(1, 2, 0))
-
-
-def test_all_byte_values_scale_as_in_transformers():
-    """Breaks when x/255·2-1 is computed in an order that rounds otherwise, such as x·(2/255)-1."""
-    image = Image.fromarray(np.arange(SIDE * SIDE * 3).astype(np.uint8).reshape(SIDE, SIDE, 3))
-    assert torch.equal(to_pixels(image, SIDE), theirs(image))
-
-
-# Modes and transparency
 
 
 def translucent() -> Image.Image:
@@ -106,29 +100,16 @@ def test_modes_equal_transformers(name):
     assert torch.equal(to_pixels(image.copy(), SIDE), theirs(image))
 
 
-# Sources
-
-ORIENTATIONS = {
-    1: lambda a: a,
-    2: lambda a: a[:, ::-1],
-    3: lambda a: a[::-1, ::-1],
-    4: lambda a: a[::-1],
-    5: lambda a: a.transpose(1, 0, 2),
-    6: lambda a: np.rot90(a, -1),  # a quarter turn clockwise
-    7: lambda a: a[::-1, ::-1].transpose(1, 0, 2),
-    8: lambda a: np.rot90(a),
-}
-
-
-@pytest.mark.parametrize("orientation", ORIENTATIONS)
+@pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation(tmp_path, orientation):
     """Breaks when photographs from telephones enter lying on their side or mirrored."""
     exif, stored = Image.Exif(), picture(5, 3)
-    exif[0x0112] = orientation
+    exif[0x0112], a = orientation, np.asarray(stored)
     stored.save(tmp_path / "a.png", exif=exif)
-    expected = ORIENTATIONS[orientation](np.asarray(stored))
+    upright = a, a[:, ::-1], a[::-1, ::-1], a[::-1], a.transpose(1, 0, 2), np.rot90(a, -1)  # the last: clockwise
+    upright = *upright, a[::-1, ::-1].transpose(1, 0, 2), np.rot90(a)
     for source in (tmp_path / "a.png", Image.open(tmp_path / "a.png")):
-        assert np.array_equal(np.asarray(load_image(source)), expected)
+        assert np.array_equal(np.asarray(load_image(source)), upright[orientation - 1])
 
 
 def test_arrays_and_functions():

@@ -2,13 +2,11 @@
 
 import math
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from eval.answer import log_likelihoods
 from lora import adapter
 from model.attention import Rope
 from model.common import UserError
@@ -196,22 +194,6 @@ def test_what_a_cache_keeps():
     assert cache[0].textual.length == cache[0].textual.capacity == 9  # of the row of text alone
     with pytest.raises(UserError, match="without --compile"):
         generate(model, **inputs, max_new_tokens=2, compiled=CompiledStep(model))
-
-
-@pytest.mark.long
-@torch.no_grad()
-def test_choices_are_weighed_as_if_each_were_read_alone():
-    """Breaks when the choices of an evaluation share a cache in another order, or the learners are left out of it."""
-    model, inputs = wings(), batch()
-    features, choices = model.encode_images(inputs["pixel_values"]), [[[5, 6], [7, 8, 9]], [[10]], [[11, 12], [13]]]
-    likelihoods = log_likelihoods(model, SimpleNamespace(**inputs), choices, features, torch.arange(2))
-    for row, pictures in enumerate(([0], [], [1])):
-        for choice, likelihood in zip(choices[row], likelihoods[row], strict=True):
-            ids = torch.cat((inputs["input_ids"][row], torch.tensor(choice)))[None]
-            valid = F.pad(inputs["attention_mask"][row : row + 1], (0, len(choice)), value=1)
-            logits = model(ids, None, torch.zeros_like(ids), valid, image_features=features[pictures])
-            log_p = logits[0, -len(choice) - 1 : -1].log_softmax(-1)
-            torch.testing.assert_close(likelihood, log_p[range(len(choice)), choice].sum(), atol=1e-4, rtol=1e-4)
 
 
 def test_a_picture_stands_where_its_slot_is(processor):

@@ -6,7 +6,6 @@ import pytest
 import torch
 import transformers
 
-from eval.answer import log_likelihoods
 from model.common import UserError
 from model.mamba import MambaLM, initialize_mamba
 from model.qmamba import QMamba
@@ -15,7 +14,7 @@ from model.system_configs import MambaConfig
 from tests.reference import relative_error
 from train import finetune
 from train.settings import parse
-from train.systems.open import open_model, open_processor, open_stage
+from train.systems.open import open_model, open_stage
 from weights.export import export_model
 from weights.load import load_model
 
@@ -113,19 +112,3 @@ def test_parts_that_do_not_fit_are_refused(language, tmp_path, option, told):
         export_model(open_first(language, "hidden_size=24"), tmp_path)
     with pytest.raises(UserError, match=told):
         open_first(language, option.format(language=language, wide=tmp_path))
-
-
-def test_choices_are_weighed_as_if_read_alone():
-    """Breaks when a prompt's state, which its choices share, is lost over a shorter choice's padding."""
-    model = open_stage(parse(flags(1))[0], torch.float32, CPU)
-    processor, _ = open_processor(parse(flags(1))[0], model)
-    prefix, choices = "Is there a dog in the image?", ["yes", "top left", "row 2 column 3"]
-    features = model.encode_images(torch.rand(1, 3, 112, 112) * 2 - 1)
-    ids = [[*processor.encode(choice), processor.config.eos_token_id] for choice in choices]
-    batch = processor.pad([processor.layout(1, text) for text in (prefix, "where")])
-    weighed = log_likelihoods(model, batch, [ids, ids], features, torch.tensor([0, 0]))[0]
-    for choice, answer, score in zip(choices, ids, weighed, strict=True):
-        alone = processor.pad([processor.layout(1, prefix, choice)])
-        logits = model(alone.input_ids, None, alone.token_type_ids, image_features=features).log_softmax(-1)
-        expected = logits[0, -len(answer) - 1 : -1].gather(1, torch.tensor(answer)[:, None]).sum()
-        assert relative_error(score, expected) <= 1e-5
