@@ -14,9 +14,9 @@ from eval.explore import page
 from eval.explore.__main__ import main
 from eval.explore.record import Case, Maps, Said, answer, maps_of
 from model.attention import attention_modules
-from model.common import UserError
 from model.differential import graft
 from tests.eval.conftest import random_model
+from tests.runs import refused
 
 PROMPT = "answer en Where is the dog?"
 HOSTILE = "</script><script>alert(1)</script><!-- %%css%% & \u2028 \" '"
@@ -135,5 +135,4 @@ def test_explore_command(twin, workplace, capsys):
     for source, hits in (("jsonl:own.jsonl", [True, False]), ("embedded", [True, True, True])):
         main(["--model", "embedded", "--data", source, "--limit", "3", "--out", "hits.html"])
         assert [case["hit"] for case in data_of((workplace / "hits.html").read_text())["cases"]] == hits
-    with pytest.raises(UserError, match="^give --image"):
-        main(["--model", twin, "--image", "p.png"])
+    refused(lambda: main(["--model", twin, "--image", "p.png"]), "give --image")

@@ -154,15 +154,24 @@ def test_a_later_question_is_asked_as_it_is_learned(processors, tmp_path):
         {"prefix": "a", "answers": ["b", 2]},
         {"prefix": "a", "answers": "bb"},
         {"prefix": "a"},
+        {"prefix": "a", "suffix": "a <eos>"},
+        {"prefix": "a", "suffix": "cat " * 9000},
+        {"image": "\x1b[31mred\x1b[0m\n.png", "prefix": "a", "suffix": "b"},
+        *(b'{"image": "a.png", "prefix"', b"[" * 100_000, b'{"prefix": "\xff", "suffix": "b"}'),
     ],
+    ids=lambda record: str(record)[:40],
 )
 def test_a_malformed_record_is_named_left_out_and_counted(record, processor, tmp_path):
     """Breaks when a conversation that cannot be learned is learned in part, or ends the run, or goes unnoticed."""
     draw(tmp_path, "a.png")
-    good = {"prefix": "count dog", "suffix": "2"}
-    micro = collate(read_examples(write(tmp_path, "own.json", [good, record])), processor)
-    assert micro.names == ("own.json[0]",)
-    assert len(micro.bad) == 1 and micro.bad[0].startswith("own.json[1]: ")
+    good, bad = (
+        b'{"prefix": "count dog", "suffix": "2"}',
+        record if type(record) is bytes else json.dumps(record).encode(),
+    )
+    (tmp_path / "own.jsonl").write_bytes(b"\n".join([b"\xef\xbb\xbf" + good, bad, b"", good]))
+    micro = collate(read_examples(tmp_path / "own.jsonl"), processor)
+    assert micro.names == ("own.jsonl:1", "own.jsonl:4") and len(micro.bad) == 1
+    assert micro.bad[0].startswith("own.jsonl:2: ") and micro.bad[0].isprintable() and len(micro.bad[0]) < 700
 
 
 def test_layouts_of_other_tools_are_read_as_ours(tmp_path):
@@ -320,7 +329,9 @@ def test_no_picture_is_on_both_sides(tmp_path):
     assert {r.name for r in part} < {r.name for r in split_records(made, "train", 1.0, 0.4)}
 
 
-def test_a_source_without_its_kind_is_refused(tmp_path):
-    """Breaks when a user who gives a file is not told how to name it."""
+def test_a_source_without_its_kind_or_records_is_refused(tmp_path):
+    """Breaks when a user who gives a file is not told how to name it, or a run can learn nothing."""
+    (tmp_path / "own.jsonl").write_bytes(b"{\n[]")
+    refused(lambda: read_examples(tmp_path / "own.jsonl"), "own.jsonl: none of its 2 records", "own.jsonl:1: ")
     for source in ("own.jsonl", "jsonl:", "tsv:a", "shards:a.tar"):
         refused(lambda source=source: read_data(source), source)

@@ -10,11 +10,10 @@ import torch
 
 from eval.text.corpus import BOS, EOS
 from eval.text.tasks import QUESTIONS, RECORDS, Tasks
-from model.common import UserError
 from model.language import new_model
 from tests.files import prose, write_prose
 from tests.pair import in_pair
-from tests.runs import metrics
+from tests.runs import metrics, refused
 from train.systems.text import TextOrder, TextSettings, draw_row, main, make_optimizer
 from weights.load import load_model
 
@@ -71,8 +70,7 @@ def test_processes_share_the_rows_of_a_step(corpus):
     steps = [[m.names for m in next(TextOrder(corpus, settings, "train", rank, 2).steps(2))] for rank in range(2)]
     assert [list(map(len, micros)) for micros in steps] == [[2, 1]] * 2
     assert [name for micros in steps for names in micros for name in names] == [f"row {n}" for n in range(12, 18)]
-    with pytest.raises(UserError, match="--step-batch 6: .* 4 processes"):
-        TextOrder(corpus, settings, "train", 0, 4)
+    refused(lambda: TextOrder(corpus, settings, "train", 0, 4), "--step-batch 6: ", "4 processes")
 
 
 def test_decay_leaves_norms_scalars_and_the_embedding_alone():
