@@ -194,7 +194,7 @@ def test_a_compiled_training_step_learns_the_same(processor):
     """Breaks when compiling changes the loss or a gradient beyond rounding."""
     torch._dynamo.reset()
     model = load_model("tiny")
-    del model.vision_tower.encoder.layers[1:], model.language_model.layers[2:]
+    del model.vision_tower.encoder.layers[1:], model.language_model.layers[1:]
     graft(model, "twin", r=3, alpha=6.0)
     adapter.inject(model, TARGETS, 2, 4.0)
     torch.manual_seed(0)
@@ -220,7 +220,7 @@ def test_a_compiled_training_step_learns_the_same(processor):
 def test_compiled_decoding_equals_the_plain_one_and_compiles_once(generation):
     """Breaks when the static cache shows what is not written yet, keeps an old prompt, or a length compiles anew."""
     torch._dynamo.reset()
-    hf, counter = hf_model(generation), CompileCounter()
+    hf, counter = hf_model(generation, num_hidden_layers=2), CompileCounter()
     model = ours(hf, "sdpa")
     with torch._dynamo.config.patch(recompile_limit=1):
         compiled = CompiledStep(model, bucket=64, backend=counter)
