@@ -1,5 +1,4 @@
-"""Tokenizers and texts of several tests: a sentencepiece model with Gemma's settings, transformers' of its pieces, and
-Qwen's."""
+"""Tokenizers and texts of several tests: sentencepiece with Gemma's settings, transformers' of its pieces, Qwen's."""
 
 import json
 import random

@@ -8,15 +8,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import (
-    Gemma2Config,
-    GemmaConfig,
-    MambaConfig,
-    MambaForCausalLM,
-    PaliGemmaConfig,
-    PaliGemmaForConditionalGeneration,
-    SiglipVisionConfig,
-)
+import transformers
 from transformers.utils import logging
 
 from model.attention import attention_modules
@@ -34,32 +26,18 @@ def hf_model(
     """A random transformers PaliGemma in fp32: 16 image tokens (patch 14), hidden 72, three or four layers."""
     common = {"vocab_size": 128, "hidden_size": 72, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
     if generation == 1:
-        text_config = GemmaConfig(**({"num_hidden_layers": 3, "num_key_value_heads": 1} | common | text))
+        text_config = transformers.GemmaConfig(**({"num_hidden_layers": 3, "num_key_value_heads": 1} | common | text))
     else:
         sizes = {"num_hidden_layers": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 24, "sliding_window": 6}
-        text_config = Gemma2Config(**(common | sizes | text))
-    vision = SiglipVisionConfig(
-        hidden_size=40,
-        intermediate_size=56,
-        num_hidden_layers=2,
-        num_attention_heads=vision_heads,
-        patch_size=14,
-        image_size=image_size,
-        vision_use_head=False,
-    )
-    config = PaliGemmaConfig(
-        vision_config=vision,
-        text_config=text_config,
-        image_token_index=IMAGE_TOKEN,
-        projection_dim=72,
-        hidden_size=72,
-        pad_token_id=0,
-        bos_token_id=2,
-        eos_token_id=1,
-    )
+        text_config = transformers.Gemma2Config(**(common | sizes | text))
+    sizes = {"hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 2, "patch_size": 14}
+    sizes |= {"num_attention_heads": vision_heads, "image_size": image_size, "vision_use_head": False}
+    parts = {"vision_config": transformers.SiglipVisionConfig(**sizes), "text_config": text_config}
+    ids = {"image_token_index": IMAGE_TOKEN, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
+    config = transformers.PaliGemmaConfig(**parts, **ids, projection_dim=72, hidden_size=72)
     config._attn_implementation = backend
     torch.manual_seed(seed)
-    model = PaliGemmaForConditionalGeneration(config).eval()
+    model = transformers.PaliGemmaForConditionalGeneration(config).eval()
     randomize(model)
     return model
 
@@ -99,12 +77,12 @@ def ours(hf, backend: str = "eager", dtype: torch.dtype = torch.float32) -> Pali
     return model
 
 
-def hf_mamba(seed: int = 0, **sizes) -> MambaForCausalLM:
+def hf_mamba(seed: int = 0, **sizes) -> transformers.MambaForCausalLM:
     """A random transformers model whose every parameter matters: three layers, state size and kernel not the usual."""
     sizes = {"hidden_size": 36, "state_size": 5, "conv_kernel": 3, "num_hidden_layers": 3, "vocab_size": 60} | sizes
-    config = MambaConfig(**sizes, layer_norm_epsilon=1e-3, pad_token_id=0, bos_token_id=2, eos_token_id=1)
+    config = transformers.MambaConfig(**sizes, layer_norm_epsilon=1e-3, pad_token_id=0, bos_token_id=2, eos_token_id=1)
     torch.manual_seed(seed)
-    model = MambaForCausalLM(config).eval()
+    model = transformers.MambaForCausalLM(config).eval()
     randomize(model)
     return model
 
@@ -130,8 +108,7 @@ def batch(hf, rows=((5, 4), (3, 6)), seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 def left_padded(rows, slots: int, side: int, image_token: int, seed: int = 1) -> dict[str, torch.Tensor]:
-    """Rows of `slots` image tokens, then prefix and suffix of the lengths in `rows`, ids below `image_token`; pixels
-    (B, 3, side, side)."""
+    """Rows of `slots` image tokens, then prefix and suffix of the lengths in `rows`; pixels (B, 3, side, side)."""
     generator = torch.Generator().manual_seed(seed)
     width = slots + max(map(sum, rows))
     ids = torch.zeros(len(rows), width, dtype=torch.long)

@@ -1,6 +1,7 @@
 """Multiple choice by likelihood: against transformers, the harness's prompts and its measures worked out by hand."""
 
 import csv
+import itertools
 import json
 from argparse import Namespace
 
@@ -32,11 +33,8 @@ def test_likelihoods_are_those_of_transformers(model, processor, source):
     texts = {"What is a cat?": ("dog", "two cats", "top left")}
     texts |= {"Row: cat 4 key. What is in column 3?\nAnswer:": ("B", "no")}  # one token each
     shown = {"text": (), "picture": (Image.fromarray(blocks),)}
-    asks = [
-        Question(f"{kind} {text}", kind, pictures, text, options, scored=True)
-        for kind, pictures in shown.items()
-        for text, options in texts.items()
-    ]
+    pairs = itertools.product(shown.items(), texts.items())
+    asks = [Question(f"{kind} {text}", kind, p, text, options, scored=True) for (kind, p), (text, options) in pairs]
     found = answer.ask_all(model, processor, asks, batch_size=5)
     image = hf.config.vision_config.image_size // hf.config.vision_config.patch_size
     for ask, of_ask in zip(asks, found, strict=True):
@@ -57,8 +55,7 @@ def test_likelihoods_are_those_of_transformers(model, processor, source):
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["gemma2", "qwen2"])
 def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
-    """Breaks when a blank at the prompt's end is read with the prompt, the space before a choice is lost, the bos is
-    missing, or a prompt that is too long is cut without a word, and scored."""
+    """Breaks when blanks, bos or the space before a choice are read otherwise, or a long prompt is cut and scored."""
     words = language_folder(tmp_path / kind, kind, 128, seed=1)
     words.save_pretrained(tmp_path / kind)
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / kind, attn_implementation="eager").eval()
@@ -204,31 +201,23 @@ def test_results_are_read_back(files, source, workplace, capsys):
         refused(lambda: choices.main(["--results", "wrong.json"]), "wrong.json")
 
 
-def own_question(**changes) -> str:
-    return json.dumps({"question": "q", "choices": ["a", "b"], "answer": 0} | changes)
+BAD = {
+    "mmlu/test/anatomy_test.csv": "q,a,b,c,d,AB\n",
+    "mmlu/dev/anatomy_dev.csv": "q,a,b,c,d,A\n",
+    "cmmlu/test/college_law.csv": "0,水是,冰,气,液,火,C\n",  # without a head
+    "race/test/high/1.txt": '{"article": 3}',
+    "arc": '{"id": "1", "question": {"stem": "s", "choices": ["a"]}, "answerKey": "A"}',
+}
+OWN = [{"choices": chosen} for chosen in (["a", "a"], ["a"], "ab", ["a", "\ud800"])] + [{"answer": "AB"}, {"img": "x"}]
 
 
-HEADLESS = "0,水是,冰,气,液,火,C\n"
-
-
-@pytest.mark.parametrize(
-    ("task", "name", "content"),
-    [
-        ("mmlu", "mmlu/test/anatomy_test.csv", "q,a,b,c,d,AB\n"),
-        ("mmlu", "mmlu/dev/anatomy_dev.csv", "q,a,b,c,d,A\n"),
-        ("cmmlu", "cmmlu/test/college_law.csv", HEADLESS),
-        ("race", "race/test/high/1.txt", '{"article": 3}'),
-        ("arc", "arc", '{"id": "1", "question": {"stem": "s", "choices": ["a"]}, "answerKey": "A"}'),
-        *(("jsonl", "own.jsonl", text) for text in (own_question(choices=["a", "a"]), own_question(answer="AB"))),
-        *(("jsonl", "own.jsonl", text) for text in (own_question(choices=["a"]), own_question(img="x"))),
-        *(("jsonl", "own.jsonl", text) for text in (own_question(choices="ab"), own_question(choices=["a", "\ud800"]))),
-        ("mmlu", "none", None),
-    ],
-)
-def test_bad_files_are_named(files, task, name, content):
+@pytest.mark.parametrize(("name", "content"), [*BAD.items(), *(("own.jsonl", own) for own in OWN), ("none", None)])
+def test_bad_files_are_named(files, name, content):
     """A wrong file is scored, or its user is left without the file."""
     if content is not None:
-        (files / name).write_text(content)
+        own = {"question": "q", "choices": ["a", "b"], "answer": 0}
+        (files / name).write_text(json.dumps(own | content) if type(content) is dict else content)
+    task = {"own.jsonl": "jsonl", "none": "mmlu"}.get(name, name.split("/")[0])
     data, shots = files / (task if "/" in name else name), {"mmlu": "3", "cmmlu": "1"}.get(task, "5")
     flags = ["--task", task, "--data", str(data), "--shots", shots, "--model", "embedded"]
     refused(lambda: choices.main(flags), str(files / name))

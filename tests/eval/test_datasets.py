@@ -15,15 +15,11 @@ def write(path, value):
     return path
 
 
-@pytest.mark.parametrize(
-    ("subset", "image_id", "image"),
-    [
-        ("train2014", 458752, "train2014/COCO_train2014_000000458752.jpg"),
-        ("test-dev2015", 1, "test2015/COCO_test2015_000000000001.jpg"),
-        ("", 12, "12.jpg"),
-        ("", "0f3a", "0f3a.jpg"),
-    ],
-)
+NAMES = [("train2014", 458752, "train2014/COCO_train2014_000000458752.jpg"), ("", 12, "12.jpg")]
+NAMES += [("test-dev2015", 1, "test2015/COCO_test2015_000000000001.jpg"), ("", "0f3a", "0f3a.jpg")]
+
+
+@pytest.mark.parametrize(("subset", "image_id", "image"), NAMES)
 def test_names_of_pictures(tmp_path, subset, image_id, image):
     """COCO's name has twelve digits, the split twice; test-dev asks about test's pictures."""
     questions = [{"image_id": image_id, "question": "What?", "question_id": 9}]
@@ -53,14 +49,11 @@ OPEN = Annotation("07", ({"answer": "no"},), "no", "open", "query", balanced=Fal
 READ = [{"answer": "x"}, {"answer": "x"}, {"answer": "y"}]
 
 
-@pytest.mark.parametrize(
-    ("value", "layout", "expected"),
-    [
-        (GQA, "gqa", OPEN),
-        (TEXTVQA, "textvqa", Annotation(3, tuple(READ), "x", image="0f.jpg")),
-        (VIZWIZ, "vizwiz", Annotation("v.jpg", tuple(READ[:2]), "x", answerable=1, image="v.jpg")),
-    ],
-)
+RELATIVES = [(GQA, "gqa", OPEN), (TEXTVQA, "textvqa", Annotation(3, tuple(READ), "x", image="0f.jpg"))]
+RELATIVES += [(VIZWIZ, "vizwiz", Annotation("v.jpg", tuple(READ[:2]), "x", answerable=1, image="v.jpg"))]
+
+
+@pytest.mark.parametrize(("value", "layout", "expected"), RELATIVES)
 def test_relatives_of_vqav2(value, layout, expected, tmp_path):
     """GQA's, TextVQA's and VizWiz's own ids, picture names, answers and scoring, in one file."""
     assert data.read_vqa(write(tmp_path / "q.json", value)) == (layout, [replace(expected, question="?")])

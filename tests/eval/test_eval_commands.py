@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch._dynamo.testing import CompileCounter
 
-from eval import answer, open, pope, vqa
+from eval import answer, needle, open, pope, shift, vqa
 from eval.question import Question
 from lora import adapter
 from model.differential import graft
@@ -42,8 +42,7 @@ def one_by_one(model, processor, questions, max_new_tokens=6) -> list[str]:
 @pytest.mark.long
 @pytest.mark.parametrize(("batch_size", "is_compiled"), [(4, False), (64, False), (8, True)])
 def test_batched_answers_are_those_of_one_by_one(model, processor, monkeypatch, batch_size, is_compiled):
-    """An answer depends on the other rows of its batch, on its padding, or on another row's picture; the compiled step
-    sees another prompt, or the last, smaller batch is compiled anew."""
+    """An answer depends on its batch's rows, padding or pictures, or an earlier prompt; a small batch compiles anew."""
     asked, options = vqa.embedded(30), {}
     single = one_by_one(model, processor, asked)
     if is_compiled:
@@ -110,9 +109,6 @@ def test_the_likeliest_choice_is_the_answer(processor, kind, monkeypatch):
     assert answers == [choices[row.index(max(row))] for row in expected]
     monkeypatch.setattr(answer, "log_likelihoods", lambda *args, **options: [torch.tensor([-2.0, -1, -1, -1])])
     assert answer.choose(model, processor, asked[:1], batch, {}) == ["bottom left"]
-
-
-# The log
 
 
 def count_asked(monkeypatch, batches: int = 99) -> list[int]:
@@ -189,9 +185,6 @@ def test_a_log_has_one_writer_and_is_no_other_file(model, processor, source, tmp
         refused(lambda: answer.ask_all(model, processor, asked, log=log), "log.jsonl:2: ")
 
 
-# The models that flags name
-
-
 def subjects(flags: str) -> list[open.Subject]:
     parser = ArgumentParser()
     open.add_model_flags(parser, many=True)
@@ -237,6 +230,16 @@ def test_bad_input_is_one_line(source, workplace):
         ("--adapter gone", "adapter_config.json: not found"),
     ):
         refused(lambda flags=flags: vqa.main(flags.split()), part)
+
+
+@pytest.mark.parametrize("command", [vqa, pope, needle, shift])
+def test_an_output_that_cannot_be_written_is_refused_at_once(command, workplace, monkeypatch):
+    """Breaks when a path costs an hour of asking before it is refused, or ends in a traceback."""
+    Path("file").touch()
+    Path("dangling").symlink_to("nowhere/at/all")
+    monkeypatch.setattr("eval.open.load_model", None)
+    for path in ("file/a", "x" * 300, "dangling"):
+        refused(lambda path=path: command.main(["--model", "embedded", "--limit", "2", "--out", path]))
 
 
 def test_a_question_that_cannot_be_asked_is_left_out(source, workplace, capsys):

@@ -26,8 +26,7 @@ PICTURE = scenes.sample("vqa", "test", 192).image
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "options"), [("twin", {}), ("v2", {}), ("split", {"norm": False}), ("softmax", {})])
 def test_maps_are_what_the_model_computes(processor, kind, options, seeded):
-    """Breaks when a map is of another query, head or layer; or the result of the subtraction is not what multiplies the
-    values."""
+    """Breaks when a map is of another query, head or layer, or what multiplies the values is not the difference."""
     model = random_model()
     graft(model, kind, **options)
     with torch.no_grad():

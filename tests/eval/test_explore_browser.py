@@ -53,8 +53,7 @@ def changes(shown, before: str = "", number: int = 0) -> str:
 
 
 def test_the_explorer_shows_what_is_pointed_at(case, shown):
-    """Breaks when the page shows another token, layer, head or map than the chosen one, models beside each other
-    do not move together, or a number is another than the model's."""
+    """Breaks when another token, layer, head or map than the chosen one is shown, or a number is not the model's."""
     shown = shown(case)
     twin, first = shown.locator("article").first, changes(shown)
     said, maps = case.answers["twin"]
@@ -89,8 +88,7 @@ def test_the_explorer_shows_what_is_pointed_at(case, shown):
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1400, "dark")])
 def test_the_page_fits_and_links_hits_and_misses(case, shown, width, scheme):
-    """Breaks when a phone scrolls sideways, the dark page is light, a prompt of HTML is run, or a miss stands among the
-    hits."""
+    """Breaks when a phone scrolls sideways, the dark page is light, HTML is run, or a miss stands among the hits."""
     hostile = Case(case.image, HOSTILE, answers=case.answers, hit=True)
     shown = shown(hostile, case, anchor="#2", title=HOSTILE, width=width, scheme=scheme)
     assert shown.evaluate("document.documentElement.scrollWidth") <= width and shown.title() == HOSTILE

@@ -144,17 +144,14 @@ def test_a_model_is_asked(source, workplace, capsys, monkeypatch):
     assert said.keys() == {q.id for q in asked[0]} - {1000001} and None not in said.values()
 
 
-@pytest.mark.parametrize(
-    ("place", "value", "expected"),
-    [
+def test_bad_files_are_named(workplace):
+    """A wrong file is scored, or its user is left without the file, the line and the remedy."""
+    for place, value, expected in (
         (0, "x", "T:3: expected an index"),
         (0, "4000000", "T: question 0 lacks some of its 4 rotations"),
         (7, "E", "T:3: answer is 'E', not one of A, B, C, D"),
-    ],
-)
-def test_bad_files_are_named(workplace, place, value, expected):
-    """A wrong file is scored, or its user is left without the file, the line and the remedy."""
-    rows = rows_of(BY_HAND[:1])
-    rows[1][place] = value
-    write(workplace / "T", rows)
-    refused(lambda: mmbench.main("--tsv T --model none".split()), expected)
+    ):
+        rows = rows_of(BY_HAND[:1])
+        rows[1][place] = value
+        write(workplace / "T", rows)
+        refused(lambda: mmbench.main("--tsv T --model none".split()), expected)

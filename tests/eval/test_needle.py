@@ -21,8 +21,7 @@ FAST = ["--max-new-tokens", "3", "--batch-size", "8", "--json"]
 @pytest.mark.parametrize("kind", scenes.NEEDLES)
 @pytest.mark.parametrize(("needles", "absent"), [(1, False), (2, False), (2, True)])
 def test_embedded_trials_ask_what_is_trained(kind, needles, absent):
-    """A model is asked in other words than it was trained on, right answers do not count as right, or half a place
-    counts as a hit."""
+    """A model is asked in other words than it learned, right answers do not count, or half a place does."""
     for number, test in enumerate(needle.embedded_tests(kind, 20, needles=needles, absent=absent)):
         samples = scenes.needle(kind, "test", number, needles=needles, negative=absent).samples
         free, said = needle.asks_of([test], "paper"), [s.suffix for s in samples]
@@ -65,9 +64,6 @@ def test_the_embedded_accuracy_of_a_training_run(model, processor):
     for wrong_every, accuracy in ((10**6, 95.0), (2, 0.0), (4, 50.0)):
         said = ["neither" if at % wrong_every == 0 else suffix for at, suffix in enumerate(right)]
         assert needle.evaluate_embedded(None, None, "n2o1", 20, ask_all=lambda *_, said=said, **__: said) == accuracy
-
-
-# COCO's pictures
 
 
 @pytest.fixture

@@ -15,9 +15,6 @@ def record(truth, response, id_=0):
     return {"id": id_, "response": response, "ground_truth": truth, "target_path": "x.jpg", "caption": "x"}
 
 
-# Measures
-
-
 TWO, NEITHER = "1, 2, 1; 3, 1, 1", "0, 0, 0; 0, 0, 0"
 
 
@@ -54,13 +51,8 @@ def test_verdicts_by_hand(truth, verdict, responses):
 
 def test_a_missing_response_leaves_the_denominator():
     """Counting a failed request as a miss is not what MMNeedle publishes; or without any a long run ends in a crash."""
-    pairs = [
-        ("1, 1, 1", "1, 1, 1"),
-        ("1, 1, 1", None),
-        ("1, 1, 2", "1, 1, 1"),
-        ("0, 0, 0", "-1"),
-        ("0, 0, 0", "2, 1, 1"),
-    ]
+    pairs = [("1, 1, 1", "1, 1, 1"), ("1, 1, 1", None), ("1, 1, 2", "1, 1, 1")]
+    pairs += [("0, 0, 0", "-1"), ("0, 0, 0", "2, 1, 1")]
     values = needle.score_responses(record(*pair) for pair in pairs)
     assert values == {"existence": 3 / 4, "index": 3 / 4, "exact": 2 / 4}
     assert set(needle.score_responses([record("1, 1, 1", None)]).values()) == {0}
@@ -73,24 +65,16 @@ def test_accuracy_by_place():
     assert needle.accuracy_by_place(records) == {(1, 1): 1, (1, 2): 1 / 3, (2, 1): 0, (2, 2): 0}
 
 
-# Prompts and answers
+SAID = {"Top, left": "1, 1, 1", " top\n,RIGHT": "1, 1, 2", " Row 4 Column 1\n": "1, 4, 1"}
+SAID |= {"bottom,left,top,right": "1, 2, 1; 1, 1, 2", "bottom,left,top,top": "1, 2, 1; -1"}
+SAID |= dict.fromkeys(("top., left", "top left, left", ", left", "top, bottom", "left, top"), "-1")
+SAID |= dict.fromkeys(("row 2 column 5", "it is row 2 column 3", "none", ""), "-1")
 
 
-@pytest.mark.parametrize(
-    ("said", "response"),
-    [
-        ("Top, left", "1, 1, 1"),
-        (" top\n,RIGHT", "1, 1, 2"),
-        *((said, "-1") for said in ("top., left", "top left, left", ", left", "top, bottom", "left, top")),
-        ("bottom,left,top,right", "1, 2, 1; 1, 1, 2"),
-        ("bottom,left,top,top", "1, 2, 1; -1"),
-        (" Row 4 Column 1\n", "1, 4, 1"),
-        *((said, "-1") for said in ("row 2 column 5", "it is row 2 column 3", "none", "")),
-    ],
-)
-def test_strict_parse(said, response):
+@pytest.mark.parametrize("said", SAID)
+def test_strict_parse(said):
     """The paper accepts just the word; one invalid answer makes the place -1. Leniency would hide format failures."""
-    said = said.split(",")
+    response, said = SAID[said], said.split(",")
     side, count = (4, 1) if len(said) == 1 else (2, len(said) // 2)
     test = NeedleTest(0, (("a",) * side**2,), (ABSENT,) * count, ("a",) * count, ("x",) * count)
     assert needle.respond(test, said, "paper") == response
@@ -98,12 +82,9 @@ def test_strict_parse(said, response):
 
 
 def test_prompts():
-    """MMNeedle's published numbers hold for its own words: singular and plural, and a format for each needle. Those of
-    the paper's protocol are part of what is measured."""
-    assert [prompt for prompt, _ in scenes.place_questions("A dog", 2)] == [
-        "Caption: A dog. Where is the caption? Top or Bottom?",
-        "Caption: A dog. Where is the caption? Left or Right?",
-    ]
+    """MMNeedle's and the paper's words, with singular, plural and a format for each needle, are what is measured."""
+    asked = [f"Caption: A dog. Where is the caption? {sides}?" for sides in ("Top or Bottom", "Left or Right")]
+    assert [prompt for prompt, _ in scenes.place_questions("A dog", 2)] == asked
     one = needle.official_prompt(["A dog."], 1, 2)
     assert one.startswith("Given 1 image indexed from 1 to 1, each divided into 2*2 subimages, identify the subimage ")
     assert one.endswith("If no match is found, respond only with '-1'.\nCaption: A dog.")
@@ -112,9 +93,6 @@ def test_prompts():
     assert two.startswith("Given 10 images indexed from 1 to 10, each divided into 8*8 subimages, identify the ")
     assert "provided 2 captions. Respond in the format: index_1, row_1, column_1; index_2, row_2, column_2. Only" in two
     assert two.endswith("respond with '-1' for that caption.\nCaption_1: A dog.\nCaption_2: A cat.")
-
-
-# Pictures and samples
 
 
 def test_stitch_is_row_major_and_square(tmp_path):
@@ -154,9 +132,6 @@ def test_drawn_tests_are_true(tmp_path):
         assert (index, row, col) == (0, number // 2 % 2, number % 2) and len({*test.haystack[0]}) == 4
         assert test.haystack[0][row * 2 + col] == target and captions[Path(target).name] == caption
         assert [path.name for path in test.files] == [Path(name).name for name in test.haystack[0]]
-
-
-# Response files and the command
 
 
 def test_response_records_are_mmneedles_own():

@@ -63,8 +63,7 @@ def score(workplace, capsys):
 
 
 def test_a_file_of_answers(score):
-    """Answers are matched by place instead of id, CRLF (one of POPE's files has it) matters, or the published script's
-    own files, without ids, are refused."""
+    """Answers are matched by place, CRLF (in one file of POPE) matters, or the script's files without ids fail."""
     values = score(ANSWERS)  # right: 1 and 4; said yes: 1 and 2; are yes: 1 and 3
     assert values["summary"] == {"Q": dict.fromkeys(("accuracy", "precision", "recall", "F1", "yes"), 50)}
     assert values["measures"]["accuracy, Q"]["mean"] == 50

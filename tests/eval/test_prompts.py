@@ -13,6 +13,8 @@ from tests.runs import refused
 from weights.export import companions, export_model
 from weights.load import load_model
 
+RUNS = [("vqav2:folder", {}, "answer {question}"), ("jsonl:file", {}, "answer en {question}")]  # complete prompts
+RUNS += [("", {"prompt": "say {question}"}, "say {question}"), ("", {"prompt": 7}, None), ("", {}, RUNS[1][2])]
 FAST = "--limit 1 --max-new-tokens 1 --json".split()
 
 
@@ -24,19 +26,9 @@ def test_templates_are_filled_literally():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("data", "stored", "prompt"),
-    [
-        ("vqav2:folder", {}, "answer {question}"),
-        ("jsonl:file", {}, "answer en {question}"),  # complete prompts
-        ("", {"prompt": "say {question}"}, "say {question}"),
-        ("", {}, "answer en {question}"),
-        ("", {"prompt": 7}, None),
-    ],
-)
+@pytest.mark.parametrize(("data", "stored", "prompt"), RUNS)
 def test_a_run_is_asked_as_it_was_trained(data, stored, prompt, workplace, monkeypatch):
-    """Breaks when a recipe trains on `answer {question}` and is asked `answer en {question}`, by a benchmark, with a
-    user's question, or as the whole model of --full."""
+    """Breaks when a run is asked in other words than it learned, by a benchmark, a question, or as a whole model."""
     asked, layout = set(), Processor.layout
     monkeypatch.setattr(Processor, "layout", lambda self, n, *text: asked.add(text[0]) or layout(self, n, *text))
     model, run, file = load_model("embedded"), workplace / "run", workplace / "run" / "adapter_config.json"

@@ -85,8 +85,7 @@ def test_every_composition_belongs_to_one_split():
 
 
 def test_the_benchmark_and_its_pixels_are_the_published_ones():
-    """Breaks when test scenes or questions change, or a pixel or token of a batch: figures measured before are then of
-    another benchmark, and no run could be repeated."""
+    """Breaks when test scenes, questions, pixels or tokens change: figures measured before are of another benchmark."""
     samples = [s for task in scenes.TASKS for s in stream(task, "test", 50)]
     texts = [repr((s.prefix, s.suffix, s.scene.objects, s.scene.ground)) for s in samples]
     digest = hashlib.sha256("".join(texts).replace("Placed(square=", "Placed(cell=").encode())  # as it was published
@@ -157,8 +156,7 @@ def nouns(caption: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", scenes.NEEDLES)
 def test_needles_are_in_one_place_and_take_turns(kind):
-    """Breaks when a caption fits no or two sub-images, one of its two objects tells the place, the answers are wrong,
-    or a quadrant is asked more often."""
+    """Breaks when a caption fits no or two sub-images, one object tells the place, or a quadrant comes more often."""
     n, objects, _ = scenes.NEEDLES[kind]
     turns = Counter()
     for index in range(4 * n**2):

@@ -36,9 +36,7 @@ def root(tmp_path_factory):
     said = {"answers": [{"answer": "dog", "answer_confidence": "yes"}] * 10, "answer_type": "other"}
     text = [{"image_id": str(n), "question": f"Which {n}?", "question_id": n, "answers": ["dog"] * 10} for n in (0, 1)]
     files = {
-        "gqa/testdev_balanced_questions": {
-            f"{n}": {"imageId": f"{n}", "question": f"Who {n}?"} | kinds for n in (0, 1)
-        },
+        "gqa/testdev_balanced_questions": {n: {"imageId": n, "question": f"Who {n}?"} | kinds for n in "01"},
         "vizwiz/val": [{"image": f"{n}.jpg", "question": "Who?", "answerable": n} | said for n in range(2)],
         "textvqa/TextVQA_0.5.1_val": {"data": text},
     }
@@ -59,9 +57,8 @@ def test_the_rows_of_two_models(root, source, twin, workplace, capsys):
     found, folder = json.loads(capsys.readouterr().out), workplace / "runs/eval/suite"
     assert [*found["random"]] == TABLE and None not in found["random"].values()
     assert found == json.loads((folder / "suite.json").read_text())
-    assert [set(row) for row in json.loads((folder / "gqa/results.json").read_text())] == 2 * [
-        {"questionId", "prediction"}
-    ]
+    rows = json.loads((folder / "gqa/results.json").read_text())
+    assert [set(row) for row in rows] == 2 * [{"questionId", "prediction"}]
     suite.main([*flags, "--adapter", twin, *"--tasks gqa,pope --blind --out two".split()])
     lines = capsys.readouterr().out
     assert all(part in lines for part in ("| random, blind |", "| random ", "| twin", "pope:\n2 questions"))
@@ -69,8 +66,7 @@ def test_the_rows_of_two_models(root, source, twin, workplace, capsys):
 
 
 def test_prompts_of_the_families_and_what_is_missing(root, source, capsys, monkeypatch, workplace):
-    """Breaks when a model is asked in another's words, a plan opens a model, or an hour is spent on the first benchmark
-    before the files of the last are looked for."""
+    """Breaks when a model is asked in another's words, a plan opens one, or missing files show after an hour."""
     monkeypatch.setattr("eval.open.load_model", None)
     (workplace / "wings").mkdir()
     (workplace / "wings/config.json").write_text(json.dumps(WingsConfig(**vars(PRESETS["tiny"])).to_dict()))

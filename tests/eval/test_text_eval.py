@@ -60,8 +60,7 @@ def test_a_corpus_is_made_once(text_folder, tmp_path):
 @pytest.mark.parametrize("number", measures.NEEDLES)
 @pytest.mark.parametrize("depth", [*measures.DEPTHS, None])
 def test_a_needle_document_says_what_it_asks_for(corpus, number, depth):
-    """Breaks when an answer is not in the text, another record has its key, a place is another, or the needle lies at
-    another depth."""
+    """Breaks when an answer is not in the text, another record has its key, or a place or the depth is another."""
     tasks, dice = Tasks(corpus, "train"), random.Random(1)
     for _ in range(5):
         document = tasks.needles(dice, 250, number, 3, depth)
@@ -83,8 +82,7 @@ def test_a_needle_document_says_what_it_asks_for(corpus, number, depth):
 
 @pytest.mark.parametrize("number", measures.RECALL)
 def test_recall_asks_for_records_that_are_unique(corpus, number):
-    """Breaks when records of a key differ in what is asked, every answer is of the first records, or a record is
-    several tokens."""
+    """Breaks when keys repeat in what is asked, every answer is of the first records, or a record is several tokens."""
     places, tasks = set(), Tasks(corpus, "train")
     assert all(len(corpus.tokenizer.encode(symbol)) == 1 for symbol in SYMBOLS)
     for seed in range(20):
@@ -158,8 +156,7 @@ def test_recall_and_needle_scores(corpus):
 
 
 def test_scores_of_examples_by_order(corpus):
-    """Breaks when accuracy is not the mean over orders, or the margin not best minus worst of one question. The oracle
-    repeats the value of the last example."""
+    """Breaks when accuracy is not the mean over orders, or the margin not best minus worst; the last value is said."""
     answer = {corpus.tokenizer.piece_to_id(name): corpus.tokenizer.piece_to_id(f"«{name[-2]}»") for name in RECORDS}
     last_value = Oracle(lambda ids: torch.tensor([[0, *(answer.get(t, 0) for t in row[:-1])] for row in ids.tolist()]))
     panels = measures.examples(last_value, corpus, 512, 12)
@@ -171,8 +168,7 @@ def test_scores_of_examples_by_order(corpus):
 
 @pytest.mark.parametrize("differential", [True, False])
 def test_attention_shares_by_hand(differential):
-    """Breaks when shares are of other keys or queries, are not normalised, the second map is left out, or weighed by
-    something else than λ."""
+    """Breaks when shares are of other keys or queries, not normalised, or the second map is not weighed by λ."""
     model: TextModel = new_model("nano", differential).eval()
     document = Document(list(range(2, 32)), [24, 28], [5, 12], (1, 20))
     layers, maps, shares = [layer.self_attn for layer in model.language_model.layers], [], []

@@ -81,16 +81,13 @@ def test_official_files_without_annotations_and_with_a_broken_picture(tmp_path, 
     assert sum(sizes) == 2 and len(json.loads((tmp_path / "out/results.json").read_text())) == 6
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_what_cannot_be_asked(workplace):
+    """A mistake is reported after the model was read, or guessed at."""
+    for flags, message in (
         ("--data own.jsonl", "does not say what kind"),
         ("--data shards:a.tar", "not asked"),
         ("--data jsonl:own.jsonl --questions Q", "leave --data out"),
         ("--data jsonl:own.jsonl --guess", "no --prompt, --scoring or --guess"),
         ("--images .", "go together"),
-    ],
-)
-def test_what_cannot_be_asked(flags, message, workplace):
-    """A mistake is reported after the model was read, or guessed at."""
-    refused(lambda: vqa.main(["--model", "nowhere", *flags.split()]), message)
+    ):
+        refused(lambda flags=flags: vqa.main(["--model", "nowhere", *flags.split()]), message)

@@ -26,8 +26,6 @@ def annotation(answers, ids=True, **fields):
     return Annotation(1, tuple(records), max(answers, key=answers.get), **fields)
 
 
-# Normalisation
-
 # By rule: text → what remains of it, cases between bars.
 NORMALISED = {
     "marks between words become a space, beside a space they go; what stands beside one is seen first": """
@@ -96,8 +94,7 @@ def test_both_sides_are_normalised_where_annotators_differ():
 
 
 def test_equal_records_are_left_out_together():
-    """Without answer_id, upstream's `!=` leaves out all equal records: 4 of 10 then count 0.6, not 1. Whole records are
-    compared, normalised."""
+    """Without answer_id, upstream's `!=` leaves out all equal records, normalised: 4 of 10 then count 0.6, not 1."""
     # four equal records see no other match (0), the six others see four (1): 6 / 10
     check(vqa_scoring.official, {"yes": 4, "no": 6}, "yes → 0.6", ids=False)
     check(vqa_scoring.official, {"yes": 4, "no": 6}, "yes → 1")
@@ -146,9 +143,6 @@ def test_the_other_scorers(scoring):
         check(vqa_scoring.SCORERS[scoring], answers, said, ids=False)
 
 
-# Aggregates
-
-
 def test_exact_match_ignores_case_and_outer_space_only():
     """One of several right answers is enough; punctuation and inner space count."""
     right = {"Red ": ["red"], "red": ["blue", " RED\n"], "cafe\u0301": ["caf\u00e9"]}  # an accent of its own
@@ -177,8 +171,6 @@ def test_summary_by_type_rounds_once():
         "per_question_type": {"is the": 43.33},
     }
 
-
-# Files
 
 SAID = {70: ("yes/no", "is it", ["yes"] * 10), 71: ("number", "how many", ["2"] * 3 + ["3"] * 7)}
 SAID[80] = "other", "what is", ["dog"] * 2 + ["cat"] * 8
@@ -249,9 +241,6 @@ def test_scoring_does_not_load_torch():
     """What scores needs the model's library: a scorer is read, and reused, without it."""
     code = "import sys, eval.vqa, eval.mmbench, eval.pope; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-
-
-# Guesses from the text alone
 
 
 def test_text_only_guesses_by_hand(scores, workplace):

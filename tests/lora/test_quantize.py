@@ -8,18 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lora import adapter
+from lora import quantize as packing
 from lora.adapter import quantize
-from lora.quantize import (
-    INT4_LAYOUTS,
-    KINDS,
-    NESTED_BLOCK,
-    Int4Linear,
-    Int8Linear,
-    Nf4Linear,
-    QuantizedLinear,
-    dynamic_table,
-    int4_layout,
-)
+from lora.quantize import Int4Linear, Int8Linear, Nf4Linear, QuantizedLinear, int4_layout
 from model import cpu
 from model.differential import graft
 from model.linear import Linear
@@ -63,13 +54,13 @@ def test_nf4_is_that_of_bitsandbytes(rows, columns, dtype):
     weight *= torch.logspace(-3, 2, rows)[:, None].to(dtype)
     packed, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)
     layer = Nf4Linear(linear)
-    assert torch.equal(dynamic_table(), state.state2.code)
+    assert torch.equal(packing.dynamic_table(), state.state2.code)
     assert torch.equal(layer.weight[: packed.numel()], packed.flatten())
     assert torch.equal(layer.nested_scale, state.state2.absmax) and layer.offset == state.offset
     # theirs looks scales up in bins, so that one beside the middle of two entries may get the other
     between = (layer.table[layer.scale.int()] + layer.table[state.absmax.int()]) / 2
     largest = torch.stack([block.abs().max() for block in weight.float().flatten().split(64)])
-    of_block = layer.nested_scale.repeat_interleave(NESTED_BLOCK)[: len(largest)]
+    of_block = layer.nested_scale.repeat_interleave(packing.NESTED_BLOCK)[: len(largest)]
     differ = (layer.scale != state.absmax) & (of_block > 0)  # a single block is its mean: any entry times 0
     assert (((largest - layer.offset) / of_block - between).abs()[differ] < 2e-5).all()
     layer.scale.copy_(state.absmax)
@@ -84,7 +75,7 @@ def test_int4_groups_by_hand(monkeypatch):
     weight = (codes - 8) * scale + 3 * scale  # −5 to 10 steps: exact, and never 0 in the middle
     linear = Linear(200, 100, bias=False).requires_grad_(False)
     linear.weight.copy_(weight)
-    for layout in INT4_LAYOUTS:
+    for layout in packing.INT4_LAYOUTS:
         with monkeypatch.context() as patch:
             patch.setattr("lora.quantize.int4_layout", lambda layout=layout: layout)
             layer = Int4Linear(linear)
@@ -124,7 +115,7 @@ def test_each_weight_is_off_by_at_most_half_a_step_of_its_channel():
     assert not layer.weight[5].any() and -127 <= layer.weight[7, 3] <= -126 and layer.weight.amax() <= 127
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", packing.KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_are_those_of_the_stored_weights(kind, dtype, monkeypatch):
     """Breaks when few rows, many rows, a block of the weight, the plain way or a cast computes by other numbers."""
@@ -133,7 +124,7 @@ def test_products_are_those_of_the_stored_weights(kind, dtype, monkeypatch):
     for width, out in ((128, 300), (70, 64), (192, 17)):
         linear = Linear(width, out, bias=dtype == torch.float32).requires_grad_(False)
         linear.weight *= torch.linspace(1, 4, out)[:, None]
-        layer = KINDS[kind](linear)
+        layer = packing.KINDS[kind](linear)
         weight = layer.put_back().weight.double()
         worst = (weight - linear.weight.double()).abs().amax(1) / linear.weight.double().abs().amax(1)
         assert worst.max() < {"int8": 0.006, "int4": 0.09, "nf4": 0.2}[kind]
@@ -152,7 +143,7 @@ def test_products_are_those_of_the_stored_weights(kind, dtype, monkeypatch):
         assert torch.equal(layer.to(torch.bfloat16).put_back().weight.double(), weight)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", packing.KINDS)
 @torch.no_grad()
 def test_a_quantized_model_is_transformers_with_these_weights(kind, inputs, tmp_path, monkeypatch):
     """Breaks when a layer is quantized that computes otherwise, or one that is quantized while it is read."""
@@ -219,7 +210,7 @@ def test_nothing_is_kept_for_the_backward_pass_but_the_8_bits():
         assert layer(torch.randn(3, 512)).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", packing.KINDS)
 @torch.no_grad()
 def test_the_adapter_belongs_to_the_whole_base(kind, tmp_path, inputs):
     """Breaks when an adapter is refused by its base, computes otherwise than in training, or is merged elsewhere."""

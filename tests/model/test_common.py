@@ -11,18 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from model.common import (
-    UserError,
-    atomic_path,
-    file_errors,
-    parse_json,
-    quoted,
-    read_json,
-    read_text,
-    run_command,
-    shown,
-    write_text,
-)
+from model import common
+from model.common import UserError, quoted, run_command, shown
 from model.device import choose_device, choose_dtype
 from tests.runs import refused
 
@@ -41,27 +31,27 @@ def test_what_cannot_be_read(tmp_path):
     path = tmp_path / "a.json"
     for content in (b"", b'{"a": 1', b"[" * 100_000, b"1" * 10_000, b"nan", b'{"a": "\xe9"}', b"\x80\x04\x95", b"[]"):
         path.write_bytes(content)
-        refused(lambda: read_json(path), "a.json: ")
-    refused(lambda: parse_json('{\n"a": }', "x"), "x: ", "line 2 column 6")
+        refused(lambda: common.read_json(path), "a.json: ")
+    refused(lambda: common.parse_json('{\n"a": }', "x"), "x: ", "line 2 column 6")
     for bad in (tmp_path, tmp_path / "gone", path / "below", tmp_path / ("n" * 300)):
-        refused(lambda bad=bad: read_text(bad), shown(bad))
+        refused(lambda bad=bad: common.read_text(bad), shown(bad))
     path.write_bytes(b"\xef\xbb\xbf" + rb'{"a": "\ud83d\udc2e", "c": 1e999}')
-    assert read_json(path) == {"a": "🐮", "c": float("inf")}
+    assert common.read_json(path) == {"a": "🐮", "c": float("inf")}
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     """Breaks when a full disk ends in a traceback, a half-written file, or the loss of the one before."""
     path = tmp_path / "a.txt"
-    write_text(path, "before \ud800")
+    common.write_text(path, "before \ud800")
     full = OSError(errno.ENOSPC, "No space left on device"), RuntimeError("I/O error: full (os error 28)")
     for error in (*full, KeyError("x")):  # the last is a bug
-        with pytest.raises(UserError if error in full else KeyError), atomic_path(path) as temporary:
+        with pytest.raises(UserError if error in full else KeyError), common.atomic_path(path) as temporary:
             temporary.write_text("ha")
             raise error
     for bad in (tmp_path, path / "below", tmp_path / ("n" * 300), "/proc/nothing/a.txt"):
-        refused(lambda bad=bad: write_text(bad, "text"), shown(bad))
+        refused(lambda bad=bad: common.write_text(bad, "text"), shown(bad))
     assert path.read_text() == "before \\ud800" and [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
-    with pytest.raises(UserError, match="gone: not found"), file_errors("gone"):
+    with pytest.raises(UserError, match="gone: not found"), common.file_errors("gone"):
         load_file(tmp_path / "gone")  # of a library in Rust
 
 
@@ -69,33 +59,39 @@ def test_a_written_file_has_the_mode_of_the_users_mask(tmp_path):
     """Breaks when a file that is renamed into its place is closed to those who may read others."""
     before = os.umask(0o027)
     try:
-        write_text(tmp_path / "a.txt", "a")
+        common.write_text(tmp_path / "a.txt", "a")
     finally:
         os.umask(before)
     assert (tmp_path / "a.txt").stat().st_mode & 0o777 == 0o640
 
 
-@pytest.mark.parametrize(
-    ("error", "line"),
-    [
-        (UserError("a.json: \x1b[31mred\nline"), "error: a.json: \\x1b[31mred\\nline"),
-        (OSError(errno.ENOSPC, "No space left", "/out/\x07a"), "error: /out/\\x07a: no space left"),
-        (MemoryError("9 GiB"), "error: too little memory: 9 GiB"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9"), "error: too little memory: DefaultCPU"),
-        (type("PanicException", (BaseException,), {})("in Rust"), "error: in Rust"),  # as the package tokenizers raises
-    ],
-)
-def test_commands_end_in_one_line(error, line, capsys):
+PANIC = type("PanicException", (BaseException,), {})  # as the package tokenizers raises
+LINES = {
+    "a.json: \\x1b[31mred\\nline": UserError("a.json: \x1b[31mred\nline"),
+    "/out/\\x07a: no space left": OSError(errno.ENOSPC, "No space left", "/out/\x07a"),
+    "too little memory: 9 GiB": MemoryError("9 GiB"),
+    "too little memory: DefaultCPU": RuntimeError("DefaultCPUAllocator: can't allocate memory: 9"),
+    "in Rust": PANIC("in Rust"),
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_commands_end_in_one_line(line, capsys):
     """Breaks when an error of the system, or a name in a message, becomes several lines or a traceback."""
 
     def main():
         print("half \ud800")
-        raise error
+        raise LINES[line]
 
     with pytest.raises(SystemExit) as caught:
         run_command(main)
     out, err = capsys.readouterr()
-    assert caught.value.code == 2 and err.startswith(line) and err.strip().isprintable() and out == "half \\ud800\n"
+    assert (
+        caught.value.code == 2
+        and err.startswith(f"error: {line}")
+        and err.strip().isprintable()
+        and out == "half \\ud800\n"
+    )
 
 
 def test_a_lost_stream_or_ctrl_c_leaves_no_traceback(tmp_path):

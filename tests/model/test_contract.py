@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from eval.answer import log_likelihoods
 from model import paligemma
+from model import system_configs as configs
 from model.common import UserError
 from model.config import PaliGemmaConfig, TextConfig, VisionConfig
 from model.differential import graft
@@ -18,15 +19,6 @@ from model.language import LanguageModel, TextModel
 from model.mamba import MambaLM
 from model.paligemma import PaliGemma
 from model.qmamba import QMamba
-from model.system_configs import (
-    LanguageConfig,
-    LanguageWingsConfig,
-    MambaConfig,
-    ProjectorConfig,
-    QMambaConfig,
-    TextModelConfig,
-    WingsConfig,
-)
 from model.wings import Wings
 from tests.reference import left_padded, randomize, relative_error, right_padded
 
@@ -39,24 +31,24 @@ GEMMA2 = replace(GEMMA, model_type="gemma2", num_attention_heads=4, num_key_valu
 GEMMA2 = replace(GEMMA2, attn_logit_softcapping=50.0, final_logit_softcapping=30.0, query_pre_attn_scalar=24)
 QWEN = replace(GEMMA, model_type="qwen2", hidden_activation="silu", tie_word_embeddings=False)
 BASE = PaliGemmaConfig(VISION, GEMMA, IMAGE)
-MAMBA = MambaConfig(64, 28, 3, state_size=5, conv_kernel=3, eos_token_id=1, bos_token_id=2)
-PROJECTOR = ProjectorConfig(queries=4, hidden_size=24, num_blocks=2, num_attention_heads=4, state_size=6)
+MAMBA = configs.MambaConfig(64, 28, 3, state_size=5, conv_kernel=3, eos_token_id=1, bos_token_id=2)
+PROJECTOR = configs.ProjectorConfig(queries=4, hidden_size=24, num_blocks=2, num_attention_heads=4, state_size=6)
 WIDE = replace(VISION, image_size=42, feature_layer=-2)  # nine features for four queries
 MODELS = {
     "paligemma 1": lambda: PaliGemma(BASE),
     "paligemma 2": lambda: PaliGemma(replace(BASE, text=GEMMA2)),
     **{kind: lambda kind=kind: grafted(kind) for kind in ("shared", "split", "twin", "v2", "dex")},
-    "wings 1": lambda: Wings(WingsConfig(**vars(BASE), rank=5, routed=False)),
-    "wings 2": lambda: Wings(WingsConfig(**vars(BASE), rank=5)),
-    "wings on gemma 2": lambda: Wings(WingsConfig(**vars(replace(BASE, text=GEMMA2)), rank=5)),
-    "wings on qwen": lambda: Wings(LanguageWingsConfig(VISION, QWEN, IMAGE, rank=5)),
-    "gemma": lambda: LanguageModel(LanguageConfig(GEMMA, (1,), 0)),
-    "gemma 2": lambda: LanguageModel(LanguageConfig(GEMMA2, (1,), 0)),
-    "qwen": lambda: LanguageModel(LanguageConfig(QWEN, (1, 2))),
+    "wings 1": lambda: Wings(configs.WingsConfig(**vars(BASE), rank=5, routed=False)),
+    "wings 2": lambda: Wings(configs.WingsConfig(**vars(BASE), rank=5)),
+    "wings on gemma 2": lambda: Wings(configs.WingsConfig(**vars(replace(BASE, text=GEMMA2)), rank=5)),
+    "wings on qwen": lambda: Wings(configs.LanguageWingsConfig(VISION, QWEN, IMAGE, rank=5)),
+    "gemma": lambda: LanguageModel(configs.LanguageConfig(GEMMA, (1,), 0)),
+    "gemma 2": lambda: LanguageModel(configs.LanguageConfig(GEMMA2, (1,), 0)),
+    "qwen": lambda: LanguageModel(configs.LanguageConfig(QWEN, (1, 2))),
     "plain transformer": lambda: text_model(False),
     "differential transformer": lambda: text_model(True),
     "mamba": lambda: MambaLM(MAMBA),
-    "q-mamba": lambda: QMamba(QMambaConfig(WIDE, PROJECTOR, MAMBA, IMAGE)),
+    "q-mamba": lambda: QMamba(configs.QMambaConfig(WIDE, PROJECTOR, MAMBA, IMAGE)),
 }
 
 
@@ -67,9 +59,9 @@ def grafted(kind: str) -> PaliGemma:
 
 
 def text_model(differential: bool) -> TextModel:
-    config = TextModelConfig.of(replace(GEMMA2, model_type="gemma"), differential)
+    config = configs.TextModelConfig.of(replace(GEMMA2, model_type="gemma"), differential)
     model = TextModel(config)
-    model.config = LanguageConfig(config.text, (1,), 0)  # it has no tokens of its own
+    model.config = configs.LanguageConfig(config.text, (1,), 0)  # it has no tokens of its own
     return model
 
 
@@ -96,10 +88,7 @@ def alone(inputs: dict, row: int) -> dict:
 
 
 def test_cached_is_uncached(model):
-    """Breaks when a token read with a cache sees other keys, positions, masks or states than in one pass over all.
-
-    Gradients and checkpointing, as of training, are on: a cache is read all the same.
-    """
+    """Breaks when a token read with a cache, in training too, sees other keys, positions or states than without."""
     inputs = batch(model)
     logits, valid = model(**inputs), inputs["attention_mask"].bool()
     checkpoint(model, True)

@@ -103,9 +103,6 @@ def grafted(variant: str, where="both", stirred=True, **kwargs) -> PaliGemma:
     return model
 
 
-# --- the equations -----------------------------------------------------------------------------------------------
-
-
 def turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """RoPE as multiplication of complex numbers, channel i with channel i + width/2; x (S, width)."""
     half = x.shape[-1] // 2
@@ -205,9 +202,6 @@ def test_each_variant_is_its_equation(variant, sizes, backend):
         assert relative_error(out[row], expected) < 3e-6
 
 
-# --- the start ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("generation", [1, 2])
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
@@ -244,9 +238,6 @@ def test_how_far_each_variant_starts():
     assert 0.2 < half < 0.9  # one half of the width is still a guess at the map
     assert shift("split", rope_pairs="fresh") > half
     assert shift("shared") > 0.1
-
-
-# --- the paper's adaptation, and what it amounts to --------------------------------------------------------------
 
 
 def test_shared_is_one_scaled_attention(monkeypatch):
@@ -314,9 +305,6 @@ def test_lambda_is_scheduled_from_layer_one():
     assert len(vectors) == 2 * 4 * 16 + 2 * 4 * 20 and 0.08 < vectors.std() < 0.12
 
 
-# --- halves and rotations ----------------------------------------------------------------------------------------
-
-
 def test_kept_halves_add_up_and_ignore_the_shift():
     """Breaks when the halves tear rotation pairs apart: then logits depend on absolute positions."""
     module = KINDS["split"](plain_attention(n=1, k=1, d=32, hidden=16), 1)
@@ -338,9 +326,6 @@ def test_kept_halves_add_up_and_ignore_the_shift():
     )
     assert drift < 5e-4  # angles are fp32
     assert torn > 1.0  # [0:D/2] | [D/2:D] after the rotation
-
-
-# --- caches, padding, modes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
@@ -375,9 +360,6 @@ def test_the_difference_is_taken_in_fp32(variant):
         exact = first - gate.double().transpose(1, 2)[..., None] * second
     found = module.mix(x, *module.project(x, rope), mask).bfloat16()
     assert (found == exact.bfloat16()).float().mean() > 0.99
-
-
-# --- what is trained ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -445,9 +427,6 @@ def test_mistakes_are_named_and_change_nothing():
     refused(lambda: graft(merged, "v2"), "LoRA is merged")  # its update would be added again
 
 
-# --- merging -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "o_proj"])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -502,9 +481,6 @@ def test_folding_refuses_what_no_plain_model_computes():
         assert torch.equal(model(**batch()), logits) and bool(model.grafts) == (kind == "dex")
 
 
-# --- feed-forwards -----------------------------------------------------------------------------------------------
-
-
 def swiglu(x, gate, up, down):
     gate = x @ gate.weight.T
     return (gate * torch.sigmoid(gate) * (x @ up.weight.T)) @ down.weight.T
@@ -533,9 +509,6 @@ def test_feed_forwards_of_table_1():
         assert [differential.SwiGLU(width).w_g.out_features for width in (64, 72, 2048)] == [170, 192, 5461]
     adapter.inject(model, TARGETS, 2, 4.0)
     assert mlp.w_g.weight.requires_grad and not isinstance(mlp.w_g, LoRALinear)
-
-
-# --- what is logged ----------------------------------------------------------------------------------------------
 
 
 def test_map_distance_is_total_variation():

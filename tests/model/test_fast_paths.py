@@ -43,9 +43,6 @@ def gradients(output: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]
     return list(torch.autograd.grad((output.double() * weights).sum(), leaves))
 
 
-# --- products on a CPU -----------------------------------------------------------------------------------------------
-
-
 def test_the_processor_chooses_and_a_typing_error_is_reported(monkeypatch):
     """Breaks when a processor gets another's products, or a misspelt way silently means something."""
     assert cpu.choose("AuthenticAMD", "AVX512", False) == set(cpu.ONEDNN)
@@ -161,9 +158,6 @@ def test_norms_stay_in_fp32_under_autocast():
         assert found.dtype == torch.float32 and relative_error(found, function(value)) < 1e-6
 
 
-# --- the loss --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("rows_at_once", [1, 5, 7, 100])
 def test_the_loss_in_chunks_is_the_loss(rows_at_once, monkeypatch):
     """Breaks when a row is lost between chunks, −100 counts, or a chunk's gradient is forgotten."""
@@ -184,9 +178,6 @@ def test_the_loss_in_chunks_is_the_loss(rows_at_once, monkeypatch):
         assert torch.allclose(mine, theirs, atol=1e-6)
     nothing = paligemma.summed_loss(head, 50, hidden, torch.full_like(targets, -100))
     assert nothing == 0 and not torch.autograd.grad(nothing, hidden)[0].any()
-
-
-# --- torch.compile ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.long

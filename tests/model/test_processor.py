@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import shutil
+from functools import partial
 from pathlib import Path
 
 import huggingface_hub
@@ -25,35 +26,24 @@ from model.processor import Batch, Processor, load_tokenizer, parse_boxes
 from model.source import BUNDLED_FOLDER, resolve
 from model.tokenizer import LOCATIONS
 from tests.files import picture
-from tests.pieces import gemma_tokenizer, train_pieces
+from tests.pieces import SENTENCES, gemma_tokenizer, train_pieces
 from tests.runs import refused
 
 TOKENS, SIDE, SIDES = 16, 56, {"height": 56, "width": 56}
 SYMBOLS = ["<mask>", "\n", "\n\n", "▁▁", "▁▁▁", *LOCATIONS]
-CORPUS = """answer en where is the cow standing?
-answer en how many dogs are in the picture?
-caption en the cow is standing in the green field beside two dogs
-the cat is on the mat, and the dog isn't; 12 34 567.
-日本語のテキスト と 絵
-un éléphant gris près de l'étang""".splitlines()
-TEXTS = [
-    "answer en where is the cow standing?",
-    "caption en",
-    "  two leading spaces, and a trailing one ",
-    "a prompt that ends in a newline\n",
-    "two\n\nlines, a tab\there",
-    "日本語 éléphant 🐮 zß½; e\u0301 is no é, \u00a0 no space, \u3000 neither",
-    "<loc0100><loc0000><loc1023><loc0512> cat ; <seg007>",
-    "<mask> is a piece, <loc> and </s> are not",
-    "x" * 200,
-]
+TEXTS = """answer en where is the cow standing?|caption en|  two leading spaces, and a trailing one |ends in a newline
+|two
+
+lines, a tab\there|日本語 éléphant 🐮 zß½; e\u0301 is no é, \u00a0 no space, \u3000 neither
+|<mask>, <loc> and </s>|""".split("|")
+TEXTS = [*TEXTS[:-1], "<loc0100><loc0000><loc1023><loc0512> cat ; <seg007>", "x" * 200]
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> Path:
     """A model folder as Processor.from_source takes it: config.json and tokenizer.model."""
     folder = tmp_path_factory.mktemp("model")
-    train_pieces(folder / "tokenizer", CORPUS * 3, 1600, SYMBOLS)
+    train_pieces(folder / "tokenizer", SENTENCES * 3, 1600, SYMBOLS)
     pieces = load_tokenizer(folder / "tokenizer.model").vocab_size()
     config = PaliGemmaConfig(
         VisionConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=SIDE),
@@ -131,19 +121,16 @@ def test_random_text_encodes_as_transformers_does(processor, hf):
     assert processor.decode(noisy) == processor.decode(torch.tensor(noisy)) == "a cow"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (([None], ["read <bos> here"]), ("row 0: ", "<bos>")),
-        (([None, None], ["x", " \n"]), ("row 1: ", "prefix")),
-        (([None], ["x"], ["read <image> here"]), ("row 0: ", "suffix")),
-        (([None], ["<image> x"]), ("row 0: ", "1 <image>")),
-        (([None], ["x " * 9000]), ("row 0: ", "max_length")),
-    ],
-)
-def test_bad_rows(processor, arguments, parts):
+def test_bad_rows(processor):
     """Breaks when a text ends a sequence, adds a picture or is cut, or a bad row does not say which it is."""
-    refused(lambda: processor(*arguments), *parts)
+    for arguments, *parts in (
+        (([None], ["read <bos> here"]), "row 0: ", "<bos>"),
+        (([None, None], ["x", " \n"]), "row 1: ", "prefix"),
+        (([None], ["x"], ["read <image> here"]), "row 0: ", "suffix"),
+        (([None], ["<image> x"]), "row 0: ", "1 <image>"),
+        (([None], ["x " * 9000]), "row 0: ", "max_length"),
+    ):
+        refused(partial(processor, *arguments), *parts)
 
 
 def test_a_picture_given_twice_is_opened_once(processor, tmp_path, monkeypatch):
@@ -181,17 +168,17 @@ def test_presets_use_the_bundled_tokenizer_and_folders_win_over_names(folder, tm
     assert Processor.from_source("paligemma-3b-224").config.vision.image_size == SIDE
 
 
-@pytest.mark.parametrize(
-    ("file", "change", "part"),
-    [
-        ("tokenizer.model", None, "not found"),
-        ("tokenizer.model", "version https://git-lfs.github.com/spec/v1\n", "sentencepiece"),
-        ("config.json", {"eos_token_id": 5}, "of another model"),
-        ("config.json", {"image_token_index": 300}, "of another model"),
-        ("preprocessor_config.json", {"size": SIDES | {"width": 8}}, "size"),
-        ("processor_config.json", {"image_processor": {"image_mean": [0.485, 0.456, 0.406]}}, "image_mean"),
-    ],
-)
+FOREIGN = [
+    ("tokenizer.model", None, "not found"),
+    ("tokenizer.model", "version https://git-lfs.github.com/spec/v1\n", "sentencepiece"),
+    ("config.json", {"eos_token_id": 5}, "of another model"),
+    ("config.json", {"image_token_index": 300}, "of another model"),
+    ("preprocessor_config.json", {"size": SIDES | {"width": 8}}, "size"),
+    ("processor_config.json", {"image_processor": {"image_mean": [0.485, 0.456, 0.406]}}, "image_mean"),
+]
+
+
+@pytest.mark.parametrize(("file", "change", "part"), FOREIGN)
 def test_folders_that_hold_no_processor(folder, tmp_path, file, change, part):
     """Breaks when a missing or foreign tokenizer, or other pixels in training, are found out only by bad answers."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)

@@ -19,8 +19,6 @@ pytestmark = pytest.mark.usefixtures("seeded")
 HIDDEN, THETA = 48, 10000.0
 SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads".split()
 SIZES += ["head_dim", "rms_norm_eps"]
-
-
 # heads share key heads, so that a wrong pairing of maps shows
 PLAIN = TextConfig("gemma", 64, HIDDEN, 128, 3, 8, 4, head_dim=8, rms_norm_eps=1e-5, hidden_activation="silu")
 

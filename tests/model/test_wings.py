@@ -196,18 +196,6 @@ def test_what_a_cache_keeps():
     refused(lambda: generate(model, **inputs, max_new_tokens=2, compiled=CompiledStep(model)), "without --compile")
 
 
-def test_a_picture_stands_where_its_slot_is(processor):
-    """Breaks when the slot is elsewhere, the words around it are cut differently, or bos does not begin the text."""
-    bos, image = processor.config.bos_token_id, [processor.config.image_token_id] * 16
-    whole = processor.encode("Where is the dog?\n")
-    cut = len(processor.encode("Where is"))
-    ids, types, learned = processor.layout(1, "Where is<image> the dog?", "yes")
-    assert ids[: len(whole) + 17] == [bos, *whole[:cut], *image, *whole[cut:]]
-    assert types == learned == [0] * (len(whole) + 17) + [1] * (len(ids) - len(whole) - 17)
-    two = processor.layout(2, "Where<image> is<image> the dog?")[0]
-    assert [token for token in two if token != image[0]] == [bos, *whole] and two.count(image[0]) == 32
-
-
 @pytest.mark.long
 def test_each_stage_trains_its_parts(tmp_path):
     """Breaks when a stage trains the vision tower, forgets a part, has another rate than the paper, or comes first."""

@@ -99,8 +99,7 @@ def test_a_run_resumes_to_the_bit(tmp_path, kind):
 
 @pytest.mark.long
 def test_two_processes_learn_what_one_does(text_folder, tmp_path):
-    """Breaks when a step has more rows on two processes, a row is learned twice or by nobody, FSDP2 loses a weight of
-    the result, or a run cannot go on with another number of processes."""
+    """Breaks when a row is learned twice or not, FSDP2 loses a weight, or a run cannot go on with fewer processes."""
     step = f"{SMALL} --tokens {4 * 6 * 128} --step-batch 6 --checkpoint-every 2"  # 4 steps of 6 rows
     step += f" --text {text_folder} --corpus {tmp_path}/corpus --out {tmp_path}"
     # each process takes 3 rows of a step, in micro-batches of 2 and 1

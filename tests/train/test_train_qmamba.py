@@ -101,14 +101,11 @@ def test_both_stages_run_end_to_end(tmp_path):
         assert {name.split(".")[0] for (name, p), other in pairs if not torch.equal(p, other)} == parts
 
 
-@pytest.mark.parametrize(
-    ("option", "told"),
-    [
-        ("querries=3", ["--option querries"]),
-        ("connector_from=embedded", ["is no Q-Mamba"]),
-        ("connector_from={wide}", ["connector_from=", " other sizes"]),
-    ],
-)
+MISFITS = {"querries=3": ["--option querries"], "connector_from=embedded": ["is no Q-Mamba"]}
+MISFITS |= {"connector_from={wide}": ["connector_from=", " other sizes"]}
+
+
+@pytest.mark.parametrize(("option", "told"), MISFITS.items())
 def test_parts_that_do_not_fit_are_refused(language, tmp_path, option, told):
     """Breaks when an impossible projector, or weights of other sizes, fail somewhere inside, or are trained."""
     if "wide" in option:

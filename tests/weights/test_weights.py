@@ -22,7 +22,6 @@ from model.config import PRESETS, PaliGemmaConfig, TextConfig, VisionConfig
 from model.device import DTYPES
 from model.differential import graft
 from model.paligemma import PaliGemma
-from tests.make_checkpoint import make_checkpoint
 from tests.peak_memory import in_own_process, load_peak
 from tests.reference import batch, hf_forward, hf_model, relative_error, set_attention_backend
 from tests.runs import refused
@@ -164,11 +163,15 @@ def small(**text) -> PaliGemmaConfig:
 @pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
 @pytest.mark.parametrize(("stored", "kinds"), [("fp32", [None]), ("bf16", ["int8", "nf4"])])
-def test_peak_memory(stored, kinds, tmp_path, monkeypatch):
+def test_peak_memory(stored, kinds, tmp_path):
     """Breaks when loading holds a second copy: the file's tensors beside the cast or packed ones, or all of a file."""
     config = small(vocab_size=8192, hidden_size=1024, intermediate_size=8192, num_hidden_layers=6)
-    monkeypatch.setitem(PRESETS, "big", config)
-    make_checkpoint(tmp_path / "checkpoint", "big", DTYPES[stored], shards=2)
+    model = empty_model(config).to_empty(device="cpu")
+    block = torch.randn(1 << 22)
+    for parameter in model.parameters():
+        parameter.data.copy_(block.repeat(-(-parameter.numel() // len(block)))[: parameter.numel()].view_as(parameter))
+    export_model(model, tmp_path / "checkpoint", dtype=DTYPES[stored], max_shard_gb=0.4 if stored == "fp32" else 0.2)
+    del model
     for kind in kinds:
         peak, size = in_own_process(load_peak, tmp_path / "checkpoint", torch.bfloat16, kind)
         assert size > 90e6
@@ -301,19 +304,19 @@ class Bomb:
         return (open, ("trace", "w"))
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({Q0: torch.zeros(64, 72, dtype=torch.int8)}, (f"{Q0} is I8",)),
-        ({Q0: torch.zeros(72, 64)}, (f"{Q0} is F32 (72, 64), expected", "(64, 72)")),
-        ({Q0: None}, ("missing language_model.layers.0.self_attn.q_proj.weight",)),
-        ({"a\x1b[2J": torch.zeros(1)}, (r"unexpected a\x1b[2J",)),
-    ],
-)
-def test_tensors_that_do_not_fit_are_refused_in_one_line(hf1, change, words, tmp_path, monkeypatch):
+MISFITS = [
+    (Q0, torch.zeros(64, 72, dtype=torch.int8), f"{Q0} is I8"),
+    (Q0, torch.zeros(72, 64), f"{Q0} is F32 (72, 64), expected", "(64, 72)"),
+    (Q0, None, "missing language_model.layers.0.self_attn.q_proj.weight"),
+    ("a\x1b[2J", torch.zeros(1), r"unexpected a\x1b[2J"),
+]
+
+
+@pytest.mark.parametrize(("name", "tensor", "words"), [(name, tensor, words) for name, tensor, *words in MISFITS])
+def test_tensors_that_do_not_fit_are_refused_in_one_line(hf1, name, tensor, words, tmp_path, monkeypatch):
     """Breaks when damage ends in a traceback, is found only after gigabytes were read, or passes unseen."""
     monkeypatch.setattr(weights.load, "replaceable", lambda *_: pytest.fail("tensors were read"))
-    tensors = {name: tensor for name, tensor in (tensors_of(hf1) | change).items() if tensor is not None}
+    tensors = {key: t for key, t in (tensors_of(hf1) | {name: tensor}).items() if t is not None}
     refused(lambda: load_model(save(tmp_path, hf1, tensors), quantize="int8"), *words)
 
 
@@ -365,42 +368,22 @@ def test_transformers_opens_every_dialect_we_write(hf, dialect, tmp_path):
     assert theirs.generation_config.eos_token_id == 1
 
 
-def test_merged_adapters_are_plain_weights(hf1, tmp_path):
-    """Breaks when an adapter's update is lost or doubled on the way out, or an unmerged one is written as a base."""
-    model, inputs = load_model(save(tmp_path / "in", hf1, tensors_of(hf1))), batch(hf1)
-    adapter.inject(model, adapter.DECODER_TARGETS, r=4, alpha=8)
-    torch.manual_seed(0)
-    for layer in adapter.lora_layers(model).values():
-        torch.nn.init.normal_(layer.lora.lora_B.weight, std=0.1)
-    adapter.save(model, tmp_path / "run")
-    set_attention_backend(model, "eager")
-    valid = inputs["attention_mask"].bool()
-    with torch.inference_mode():
-        adapted = model(**inputs)[valid]
-    refused(lambda: export_model(model, tmp_path / "out"), "q_proj: carries an unmerged adapter")
-    weights.export.main(f"{tmp_path}/in {tmp_path}/out --adapter {tmp_path}/run --merge".split())
-    theirs = PaliGemmaForConditionalGeneration.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
-    with torch.inference_mode():
-        logits = hf_forward(theirs, inputs)[valid]
-    assert relative_error(logits, adapted) < 1e-5 and relative_error(logits, hf_forward(hf1, inputs)[valid]) > 1e-3
-    assert load_file(tmp_path / "out" / SINGLE_FILE).keys() == tensors_of(hf1, "A").keys()
+CHANGES = {
+    "layers.0.self_attn: is ": lambda model: graft(model, "split"),
+    "layers.1.mlp: is GemmaMLP": lambda model: setattr(model.language_model.layers[1].mlp, "activation", "silu"),
+    "language_model.model.norm.weight holds": lambda model: model.language_model.norm.weight.data.fill_(1e5),
+    "q_proj: carries an unmerged adapter": lambda model: adapter.inject(model, adapter.DECODER_TARGETS, 4, 8),
+}
 
 
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        (lambda model: graft(model, "split"), "self_attn: is "),
-        (lambda model: setattr(model.language_model.layers[1].mlp, "activation", "silu"), "layers.1.mlp: is GemmaMLP"),
-        (lambda model: model.language_model.norm.weight.data.fill_(1e5), "language_model.model.norm.weight holds"),
-    ],
-)
-def test_models_that_the_format_cannot_express_are_not_exported(hf1, change, word, tmp_path, monkeypatch):
+@pytest.mark.parametrize("word", CHANGES)
+def test_models_that_the_format_cannot_express_are_not_exported(hf1, word, tmp_path, monkeypatch):
     """Breaks when a variant, or a run that diverged, is published as a plain model, or half an export stays."""
     model = load_model(save(tmp_path / "in", hf1, tensors_of(hf1)))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(weights.export, "write_text", Mock(side_effect=KeyboardInterrupt))  # after the tensors
         export_model(model, tmp_path / "out")
-    change(model)
+    CHANGES[word](model)
     refused(lambda: export_model(model, tmp_path / "out", dtype=torch.float16), word)
     refused(lambda: export_model(model, tmp_path / "in"), "in: exists and is not empty")
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
@@ -419,6 +402,9 @@ def test_the_commands(hf1, tmp_path, capsys):
         for name, tensor in load_model(out, dtype=dtype).state_dict().items():
             assert torch.equal(tensor, tensors[f"model.{name}"].to(dtype)), name
     refused(lambda: weights.export.main([str(folder), str(tmp_path / "more"), "--merge"]), "--adapter and --merge")
+    for size in ("0", "-1", "nan", "inf"):  # each tensor would get a file of its own
+        more = [str(folder), str(tmp_path / "more"), "--max-shard-gb", size]
+        refused(lambda more=more: weights.export.main(more), "--max-shard-gb")
     weights.inspect.main([str(folder)])
     text, total = capsys.readouterr().out, sum(parameter.numel() for parameter in hf1.parameters())
     assert "PaliGemma, 56 px, dialect C" in text and re.search(f"total +{total:,}", text)
