@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from eval.answer import log_likelihoods
 from model import paligemma
 from model import system_configs as configs
-from model.common import UserError
 from model.config import PaliGemmaConfig, TextConfig, VisionConfig
 from model.differential import graft
 from model.generate import generate
@@ -181,9 +180,9 @@ def test_positions_to_keep_are_rows_of_all_logits(model, monkeypatch):
             assert found.item() == pytest.approx(loss.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("rows", "pictures"), [((3, 5), 2), ((4, 4), 1), ((4, 0), 2)])
-def test_image_tokens_that_do_not_fit_the_pictures_are_refused(rows, pictures):
+@pytest.mark.parametrize(("rows", "n", "side"), [((3, 5), 2, 28), ((4, 4), 1, 28), ((4, 0), 2, 28), ((4, 4), 2, 42)])
+def test_image_tokens_that_do_not_fit_the_pictures_are_refused(rows, n, side):
     """Breaks when a picture is read at a part of its slots, by the next row, or not at all, exit code 0."""
     ids = torch.tensor([[IMAGE] * count + [5] * (6 - count) for count in rows])
-    with pytest.raises(UserError, match="image tokens"):
-        PaliGemma(BASE)(ids, torch.zeros(pictures, 3, 28, 28), torch.zeros_like(ids))
+    with pytest.raises(ValueError, match="image tokens" if side == 28 else "pictures"):
+        PaliGemma(BASE)(ids, torch.zeros(n, 3, side, side), torch.zeros_like(ids))
