@@ -98,7 +98,7 @@ def test_intervals_cover_the_truth(runs, spread):
         levels = [[draw.standard_normal(shape) for shape in ((runs, 1), (1, 60), (runs, 60))] for _ in range(4)]
         rows = [estimate(3 + sum(s * level for s, level in zip(spread, of, strict=True))) for of in levels]
         covered += sum(row.low <= 3 <= row.high for row in rows)
-        # as the p-values say, which take half a second for a hundred: the smallest of four is multiplied by four
+        # as the p-values say, which are searched for: Holm multiplies the smallest of four by four
         is_found = any(abs(row.mean - 3) > row.reach(0.025 / 4) for row in rows)
         is_equal = 3 - abs(rows[0].mean) > rows[0].reach(0.05)  # at the margin itself: in 5 % at most
         if number % 20 == 0:
