@@ -8,9 +8,9 @@ import argparse
 from collections.abc import Sequence
 
 from model.common import run_command
-from train.studies import attention, qmamba, text, wings
+from train.studies import attention, dose, qmamba, text, wings
 
-STUDIES = {"wings": wings.main, "qmamba": qmamba.main, "text": text.main}
+STUDIES = {"wings": wings.main, "qmamba": qmamba.main, "text": text.main, "dose": dose.main}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

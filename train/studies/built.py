@@ -9,6 +9,7 @@ It shows that the instrument finds an effect of 15 points where there is one; no
 """
 
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -33,19 +34,20 @@ PREDICTIONS = (
 ORIGINAL = (("split", "built", "better", "the second map removes what both have in common"),)
 
 
-def best_of_one_map(draws: int = 200_000) -> float:
-    """The accuracy in percent of the best bounded map: the class with the largest sum of weights, counted on draws."""
-    counts = np.random.default_rng(0).multinomial(OTHERS, [1 / CLASSES] * CLASSES, size=draws).astype(float)
-    counts[:, 0] += math.e**2
+def best_of_one_map(cap: float = 1.0, others: int = OTHERS, draws: int = 200_000) -> float:
+    """The accuracy in percent of the best map whose logits are within ±cap: the class with the largest sum of weights,
+    counted on draws."""
+    counts = np.random.default_rng(0).multinomial(others, [1 / CLASSES] * CLASSES, size=draws).astype(float)
+    counts[:, 0] += math.exp(2 * cap)
     return 100 * float((counts[:, 0] >= counts.max(axis=1)).mean())
 
 
-def draw(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (rows, OTHERS + 2, H): one-hot classes, a mark, and the question last; and the class of the marked position."""
+def draw(rows: int, seed: int, others: int = OTHERS) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (rows, others + 2, H): one-hot classes, a mark, and the question last; and the class of the marked position."""
     generator = torch.Generator().manual_seed(seed)
-    classes = torch.randint(CLASSES, (rows, OTHERS + 1), generator=generator)
-    marked = torch.randint(OTHERS + 1, (rows, 1), generator=generator)
-    x = torch.zeros(rows, OTHERS + 2, CLASSES + 2)
+    classes = torch.randint(CLASSES, (rows, others + 1), generator=generator)
+    marked = torch.randint(others + 1, (rows, 1), generator=generator)
+    x = torch.zeros(rows, others + 2, CLASSES + 2)
     x[:, :-1, :CLASSES] = F.one_hot(classes, CLASSES)
     x[:, :, CLASSES].scatter_(1, marked, 1.0)
     x[:, -1, -1] = 1
@@ -53,25 +55,33 @@ def draw(rows: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make(job: Job, folder: Path) -> dict:
-    """One kind of attention, all of whose weights are trained from nothing, on examples that all cells share."""
-    torch.manual_seed(job.seed)
-    plain = Attention(CLASSES + 2, 1, 1, WIDTH, scale=WIDTH**-0.5, softcap=1.0)
-    options = {"r": RANK, "alpha": 2.0 * RANK} if "r" in options_of(job.row) else {}
-    attention = KINDS[job.row](plain, 1, **options)
+    """One kind of attention, all of whose weights are trained from nothing, on examples that all cells share.
+
+    The job may change what stands first below, and options of the variant.
+    """
+    changes: dict = {"kind": job.row, "cap": 1.0, "others": OTHERS, "steps": STEPS, "drawn": 0, "one_map": False}
+    changes |= dict(job.changes)
+    kind, cap, others, steps, drawn, one_map = (changes.pop(name) for name in list(changes)[:6])
+    torch.manual_seed(job.seed + drawn)  # another initial value, but the same examples
+    plain = Attention(CLASSES + 2, 1, 1, WIDTH, scale=WIDTH**-0.5, softcap=cap)
+    options = {"r": RANK, "alpha": 2.0 * RANK} if "r" in options_of(kind) else {}
+    attention = KINDS[kind](plain, 1, **options | changes)
+    if one_map:
+        attention.coefficient = partial(torch.zeros, 1)  # λ = 0: of `shared`, plain attention and the norm by head
     optimizer = torch.optim.AdamW(attention.parameters(), job.rate, weight_decay=0.0)
 
     def answer(x: torch.Tensor) -> torch.Tensor:
         return 10 * attention(x, positions=1)[:, 0, :CLASSES]  # at the question: (rows, CLASSES)
 
-    for step in range(STEPS):
-        optimizer.param_groups[0]["lr"] = job.rate * rate_factor(step, STEPS, 0.1, "cosine")
-        x, right = draw(ROWS, (job.seed + 1) * 1_000_003 + step)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = job.rate * rate_factor(step, steps, 0.1, "cosine")
+        x, right = draw(ROWS, (job.seed + 1) * 1_000_003 + step, others)
         F.cross_entropy(answer(x), right).backward()
         optimizer.step()
         optimizer.zero_grad()
     scores = {}
     for seed, split in (1, "validation"), (2, "test"):
-        x, right = draw(TESTS, seed)
+        x, right = draw(TESTS, seed, others)
         scores[split] = {"built": (answer(x).argmax(-1) == right).tolist()}
     return {"scores": scores, "facts": {}}
 

@@ -48,9 +48,9 @@ class Study:
     key: what decides a cell beside its job and the source. beside: by title of a table the controls of each row, whose
     scores are averaged; the first table is the primary one. rates: the first grid; () where each row fixes its rate,
     and no validation split exists. main: the measure of the main difference, which chooses the rates; MEAN: of all with
-    `in_mean`. plain: rows that share a rate. predictions: (row, column, verdict, reason), written before the study
-    runs. lengthen: the name and value of the setting by which controls of the last table train longer. more(run):
-    blocks of the report that no other study has, each a text or a list of lines.
+    `in_mean`. tuning_seeds: that choose the rates. plain: rows that share a rate. predictions: (row, column, verdict,
+    reason), written before the study runs. lengthen: the name and value of the setting by which controls of the last
+    table train longer. more(run): blocks of the report that no other study has, each a text or a list of lines.
     """
 
     name: str
@@ -62,6 +62,7 @@ class Study:
     beside: Mapping[str, Mapping[str, tuple[str, ...]]]
     rates: tuple[float, ...] = ()
     main: str = MEAN
+    tuning_seeds: Sequence[int] = range(TUNING_SEEDS)
     plain: tuple[str, ...] = ()
     needs: Callable[[Job], Sequence[Job]] = lambda job: ()
     lengthen: tuple[str, float] | None = None
@@ -81,8 +82,9 @@ class Study:
 
 @dataclass
 class Run:
-    """tried: validation scores by row and rate. rates: the best ones. cells: by row at these, seed by seed. tables:
-    judged differences by title. used: all results behind the report. parts: studies within."""
+    """tried: validation scores by row and rate. rates: the best ones, or those of another study. cells: by row at
+    these, seed by seed. tables: judged differences by title. used: all results behind the report. parts: studies
+    within."""
 
     study: Study
     out: Path
@@ -120,8 +122,8 @@ class Run:
 
     def compute(self) -> None:
         """Choose the rates, then make the cells of all rows at them, and judge their differences."""
-        self.rates = dict.fromkeys(self.study.rows, 0.0)
-        tuning_seeds = range(min(TUNING_SEEDS, self.seeds))
+        self.rates = self.rates or dict.fromkeys(self.study.rows, 0.0)
+        tuning_seeds = self.study.tuning_seeds[: self.seeds]
         if self.study.rates:
             self.tune(tuning_seeds)
         if self.study.lengthen:

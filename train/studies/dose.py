@@ -1,0 +1,219 @@
+"""Study: do two attention maps help where noise limits one? The dose of noise is a cap of the logits.
+
+    python -m train.compare --rows dose [--quick]
+
+A soft cap c (Gemma 2's) bounds all logits to ±c, so that no weight of a map is more than e^2c times another: the
+smaller c, the more attention a map has to leave on 15 distractors. Each cap is a study with rates of its own, chosen on
+seeds that are not tested. The control is the mean of two plain rows; what these differ by is what equal rows differ by.
+`plain + head norm` is `shared` with λ = 0: A − λ·A = (1 − λ)·A, and the norm by head takes the factor away.
+
+Twice: in the built task (`built.py`), where `best_of_one_map` is exact; and in the decoder of the embedded base, with
+4×4 needles. There attention was learned without a cap, and is lost with one: the base first learns needles, every
+weight of its decoder, while the cap falls. Then rows learn by LoRA under their cap. The place of a needle is not
+random, as classes are, so that an ideal reader could tell it at any cap: the bound says nothing of it.
+"""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from eval import scenes
+from model.attention import attention_modules
+from model.differential import graft, variants_of
+from model.paligemma import PaliGemma
+from model.processor import Processor
+from train.flags import flag, from_values
+from train.optim import count, rate_factor, set_rates, trainable
+from train.settings import Settings
+from train.studies import built, engine, report
+from train.studies.cells import Job
+from train.studies.engine import Run, Study, StudyOptions
+from train.studies.rules import Measure
+from train.studies.training import read_given
+from train.systems.open import load_base, make_optimizer, open_model, rules_of
+from weights.export import export_model
+
+CAPS, MILD = (None, 2.0, 1.0, 0.5, 0.25), 1.0  # by the bound, nothing can be gained from MILD up
+FALLING = (None, None, 8.0, 5.6, 4.0, 2.8, 2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25)  # caps of the base, BASE_STEPS each
+LONGER, TIMES = (None, 0.5), 4  # at these caps also so many times the steps
+OTHERS, TUNING_SEEDS = 15, (100, 101, 102)
+PLAIN = ("plain", "plain again")
+ROWS: dict[str, dict] = {
+    "plain": {"kind": "softmax"},
+    "plain again": {"kind": "softmax", "drawn": 1000},  # other initial values, the same examples
+    "plain + head norm": {"kind": "shared", "one_map": True},
+    "shared": {"kind": "shared"},
+    "twin-small": {"kind": "twin", "mu": 0.25},
+    "v2": {"kind": "v2"},
+    "dex": {"kind": "dex"},
+}
+# Written before any row but plain was run: at caps from MILD up, and below it
+PREDICTED = {row: ("equivalent", "equivalent", "one map") for row in ("plain + head norm", "shared", "dex")}
+PREDICTED |= {row: ("equivalent", "better", "a second map takes away what both have") for row in ("twin-small", "v2")}
+CONTROL = "the mean of both plain rows"
+TASKS = {"built": (300, (0.01, 0.02, 0.04)), "needle": (50, (1.5e-3, 3e-3, 6e-3))}  # steps, and rates to try first
+TESTS = {"validation": 160, "test": 320}  # needles
+POOL, BATCH = 4096, 32  # needles to learn from, and of a step
+BASE_STEPS, BASE = 50, "base"  # a job, from which the rows of needles start
+QUICK = {"caps": ("None", "0.5"), "rows": (*PLAIN, "v2"), "tasks": ("built",), "seeds": 3, "rates": (0.02,)}
+
+
+@dataclass(frozen=True)
+class Options(StudyOptions):
+    seeds: int = flag(6, "runs of each row", least=1, metavar="N")
+    rows: tuple[str, ...] = flag(tuple(ROWS), "(default: all)", choices=[*ROWS], nargs="+")
+    tasks: tuple[str, ...] = flag(tuple(TASKS), "(default: both)", choices=[*TASKS], nargs="+")
+    caps: tuple[str, ...] = flag(tuple(map(str, CAPS)), "of the logits", choices=[*map(str, CAPS)], nargs="+")
+    longer: tuple[str, ...] = flag(tuple(TASKS), "tasks with longer runs too", choices=[*TASKS, "none"], nargs="+")
+
+
+# Needles
+
+
+@cache
+def needles(split: str, count: int) -> tuple:
+    """Rows of 4×4 needles and the features of their pictures, which no row changes."""
+    model, processor = load_base(Settings(device="cpu"), torch.device("cpu")), Processor.from_source("embedded")
+    samples = [scenes.sample("n4o1", split, number) for number in range(count)]
+    pixels = torch.stack([processor.pixels(sample.scene.render()) for sample in samples])
+    with torch.no_grad():
+        features = torch.cat([model.encode_images(part) for part in pixels.split(64)])
+    return processor.pad([processor.row_of(1, [(s.prefix, s.suffix)]) for s in samples]), features
+
+
+def answers(model: PaliGemma, split: str, count: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (rows, 5, V) and tokens (rows, 5) of "row R column C" and the end, each after the right ones before."""
+    batch, features = needles(split, count)
+    known = batch.input_ids[rows], None, batch.token_type_ids[rows], batch.attention_mask[rows]
+    return model(*known, image_features=features[rows], positions_to_keep=6)[:, :-1], batch.input_ids[rows][:, -5:]
+
+
+@torch.no_grad()
+def found(model: PaliGemma, split: str) -> list[float]:
+    """Of each needle of a split 1 where row and column are both the likeliest word."""
+    parts = [answers(model, split, TESTS[split], rows) for rows in torch.arange(TESTS[split]).split(64)]
+    right = torch.cat([logits.argmax(-1) == tokens for logits, tokens in parts])
+    return (right[:, 1] & right[:, 3]).float().tolist()
+
+
+def cap_logits(model: PaliGemma, cap: float | None) -> None:
+    for attention in attention_modules(model.language_model).values():
+        attention.softcap = cap
+
+
+def learn(model: PaliGemma, optimizer: torch.optim.Optimizer, steps: int, schedule: str, seed: int) -> None:
+    """Steps on needles, in an order of the seed."""
+    order = torch.randperm(POOL, generator=torch.Generator().manual_seed(seed)).repeat(-(-steps * BATCH // POOL))
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for step, rows in enumerate(order[: steps * BATCH].split(BATCH)):
+        set_rates(optimizer, rate_factor(step, steps, 0.1, schedule))
+        logits, tokens = answers(model, "train", POOL, rows)
+        F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(learned, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def make_base(folder: Path) -> dict:
+    """Train the decoder of the embedded base on needles while the cap falls; folder/CAP is the base under a cap."""
+    settings = Settings(device="cpu", attention="softmax", full=True, optimizer="muon", lr=0.005)
+    model, known = load_base(settings, torch.device("cpu")).requires_grad_(False), {}
+    optimizer = make_optimizer(model, rules_of(model, settings, {r"language_model\..*": 1.0}), settings)
+    for number, cap in enumerate(FALLING):
+        cap_logits(model, cap)
+        learn(model.train(), optimizer, BASE_STEPS, "constant", number)
+        if cap in CAPS:
+            shutil.rmtree(folder / str(cap), ignore_errors=True)
+            export_model(model, folder / str(cap))
+            known[str(cap)] = found(model.eval(), "validation")
+    return {"scores": {"validation": known}, "facts": {}}
+
+
+def make(job: Job, folder: Path, *base: Path) -> dict:
+    """A row of either task. Rows on needles start from the base under their cap, and learn by LoRA."""
+    changes = dict(job.changes)
+    if job.row == BASE:
+        return make_base(folder)
+    if changes.pop("task") == "built":
+        return built.make(replace(job, changes=tuple(changes.items())), folder)
+    cap, steps, kind, one_map, drawn = (changes.pop(n, None) for n in "cap steps kind one_map drawn".split())
+    option = tuple(f"{name}={value}" for name, value in changes.items())
+    settings = Settings(base=str(base[0] / str(cap)), device="cpu", lr=job.rate, seed=job.seed + (drawn or 0))
+    settings = replace(settings, attention="softmax" if one_map else kind, option=option)
+    if kind == "softmax":
+        settings = replace(settings, r=20, alpha=40.0)  # as many parameters as the largest row
+    model = load_base(settings, torch.device("cpu"))
+    cap_logits(model, cap)
+    if one_map:
+        graft(model, kind, seed=settings.seed)
+        for variant in variants_of(model).values():
+            variant.coefficient = partial(torch.zeros, 1)
+    model, optimizer = open_model(settings, torch.device("cpu"), model)
+    learn(model.train(), optimizer, steps, "cosine", job.seed)
+    scores = {split: {"needle": found(model.eval(), split)} for split in TESTS}
+    return {"scores": scores, "facts": {"parameters": count(trainable(model).values())}}
+
+
+# The studies, one for each dose
+
+
+def doses_of(options: Options) -> list[tuple[str, float | None, int]]:
+    """Task, cap, and how many times the steps; the first needles choose the rates of all."""
+    caps = [None if cap == "None" else float(cap) for cap in options.caps]
+    doses = [(task, cap, 1) for task in options.tasks for cap in caps]
+    return doses + [(task, cap, TIMES) for task in options.longer for cap in caps if cap in LONGER]
+
+
+def study_of(options: Options, task: str, cap: float | None, times: int) -> Study:
+    (steps, rates), is_built = TASKS[task], task == "built"
+    dose = {"task": task, "cap": cap, "steps": times * steps} | ({"others": OTHERS} if is_built else {})
+    measure = Measure(
+        task, range(built.TESTS if is_built else TESTS["test"]), 100 / (built.CLASSES if is_built else 16)
+    )
+    variants = [row for row in options.rows if row not in PLAIN]
+    plain = tuple(row for row in options.rows if row in PLAIN)
+    told = {row: PREDICTED[row] for row in variants}
+    return Study(
+        name=f"dose, {task}, cap {cap}, {times} x",
+        title="Two attention maps at a dose of noise",
+        rows={row: tuple((dose | ROWS[row]).items()) for row in options.rows},
+        make=make,
+        key="",
+        measures={task: measure},
+        beside={CONTROL: dict.fromkeys(variants, plain), "plain, A/A": {plain[-1]: plain[:1]}},
+        rates=options.rates or rates,
+        main=task,
+        tuning_seeds=TUNING_SEEDS,
+        plain=plain,
+        needs=lambda job: [Job(BASE, (), 0.0, 0)] if not is_built and job.row != BASE else [],
+        predictions=tuple((row, task, told[row][(cap or MILD) < MILD], told[row][2]) for row in variants),
+    )
+
+
+def blocks(options: Options, first: Run) -> list:
+    """Compute the other doses, as parts of the first. Longer runs take the rates of shorter ones, and needles of all
+    caps those of the first, whose cells take the most time."""
+    rates = {place_of(*doses_of(options)[0]): first.rates}
+    for task, cap, times in doses_of(options)[1:]:
+        part, place = Run(study_of(options, task, cap, times), first.out, first.jobs, first.seeds), place_of(task, cap)
+        if place in rates:
+            part.rates, part.study = rates[place], replace(part.study, rates=())
+        part.compute()
+        rates[place] = part.rates
+        first.parts.append(part)
+    return []
+
+
+def place_of(task: str, cap: float | None, times: int = 1) -> tuple:
+    return (task, cap) if task == "built" else (task,)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = from_values(Options, read_given(Options, argv, "train.compare --rows dose", __doc__, QUICK))
+    first = replace(study_of(options, *doses_of(options)[0]), more=partial(blocks, options))
+    print(report.write(engine.run(first, options)))
