@@ -59,6 +59,7 @@ CONTROL = "the mean of both plain rows"
 TASKS = {"built": (300, (0.01, 0.02, 0.04)), "needle": (50, (1.5e-3, 3e-3, 6e-3))}  # steps, and rates to try first
 TESTS = {"validation": 160, "test": 320}  # needles
 POOL, BATCH = 4096, 32  # needles to learn from, and of a step
+TUNED = ("plain", "twin-small", "v2")  # rows on needles with rates of their own; the others take that of plain
 BASE_STEPS, BASE = 50, "base"  # a job, from which the rows of needles start
 QUICK = {"caps": ("None", "0.5"), "rows": (*PLAIN, "v2"), "tasks": ("built",), "seeds": 3, "rates": (0.02,)}
 
@@ -166,7 +167,9 @@ def doses_of(options: Options) -> list[tuple[str, float | None, int]]:
     """Task, cap, and how many times the steps; the first needles choose the rates of all."""
     caps = [None if cap == "None" else float(cap) for cap in options.caps]
     doses = [(task, cap, 1) for task in options.tasks for cap in caps]
-    return doses + [(task, cap, TIMES) for task in options.longer for cap in caps if cap in LONGER]
+    return doses + [
+        (task, cap, TIMES) for task in options.tasks if task in options.longer for cap in caps if cap in LONGER
+    ]
 
 
 def study_of(options: Options, task: str, cap: float | None, times: int) -> Study:
@@ -190,6 +193,7 @@ def study_of(options: Options, task: str, cap: float | None, times: int) -> Stud
         main=task,
         tuning_seeds=TUNING_SEEDS,
         plain=plain,
+        tuned=() if is_built else tuple(row for row in TUNED if row in options.rows),
         needs=lambda job: [Job(BASE, (), 0.0, 0)] if not is_built and job.row != BASE else [],
         predictions=tuple((row, task, told[row][(cap or MILD) < MILD], told[row][2]) for row in variants),
     )

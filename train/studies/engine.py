@@ -48,9 +48,10 @@ class Study:
     key: what decides a cell beside its job and the source. beside: by title of a table the controls of each row, whose
     scores are averaged; the first table is the primary one. rates: the first grid; () where each row fixes its rate,
     and no validation split exists. main: the measure of the main difference, which chooses the rates; MEAN: of all with
-    `in_mean`. tuning_seeds: that choose the rates. plain: rows that share a rate. predictions: (row, column, verdict,
-    reason), written before the study runs. lengthen: the name and value of the setting by which controls of the last
-    table train longer. more(run): blocks of the report that no other study has, each a text or a list of lines.
+    `in_mean`. tuning_seeds: that choose the rates. plain: rows that share a rate. tuned: rows whose rates are chosen,
+    if not all; the others take that of plain ones. predictions: (row, column, verdict, reason), written before the
+    study runs. lengthen: the name and value of the setting by which controls of the last table train longer.
+    more(run): blocks of the report that no other study has, each a text or a list of lines.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Study:
     main: str = MEAN
     tuning_seeds: Sequence[int] = range(TUNING_SEEDS)
     plain: tuple[str, ...] = ()
+    tuned: tuple[str, ...] = ()
     needs: Callable[[Job], Sequence[Job]] = lambda job: ()
     lengthen: tuple[str, float] | None = None
     predictions: tuple[tuple[str, str, str, str], ...] = ()
@@ -137,18 +139,21 @@ class Run:
         The grid of all rows grows by factors of 2 until every row's best is inside; a single rate is not searched for.
         Plain rows share theirs: a rate that chance chose for one control makes a difference where there is none.
         """
-        study, rows, grid, more = self.study, list(self.study.rows), [], list(self.study.rates)
+        study, grid, more = self.study, [], list(self.study.rates)
+        rows = list(study.tuned or study.rows)
+        shared = [row for row in study.plain if row in rows] or rows
         tie = TIE * study.columns[study.main].margin
         while more and len(grid) + len(more) <= MOST_RATES:
             grid = sorted([*grid, *more])
             cells = {rate: self.at_rates(dict.fromkeys(rows, rate), seeds) for rate in grid}
             self.tried = {row: {rate: self.worth(cells[rate][row]) for rate in grid} for row in rows}
-            plain = {rate: float(np.mean([self.tried[row][rate] for row in study.plain or rows])) for rate in grid}
+            plain = {rate: float(np.mean([self.tried[row][rate] for row in shared])) for rate in grid}
             for row in rows:
                 scores = plain if row in study.plain else self.tried[row]
                 self.rates[row] = min(rate for rate in grid if scores[rate] >= max(scores.values()) - tie)
             best = self.rates.values() if len(grid) > 1 else ()
             more = [grid[0] / 2] * (grid[0] in best) + [grid[-1] * 2] * (grid[-1] in best)
+            self.rates |= {row: self.rates[shared[0]] for row in study.rows if row not in rows}
 
     def worth(self, cells: Sequence[dict]) -> float:
         """What a rate is chosen by: the main measure of its cells on the validation split; more is better."""
