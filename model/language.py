@@ -71,12 +71,12 @@ class TextModel(LanguageModel):
             graft(self, "split", rope_pairs="fresh", seed=seed)
 
 
-def new_model(preset: str, differential: bool, seed: int = 0) -> TextModel:
+def new_model(preset: str, differential: bool, seed: int = 0, wide: bool = False) -> TextModel:
     """A model of random weights. For one seed, plain and differential models have equal embeddings, norms and MLPs.
 
     Raises UserError for an unknown preset.
     """
     require(preset in TEXT_PRESETS, f"unknown preset {preset!r}: choose one of {', '.join(TEXT_PRESETS)}")
-    model = TextModel(TextModelConfig.of(TEXT_PRESETS[preset], differential), seed)
+    model = TextModel(TextModelConfig.of(TEXT_PRESETS[preset], differential, wide), seed)
     initialize(model, seed)
     return model

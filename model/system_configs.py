@@ -72,9 +72,10 @@ class TextModelConfig(Config):
     differential: bool = False
 
     @classmethod
-    def of(cls, plain: TextConfig, differential: bool) -> "TextModelConfig":
-        """The plain model, or the differential one: half as many heads, each twice as wide (Ye et al. 2024, 2.2)."""
-        maps = 2 if differential else 1
+    def of(cls, plain: TextConfig, differential: bool, wide: bool = False) -> "TextModelConfig":
+        """The plain model, or the differential one: half as many heads, each twice as wide (Ye et al. 2024, 2.2); or
+        the plain one with such heads."""
+        maps = 2 if differential or wide else 1
         heads, key_heads = plain.num_attention_heads // maps, plain.num_key_value_heads // maps
         sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads, "head_dim": maps * plain.head_dim}
         return cls(replace(plain, **sizes), differential)

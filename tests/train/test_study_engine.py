@@ -40,7 +40,7 @@ def make(job, folder):
         first, loss = (draw.random(40) < level).astype(float), 1 - level + draw.random(40)
         perfect = [float(split == "validation" or level > 0.7)] * 40
         scores[split] = {"first": first.tolist(), "loss": loss.tolist(), "perfect": perfect}
-    return {"scores": scores, "facts": {"seconds": 2.0 + (job.row == "better")}}
+    return {"scores": scores, "facts": {}}
 
 
 def study(**changes) -> Study:
@@ -59,7 +59,11 @@ def run(out: Path, jobs: int = 1, seeds: int = 5, **changes) -> engine.Run:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    made = run(tmp_path_factory.mktemp("study"), lengthen=("ratio", 10), predictions=[("better", MEAN, "worse", "why")])
+    made = run(
+        tmp_path_factory.mktemp("study"),
+        lengthen=("ratio", 10, {"better": 1.5}),
+        predictions=[("better", MEAN, "worse", "why")],
+    )
     report.write(made)
     return made
 
@@ -129,6 +133,23 @@ def test_a_run_that_diverges_scores_its_worst(tmp_path):
     scores = made.scores("better")
     assert not scores["first"][3].any() and (scores["loss"][3] == 9).all() and scores["first"][:3].any(1).all()
     assert "- better, seed 3: step 7" in report.write(made)
+
+
+def test_a_margin_may_be_relative_and_a_ladder_has_to_fall(tmp_path):
+    """Breaks when a control that knows little makes all rows equivalent, or a task that grows no harder is counted; or
+    rates are chosen on the runs that are tested, or for rows that take another's."""
+
+    def with_ladder(job, folder):
+        return make(job, folder) | {"facts": {"ladders": {"first": [0.5, 0.6 if rising else 0.4]}}}
+
+    more = {"make": with_ladder, "relative_margin": 0.1, "tuning_seeds": (7, 8), "tuned": ("plain",)}
+    for rising in (True, False):
+        made = run(tmp_path / str(rising), seeds=2, **more)
+        assert (made.tables[POOLED]["better", "first"]["verdict"] == "out of range") is rising
+    known = [made.validation(made.cells[row])["first"] for row in ("plain", "plain too")]
+    assert made.with_margins(("plain", "plain too"))["first"].margin == pytest.approx((np.mean(known) - 25) / 10)
+    assert list(made.tried) == ["plain"] and made.rates["better"] == made.rates["plain"]
+    assert {(job.row, job.seed) for job in made.used if job.rate != made.rates["plain"]} == {("plain", 7), ("plain", 8)}
 
 
 def test_rates_are_chosen_in_the_unit_of_the_score(tmp_path):
@@ -206,4 +227,8 @@ def test_verdicts_are_computed():
     assert verdicts(four, "a") == dict.fromkeys("bcd", "out of range") | {"a": "better"}
     # 2 points from the margin: t 2.86 and 2.11 of 4 degrees, p 0.023 and 0.052
     assert [verdicts({"a": gap(1, error)})["a"] for error in (0.7, 0.95)] == ["equivalent", "undecided"]
+    assert [round(end, 6) for end in rules.exact_interval(8, 10)] == [0.443905, 0.974789]  # scipy's binomtest
+    assert (
+        rules.exact_interval(0, 10) == (0.0, pytest.approx(0.308497, abs=1e-6)) and rules.exact_interval(9, 9)[1] == 1
+    )
     assert [rules.is_inside(score, 25) for score in (30, 37, 96, 97)] == [False, True, True, False]

@@ -5,9 +5,10 @@
     python -m train.compare --base google/paligemma-3b-pt-224 --data vqav2:DIR --coco DIR --captions FILE --rows twin
 
 Every other flag is one of `train.finetune` and holds for all rows. A row stands beside the mean of all plain rows,
-which differ in rank alone; beside plain LoRA of the smallest rank with at least as many trainable parameters; and
-beside the same trained as long. Needles are answered by the likelier word of those asked for: what short runs say
-freely to "Top or Bottom?" tells what they learned of the wording, not of the picture.
+which differ in rank alone; each of these beside the others, which shows what chance does (A/A); beside plain LoRA of
+the smallest rank with at least as many trainable parameters; and beside the same trained as long. Needles are answered
+by the likelier word of those asked for: what short runs say freely to "Top or Bottom?" tells what they learned of the
+wording, not of the picture.
 """
 
 from collections.abc import Sequence
@@ -48,6 +49,7 @@ ROWS: dict[str, dict] = {
 # eval/scenes.py names them: n4d7 is a 4×4 needle with 7 distractors, o1 and o2 are full pictures.
 NEEDLES = {"n2o2": "2×2, two objects each", "n3d8": "3×3, one object each", "n4o1": "4×4, one object each"}
 EXISTENCE = 16  # objects in a picture of POPE's questions
+TIMES = {"split": 1.1, "twin": 1.2, "twin-small": 1.2, "v2": 1.2}  # seconds of a step beside LoRA's, measured once
 DOSES = (0, 1, 3, 7, 11, 15)  # distractors of a 4×4 needle, for the slope of accuracy
 # Written before the study was run, after an earlier run with three seeds.
 PREDICTIONS = (
@@ -135,14 +137,19 @@ def study_of(options: Options) -> Study:
         measures=tasks["test"],
         beside={
             "the mean of all plain rows": dict.fromkeys(by_size, plain),
+            "the other plain rows (A/A)": {row: others for row in plain if (others := without(plain, row))},
             "plain LoRA with at least as many parameters": by_size,
         },
         rates=options.rates or tuple(float(f"{options.lr * factor:.3g}") for factor in (1, 2, 4)),
         plain=plain,
-        lengthen=("samples", options.samples) if options.is_embedded else None,
+        lengthen=("samples", options.samples, TIMES) if options.is_embedded else None,
         predictions=PREDICTIONS,
         more=built.blocks if options.positive else lambda run: [],
     )
+
+
+def without(rows: tuple[str, ...], row: str) -> tuple[str, ...]:
+    return tuple(other for other in rows if other != row)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

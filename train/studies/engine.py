@@ -7,7 +7,6 @@ on, and a change computes only the cells that it changes. `report.write` writes 
 
 import json
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -43,15 +42,18 @@ class StudyOptions:
 class Study:
     """make(job, folder, *folders): trains a cell in its folder and scores it: {"scores": {split: {measure: [score]}},
     "facts": {…}}. folders: of the cells that it `needs`. Facts: "parameters", "seconds" of training, and "unusable",
-    why its rate may not be chosen. A cell that raises Diverged has no scores, and the fact "diverged".
+    why its rate may not be chosen, and "ladders", by measure the validation scores from the easiest number on. A cell
+    that raises Diverged has no scores, and the fact "diverged".
 
     key: what decides a cell beside its job and the source. beside: by title of a table the controls of each row, whose
     scores are averaged; the first table is the primary one. rates: the first grid; () where each row fixes its rate,
     and no validation split exists. main: the measure of the main difference, which chooses the rates; MEAN: of all with
     `in_mean`. tuning_seeds: that choose the rates. plain: rows that share a rate. tuned: rows whose rates are chosen,
     if not all; the others take that of plain ones. predictions: (row, column, verdict, reason), written before the
-    study runs. lengthen: the name and value of the setting by which controls of the last table train longer.
-    more(run): blocks of the report that no other study has, each a text or a list of lines.
+    study runs. lengthen: the name and value of the setting by which controls of the last table train longer, and how
+    many times as long by row: fixed, since a ratio that is measured would choose the control. relative_margin: of what
+    controls have above guessing, in place of the margins. more(run): blocks of the report that no other study has,
+    each a text or a list of lines.
     """
 
     name: str
@@ -67,7 +69,8 @@ class Study:
     plain: tuple[str, ...] = ()
     tuned: tuple[str, ...] = ()
     needs: Callable[[Job], Sequence[Job]] = lambda job: ()
-    lengthen: tuple[str, float] | None = None
+    lengthen: tuple[str, float, Mapping[str, float]] | None = None
+    relative_margin: float | None = None
     predictions: tuple[tuple[str, str, str, str], ...] = ()
     more: Callable[["Run"], list] = lambda run: []
 
@@ -129,7 +132,7 @@ class Run:
         if self.study.rates:
             self.tune(tuning_seeds)
         if self.study.lengthen:
-            self.add_controls_by_time(*self.study.lengthen, tuning_seeds)
+            self.add_controls_by_time(*self.study.lengthen)
         self.cells = self.at_rates(self.rates, range(self.seeds))
         self.tables = {title: self.table(beside) for title, beside in self.study.beside.items()}
 
@@ -164,14 +167,12 @@ class Run:
         mean = float(np.mean([means[name] for name in means if name in names]))
         return -mean if self.study.columns[main].less_is_better else mean
 
-    def add_controls_by_time(self, setting: str, value: float, seeds: Sequence[int]) -> None:
-        """Controls of the last table that train as long as their rows, by the median seconds of the tuning seeds."""
+    def add_controls_by_time(self, setting: str, value: float, ratios: Mapping[str, float]) -> None:
+        """Controls of the last table that train as long as their rows."""
         (title, table), rows, beside = list(self.study.beside.items())[-1], dict(self.study.rows), {}
-        cells = self.at_rates(self.rates, seeds)
-        seconds = {row: statistics.median(cell["facts"].get("seconds", 1.0) for cell in cells[row]) for row in cells}
         for row, (control, *_) in table.items():
-            name, ratio = control, round(seconds[row] / seconds[control], 1)
-            if ratio > 1:
+            name = control
+            if ratio := ratios.get(row):
                 name = f"{control}, {ratio} × steps"
                 rows[name], self.rates[name] = (*rows[control], (setting, round(value * ratio))), self.rates[control]
             beside[row] = (name,)
@@ -205,13 +206,30 @@ class Run:
         for name, measure in self.study.measures.items():
             known = [scores[name] for scores in validation if name in scores]
             if not measure.is_share or not known or is_inside(float(np.mean(known)), measure.chance):
-                usable.append(name)
+                usable += [name] * self.falls(name, controls)
         return usable + [MEAN] * any(name in usable for name in self.study.averaged)
+
+    def falls(self, name: str, controls: Sequence[str]) -> bool:
+        """Whether the last number of a ladder is harder for the controls than the first, or the measure has none."""
+        facts = [of_cell.get("ladders", {}) for row in controls for of_cell in self.facts(row)]
+        ladder = np.mean([of_cell[name] for of_cell in facts if name in of_cell] or [(1.0, 0.0)], axis=0)
+        return bool(ladder[-1] < ladder[0])
+
+    def with_margins(self, controls: Sequence[str]) -> dict[str, Measure]:
+        """The columns; if margins are relative, with that share of what the controls have above guessing."""
+        if not self.study.relative_margin:
+            return self.study.columns
+        known, measures = [self.validation(self.cells[row]) for row in controls], self.study.measures
+        above = {name: np.mean([of[name] for of in known]) - (measures[name].chance or 0.0) for name in known[0]}
+        above[MEAN] = np.mean([above[name] for name in self.study.averaged])
+        share = self.study.relative_margin
+        return {name: replace(c, margin=max(0.0, share * above[name])) for name, c in self.study.columns.items()}
 
     def table(self, beside: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str], dict]:
         """The judged differences, paired by seed and example, by (row, column); in MEAN each measure in range weighs
         the same. The main ones are a family of their own."""
-        study, columns, differences, inside, table = self.study, self.study.columns, {}, set(), {}
+        study, differences, inside, table = self.study, {}, set(), {}
+        columns = self.with_margins([control for controls in beside.values() for control in controls])
         for row, controls in beside.items():
             usable, of_controls = self.in_range(controls), [self.scores(control) for control in controls]
             inside |= {(row, column) for column in usable}

@@ -5,6 +5,7 @@ is better, worse, equivalent within a margin, or undecided; p-values are Holm's 
 fixed before a study runs: seeds that are added until a difference is known would bias it.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -58,6 +59,22 @@ def share_of_range(score: float, chance: float | None) -> float:
 def is_inside(score: float, chance: float | None) -> bool:
     """Whether a measure with this score of the control can show a difference in either direction; both in percent."""
     return INSIDE[0] <= share_of_range(score, chance) <= INSIDE[1]
+
+
+def exact_interval(hits: int, trials: int) -> tuple[float, float]:
+    """The 95 % interval of a share, of few or of runs that differ by all or nothing (Clopper and Pearson 1934)."""
+
+    def root(tail: Callable[[float], float]) -> float:  # where the rising tail is 2.5 %
+        low, high = 0.0, 1.0
+        for _ in range(50):
+            low, high = ((low + high) / 2, high) if tail((low + high) / 2) < 0.025 else (low, (low + high) / 2)
+        return low
+
+    def at_least(least: int, share: float) -> float:
+        return sum(math.comb(trials, n) * share**n * (1 - share) ** (trials - n) for n in range(least, trials + 1))
+
+    low = root(lambda share: at_least(hits, share)) if hits else 0.0
+    return low, 1 - root(lambda share: at_least(trials - hits, share)) if hits < trials else 1.0
 
 
 def judge(

@@ -46,7 +46,7 @@ from train.studies import engine, report
 from train.studies.cells import Job
 from train.studies.engine import Run, Study
 from train.studies.measures import Task, asking, training_records, vqa_task
-from train.studies.rules import Measure
+from train.studies.rules import Measure, exact_interval
 from train.studies.training import StagedOptions, Tasks, ask, key_of, learn, open_on_device, read_stages
 from train.systems.open import open_processor, open_stage
 from train.systems.wings import TEXT_BASE
@@ -201,11 +201,16 @@ def blocks(run: Run) -> list:
     before = run.get([Job(BEFORE, (), 0.0, seed) for seed in range(run.seeds)])
     known, kept, laws = 100 * np.array([cell["facts"][TEXT] for cell in before]), [], []
     for row in run.cells:
-        kept.append([row, interval_text(estimate(run.scores(row)[TEXT] - known), 1, signed=True)])
+        scores = run.scores(row)
+        readers, medians = (scores[PICTURES].mean(1) >= 100 * READ).sum(), np.median(scores[TEXT].mean(1))
+        share = exact_interval(int(readers), run.seeds)
+        reads = f"{readers} of {run.seeds}, {100 * share[0]:.0f} to {100 * share[1]:.0f} %"
+        kept.append([row, interval_text(estimate(scores[TEXT] - known), 1, signed=True), f"{medians:.1f}", reads])
         if facts := run.facts(row):
             groups = np.mean([of_cell["laws"] for of_cell in facts], axis=0).T
             laws.append([row, *(" ".join(f"{share:.0f}" for share in by_layer) for by_layer in groups)])
-    kept, laws = markdown_table(["row", f"{known.mean():.1f} % before"], kept), markdown_table(["row", *GROUPS], laws)
+    titles = ["row", f"{known.mean():.1f} % before", "median, %", f"runs that read {100 * READ:.0f} % of the pictures"]
+    kept, laws = markdown_table(titles, kept), markdown_table(["row", *GROUPS], laws)
     return ["## Text alone, change in points", kept, "## LAWS by layer, % of the attention", laws]
 
 

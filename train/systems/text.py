@@ -45,7 +45,9 @@ class TextSettings(LoopSettings):
 
     text: tuple[str, ...] = flag((), "plain text (default: Python's standard library)", nargs="*", metavar="PATH")
     corpus: str = flag("", "folder of the prepared corpus (default: RUN/corpus)")
-    attention: str = flag("differential", "attention of every layer", choices=["differential", "plain"])
+    attention: str = flag(
+        "differential", "of every layer; wide: plain, of differential heads", choices=["differential", "plain", "wide"]
+    )
     preset: str = flag("tiny", "size of the model", choices=list(TEXT_PRESETS))
     length: int = flag(256, "positions of a row: the longest context", least=SHORTEST, most=2**20)
     batch_size: int = flag(4, "rows of a micro-batch, at most", least=1)
@@ -160,7 +162,8 @@ def learn(
     settings: TextSettings, corpus: Corpus, run: Path, world: World, progress: Progress | None = None
 ) -> tuple[TextModel, Progress]:
     """Train from the newest checkpoint in `run`, if there is one; the model and the run's progress."""
-    model = new_model(settings.preset, settings.attention == "differential", settings.seed).to(world.device)
+    kind = settings.attention
+    model = new_model(settings.preset, kind == "differential", settings.seed, kind == "wide").to(world.device)
     model.set_checkpointing(settings.checkpointing)
     optimizer, order = make_optimizer(model, settings), TextOrder(corpus, settings, "train", world.rank, world.size)
     progress = fit(model, optimizer, order, text_loss, settings, run, world, progress=progress)
