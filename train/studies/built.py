@@ -9,13 +9,16 @@ It shows that the instrument finds an effect of 15 points where there is one; no
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
+from eval.figures import line_chart
 from model.attention import Attention
 from model.differential import KINDS, options_of
 from train.optim import rate_factor
@@ -40,6 +43,15 @@ def best_of_one_map(cap: float = 1.0, others: int = OTHERS, draws: int = 200_000
     counts = np.random.default_rng(0).multinomial(others, [1 / CLASSES] * CLASSES, size=draws).astype(float)
     counts[:, 0] += math.exp(2 * cap)
     return 100 * float((counts[:, 0] >= counts.max(axis=1)).mean())
+
+
+def draw_bound(heads: Sequence[float], others: int) -> Image.Image:
+    """That bound over the cap and the number of others, and heads by their caps, among so many `others`."""
+    caps = [0.25 * step for step in range(1, 45)]
+    lines = {f"{n} others": [(c, best_of_one_map(c, n, 20_000)) for c in caps] for n in (15, 63, 255, 1023)}
+    lines["heads of the base"] = sorted((c, best_of_one_map(c, others, 20_000)) for c in heads)
+    labels = "Best accuracy of one map", "its logits are within ± this", "right answers, %"
+    return line_chart(lines, *labels, marked=["heads of the base"])
 
 
 def draw(rows: int, seed: int, others: int = OTHERS) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ weight of its decoder, while the cap falls. Then rows learn by LoRA under their 
 random, as classes are, so that an ideal reader could tell it at any cap: the bound says nothing of it.
 """
 
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,9 +22,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 from eval import scenes
-from model.attention import attention_modules
+from eval.figures import line_chart, save
+from eval.report import interval_text, markdown_table
+from model.attention import attention_modules, tapped
 from model.differential import graft, variants_of
 from model.paligemma import PaliGemma
 from model.processor import Processor
@@ -175,9 +179,7 @@ def doses_of(options: Options) -> list[tuple[str, float | None, int]]:
 def study_of(options: Options, task: str, cap: float | None, times: int) -> Study:
     (steps, rates), is_built = TASKS[task], task == "built"
     dose = {"task": task, "cap": cap, "steps": times * steps} | ({"others": OTHERS} if is_built else {})
-    measure = Measure(
-        task, range(built.TESTS if is_built else TESTS["test"]), 100 / (built.CLASSES if is_built else 16)
-    )
+    tests, chance = (built.TESTS, 100 / built.CLASSES) if is_built else (TESTS["test"], 100 / 16)
     variants = [row for row in options.rows if row not in PLAIN]
     plain = tuple(row for row in options.rows if row in PLAIN)
     told = {row: PREDICTED[row] for row in variants}
@@ -187,7 +189,7 @@ def study_of(options: Options, task: str, cap: float | None, times: int) -> Stud
         rows={row: tuple((dose | ROWS[row]).items()) for row in options.rows},
         make=make,
         key="",
-        measures={task: measure},
+        measures={task: Measure(task, [0] * tests, chance)},  # the same questions for all: intervals are of runs alone
         beside={CONTROL: dict.fromkeys(variants, plain), "plain, A/A": {plain[-1]: plain[:1]}},
         rates=options.rates or rates,
         main=task,
@@ -200,21 +202,70 @@ def study_of(options: Options, task: str, cap: float | None, times: int) -> Stud
 
 
 def blocks(options: Options, first: Run) -> list:
-    """Compute the other doses, as parts of the first. Longer runs take the rates of shorter ones, and needles of all
-    caps those of the first, whose cells take the most time."""
-    rates = {place_of(*doses_of(options)[0]): first.rates}
-    for task, cap, times in doses_of(options)[1:]:
-        part, place = Run(study_of(options, task, cap, times), first.out, first.jobs, first.seeds), place_of(task, cap)
-        if place in rates:
-            part.rates, part.study = rates[place], replace(part.study, rates=())
-        part.compute()
+    """Compute the other doses, as parts of the first; a table and a figure of each task. Longer runs take the rates of
+    shorter ones, and needles of all caps those of the first, whose cells take the most time."""
+    doses, rates, found = doses_of(options), {}, {}
+    for task, cap, times in doses:
+        part, place = first, (task, cap if task == "built" else "")
+        if (task, cap, times) != doses[0]:
+            part = Run(study_of(options, task, cap, times), first.out, first.jobs, first.seeds)
+            if place in rates:
+                part.rates, part.study = rates[place], replace(part.study, rates=())
+            part.compute()
+            first.parts.append(part)
         rates[place] = part.rates
-        first.parts.append(part)
-    return []
+        known = {row: gap for table in part.tables.values() for (row, _), gap in table.items()}
+        found.setdefault(f"{task}, {times} × steps", {})[cap] = known | {
+            "control": part.validation(part.cells["plain"])
+        }
+    save(built.draw_bound(head_bounds(), OTHERS), first.out / "bound.png")
+    tables = []
+    for title, by_cap in found.items():
+        save(draw_gaps(title, by_cap), first.out / f"dose-{title.partition(',')[0]}{title[-9]}.png")
+        body = [[row, *(spell(gaps[row]) for gaps in by_cap.values())] for row in next(iter(by_cap.values()))]
+        tables += [f"## {title}", markdown_table(["row", *(f"cap {cap}" for cap in by_cap)], body)]
+    return tables
 
 
-def place_of(task: str, cap: float | None, times: int = 1) -> tuple:
-    return (task, cap) if task == "built" else (task,)
+def spell(gap: dict) -> str:
+    """A judged difference; of the control the score on validation."""
+    return (
+        f"{interval_text(gap, 1, signed=True)} {gap['verdict']}" if "verdict" in gap else f"{[*gap.values()][0]:.1f} %"
+    )
+
+
+# Figures
+
+
+def draw_gaps(title: str, by_cap: dict[float | None, dict[str, dict]]) -> Image.Image:
+    """Differences to the plain rows over the cap, with intervals; `plain again` is the difference of equal rows."""
+    rows = [row for row in next(iter(by_cap.values())) if row != "control"]
+    points = {row: [(cap or 4.0, gaps[row]) for cap, gaps in by_cap.items()] for row in rows}
+    lines = {row: sorted((x, gap["mean"]) for x, gap in of_row) for row, of_row in points.items()}
+    bars = {row: [(x, gap["low"], gap["high"]) for x, gap in of_row] for row, of_row in points.items()}
+    labels = title, "cap of the logits, 4: none", "points beside plain rows"
+    return line_chart(lines, *labels, marked=rows, log_x=True, bars=bars)
+
+
+@torch.no_grad()
+def head_bounds() -> list[float]:
+    """Of each head of the base's decoder half of what the logit of the needle's patch has above the mean of the 15
+    others', at the word where that is largest; the mean over 64 needles. A map bounded to ±c has at most c."""
+    model, weights = load_base(Settings(device="cpu"), torch.device("cpu")).eval(), []
+    batch, count = needles("validation", 64)[0], 64
+    with tapped({attention: weights.append for attention in attention_modules(model.language_model).values()}):
+        answers(model, "validation", count, torch.arange(count))
+    image = batch.input_ids == model.config.image_token_id
+    patches = image.nonzero()[:, 1].view(count, 1, 1, 16)
+    hidden = (image | (batch.attention_mask == 0) | (batch.token_type_ids > 0))[:, None]
+    bounds = []
+    for of_layer in weights:  # (B, N, S, S); logarithms of weights differ as logits do
+        logits = of_layer.clamp(min=1e-38).log()
+        logits = logits.gather(3, patches.expand(*logits.shape[:3], 16))
+        needle = logits[torch.arange(count), :, :, torch.arange(count) % 16]  # needles take the places in turn
+        gaps = (needle - (logits.sum(-1) - needle) / OTHERS) / 2
+        bounds += gaps.masked_fill(hidden, -math.inf).amax(-1).mean(0).tolist()
+    return bounds
 
 
 def main(argv: Sequence[str] | None = None) -> None:
