@@ -1,0 +1,63 @@
+"""The dose of noise: the bound by hand, the row without a second map, and both tasks end to end on tiny cells."""
+
+import pytest
+import torch
+
+from model.attention import attention_modules, tapped
+from model.differential import graft, variants_of
+from tests.reference import relative_error
+from tests.runs import read_cells
+from train import compare
+from train.studies import built, cells, dose
+from weights.load import load_model
+
+
+def test_the_bound_of_one_map_by_hand():
+    """Breaks when the best map is counted as worse, or better, than it can be."""
+    assert built.best_of_one_map(0.25, 1) == 100  # the weight of the marked position is e^0.5, 1.6 times another's
+    assert built.best_of_one_map(0.25, 2) == pytest.approx(100 * (1 - 7 / 64), abs=0.3)  # both others of one class
+    assert built.best_of_one_map(0.4, 2) == 100  # e^0.8 is above 2
+
+
+@torch.no_grad()
+def test_a_cap_bounds_every_weight():
+    """Breaks when a decoder's layer has no cap, or another one: no visible weight is more than e^2c times another."""
+    model, weights = load_model("embedded").eval(), []
+    dose.cap_logits(model, 0.25)
+    with tapped(dict.fromkeys(attention_modules(model.language_model).values(), weights.append)):
+        dose.answers(model, "test", 32, torch.arange(32))
+    ratios = [float(of.max(-1).values.div(of.masked_fill(of == 0, 1).min(-1).values).max()) for of in weights]
+    assert len(ratios) == 4 and all(1.6 < ratio <= 2.71828**0.5 + 1e-4 for ratio in ratios)
+
+
+@torch.no_grad()
+def test_shared_is_plain_attention_with_a_norm():
+    """Breaks when the row without a second map is another model than `shared`: A − λ·A = (1 − λ)·A."""
+    model, samples = load_model("embedded").eval(), torch.arange(32)
+    graft(model, "shared", seed=3)
+    assert all(0.1 < variant.coefficient().item() < 0.9 for variant in variants_of(model).values())
+    shared, _ = dose.answers(model, "test", 32, samples)
+    for variant in variants_of(model).values():
+        built.without_second_map(variant)
+    assert 0 < relative_error(dose.answers(model, "test", 32, samples)[0], shared) < 1e-3  # ε in the norm
+
+
+@pytest.mark.long
+def test_both_tasks_from_end_to_end(tmp_path, monkeypatch, capsys):
+    """Breaks when a dose is not that of its cell, rates come from runs that are tested, or a cell is made twice."""
+    tiny = {"FALLING": (None, 0.5), "BASE_STEPS": 2, "POOL": 64, "TESTS": {"validation": 32, "test": 32}}
+    tiny |= {"TASKS": {"built": (20, (0.01,)), "needle": (2, (3e-3,))}, "TUNING_SEEDS": (100,)}
+    for name, value in tiny.items():
+        monkeypatch.setattr(dose, name, value)
+    rows = ["plain", "plain again", "plain + head norm", "v2"]
+    command = ["--rows", "dose", "--caps", "None", "0.5", "--seeds", "2", "--jobs", "1", "--out", str(tmp_path)]
+    monkeypatch.setitem(compare.STUDIES, "dose", lambda argv: dose.main([*argv, "--rows", *rows]))
+    compare.main(command)
+    text, lines = capsys.readouterr().out, read_cells(tmp_path / "comparison.csv")
+    assert "## needle, 1 × steps" in text and len(list(tmp_path.glob("*.png"))) == 5
+    assert len({line.study for line in lines}) == 2 * (2 + 2) and {line.seed for line in lines} == {0, 1, 100}
+    base = (tmp_path / "cells").glob("*/0.5/model.safetensors")
+    assert len(list(base)) == 1
+    monkeypatch.setattr(cells, "compute", None)
+    compare.main(command)
+    assert capsys.readouterr().out == text
