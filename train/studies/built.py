@@ -2,8 +2,8 @@
 
 A narrow head has to read the class of one marked position among 63 others of random classes. Its logits are bounded to
 ±1 (a soft cap): the marked position gets at most e² times the weight of another, and the sum over the others is noise.
-The best that one map and a linear reader can do is 84.7 %. A map minus another one removes what they have in common, and reaches 100 %.
-The rules of all studies have to find this, and nothing of dex, which has one map.
+The best that one map and a linear reader can do is 84.7 %. A map minus another one removes what they have in common,
+and reaches 100 %. The rules of all studies have to find this, and nothing of dex, which has one map.
 
 It shows that the instrument finds an effect of 15 points where there is one; not that real tasks have one.
 """
@@ -38,8 +38,8 @@ ORIGINAL = (("split", "built", "better", "the second map removes what both have 
 
 
 def best_of_one_map(cap: float = 1.0, others: int = OTHERS, draws: int = 200_000) -> float:
-    """The accuracy in percent of the best map with logits within ±cap and a linear reader: the class with the largest sum of weights,
-    counted on draws."""
+    """The accuracy in percent of the best map with logits within ±cap, and of a linear reader: the class with the
+    largest sum of weights, counted on draws."""
     counts = np.random.default_rng(0).multinomial(others, [1 / CLASSES] * CLASSES, size=draws).astype(float)
     counts[:, 0] += math.exp(2 * cap)
     return 100 * float((counts[:, 0] >= counts.max(axis=1)).mean())
