@@ -36,10 +36,11 @@ def axis(values: Sequence[float], start: float, end: float) -> tuple[list[float]
 
 
 def line_chart(
-    series: Mapping[str, Sequence[Point]], title="", x_label="", y_label="", *, pale=(), marked=()
+    series: Mapping[str, Sequence[Point]], title="", x_label="", y_label="", *, pale=(), marked=(), bars=()
 ) -> Image.Image:
     """Named series of (x, y) as lines, a single point as a dot; those named in `pale` are thin, those in `marked` have
-    a dot at each point. Points that are not finite break the line. Raises UserError if no point is left."""
+    a dot at each point. bars: of some series, intervals (x, low, high) to draw upright. Points that are not finite
+    break the line. Raises UserError if no point is left."""
 
     def visible(point: Point) -> bool:
         return all(map(math.isfinite, point))
@@ -51,7 +52,8 @@ def line_chart(
     left, right, top, bottom = 66, WIDTH - 22 - legend, 46 if title else 18, HEIGHT - 52
     sheet = Canvas(WIDTH, HEIGHT)
     x_marks, to_x = axis([x for x, _ in drawn], left, right)
-    y_marks, to_y = axis([y for _, y in drawn], bottom, top)
+    ends = [end for of_series in dict(bars).values() for _, *both in of_series for end in both]
+    y_marks, to_y = axis([y for _, y in drawn] + ends, bottom, top)
     for mark in y_marks:
         sheet.line([(left, to_y(mark)), (right, to_y(mark))], GRID)
         sheet.text(left - 8, to_y(mark), spell_number(mark), 12, anchor="rm")
@@ -74,6 +76,9 @@ def line_chart(
                 sheet.line(line, color, thick)
             for point in line if len(line) == 1 or name in marked else ():
                 sheet.dot(*point, 3, color)
+        for x, low, high in dict(bars).get(name, ()):
+            x = to_x(x) + 2 * number  # side by side
+            sheet.line([(x, to_y(low)), (x, to_y(high))], color)
         if legend:
             y = top + 10 + 20 * number
             sheet.line([(right + 14, y), (right + 34, y)], color, 2.5)

@@ -16,10 +16,11 @@ import numpy as np
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
-from eval.figures import GRID, SERIES, SOFT, Canvas, line_chart, save  # noqa: E402
+from eval.figures import GRID, SERIES, SOFT, Canvas, save  # noqa: E402
 from eval.report import interval_text, markdown_table  # noqa: E402
-from eval.statistics import Estimate, estimate  # noqa: E402
 from model.common import write_text  # noqa: E402
+from train.chart import line_chart  # noqa: E402
+from train.estimates import Estimate, estimate  # noqa: E402
 from train.studies import built, dose  # noqa: E402
 
 Scores = dict[tuple[str, str, str], dict[int, float]]  # percent by seed, of (study, row, measure)
@@ -115,12 +116,12 @@ def draw_seeds() -> None:
         text, pictures = scores["wings", row, "text"], scores["wings", row, "pictures"]
         for seed in text:
             sheet.dot(70 + 4.2 * pictures[seed], 280 - 2.3 * text[seed], 5, SERIES[number])
-        sheet.text(400, 230 + 20 * number, row, 12, SERIES[number])
+        sheet.text(400, 230 + 20 * number, row, 12, SERIES[number], "lm")
     for mark in range(0, 101, 20):
         sheet.text(62, 280 - 2.3 * mark, f"{mark}", 11, SOFT, "rm")
         sheet.text(70 + 4.2 * mark, 292, f"{mark}", 11, SOFT, "mm")
         sheet.line([(70, 280 - 2.3 * mark), (490, 280 - 2.3 * mark)], GRID, 0.5)
-    sheet.text(280, 314, "pictures read, %", 12, anchor="mm")
+    sheet.text(280, 314, "pictures read, %")
     sheet.upright(20, 160, "text kept, %")
     save(sheet.finish(), HERE / "seeds.png")
 

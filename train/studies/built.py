@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from eval.figures import line_chart
 from model.attention import Attention
 from model.differential import KINDS, Differential, options_of
+from train.chart import line_chart
 from train.optim import rate_factor
 from train.studies import report
 from train.studies.cells import Job

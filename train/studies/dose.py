@@ -25,12 +25,13 @@ import torch.nn.functional as F
 from PIL import Image
 
 from eval import scenes
-from eval.figures import line_chart, save
+from eval.figures import save
 from eval.report import interval_text, markdown_table
 from model.attention import attention_modules, tapped
 from model.differential import graft, variants_of
 from model.paligemma import PaliGemma
 from model.processor import Processor
+from train.chart import line_chart
 from train.flags import flag, from_values
 from train.optim import count, rate_factor, set_rates, trainable
 from train.settings import Settings
@@ -234,11 +235,11 @@ def blocks(options: Options, first: Run) -> list:
 def draw_gaps(title: str, by_cap: dict[float | None, dict[str, dict]]) -> Image.Image:
     """Differences to the plain rows over the cap, with intervals; `plain again` is the difference of equal rows."""
     rows = next(iter(by_cap.values()))
-    points = {row: [(cap or 4.0, gaps[row]) for cap, gaps in by_cap.items()] for row in rows}
+    points = {row: [(math.log2(cap or 4.0), gaps[row]) for cap, gaps in by_cap.items()] for row in rows}
     lines = {row: sorted((x, gap["mean"]) for x, gap in of_row) for row, of_row in points.items()}
     bars = {row: [(x, gap["low"], gap["high"]) for x, gap in of_row] for row, of_row in points.items()}
-    labels = title, "cap of the logits, 4: none", "points beside plain rows"
-    return line_chart(lines, *labels, marked=rows, log_x=True, bars=bars)
+    labels = title, "binary logarithm of the cap, 2: none", "points beside plain rows"
+    return line_chart(lines, *labels, marked=rows, bars=bars)
 
 
 @torch.no_grad()
