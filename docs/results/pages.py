@@ -89,7 +89,8 @@ def draw_doses() -> None:
     scores, found = read("dose"), defaultdict(dict)
     for study in dict.fromkeys(place[0] for place in scores):
         task, cap, times = re.fullmatch(r"dose, (\w+), cap ([\w.]+), (\d) x", study).groups()  # pyright: ignore
-        gaps = {row: gap(scores, study, row, controls, task) for row, controls in BESIDE["dose"].items()}
+        known = {row: beside for row, beside in BESIDE["dose"].items() if (study, row, task) in scores}
+        gaps = {row: gap(scores, study, row, beside, task) for row, beside in known.items()}
         found[task, times][None if cap == "None" else float(cap)] = {row: g._asdict() for row, g in gaps.items()}
     for (task, times), by_cap in found.items():
         title = f"{'Built task' if task == 'built' else 'Needle in the embedded base'}, {times} x the steps"
