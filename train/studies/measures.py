@@ -68,7 +68,9 @@ def trial_task(title: str, trials: Sequence[NeedleTest], protocol: str, **more) 
 
 
 def score_trials(protocol: str, asks: Sequence[Question], answers: Sequence) -> list[float]:
-    return [float(sum(row.scores.values())) for row in needle.rows_of(asks, answers, protocol)]
+    benchmark = needle.Needle()
+    benchmark.protocol = protocol
+    return [float(sum(row.scores.values())) for row in benchmark.rows(asks, answers)]
 
 
 def vqa_task(settings: Settings, split: str, limit: int | None, scoring: str = "official") -> Task:
