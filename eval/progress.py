@@ -10,10 +10,8 @@ class Bar(tqdm):
 
     def __init__(self, *args, **options):
         self.is_log, self.tenth = not sys.stderr.isatty(), 0
-        if self.is_log:
-            layout = "{desc}: {percentage:3.0f} % {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-            options |= {"mininterval": 1, "bar_format": layout}  # seconds
-        super().__init__(*args, **options)
+        layout = "{desc}: {percentage:3.0f} % {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+        super().__init__(*args, **options, **({"mininterval": 1, "bar_format": layout} if self.is_log else {}))
 
     def display(self, msg=None, pos=None):
         if not self.is_log:

@@ -34,10 +34,6 @@ class World:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def totals(self, *values: float) -> list[float]:
-        """The sum of each value over all processes."""
-        return [sum(column) for column in zip(*self.gather(values), strict=True)]
-
     def gather(self, value) -> list:
         """The `value` of every process, by rank, on the CPU, so that no process waits for its GPU."""
         if self.size == 1:

@@ -25,7 +25,7 @@ class Estimate(NamedTuple):
     error: float
     freedom: float
     shared_error: float = 0.0
-    shared_freedom: float = math.inf
+    shared_freedom: float = 1.0
 
     @property
     def p(self) -> float:
@@ -79,7 +79,7 @@ def estimate(scores, groups: Sequence[int | str] | None = None) -> Estimate:
     squares /= np.maximum(degrees, 1)
     parts = [(squares[0], runs - 1), (max(squares[1] - squares[2], 0.0), number - 1)]
     parts = [(math.sqrt(part / (runs * number)), freedom) for part, freedom in parts if part > 1e-24 * max(1, mean**2)]
-    result = Estimate(mean, mean, mean, *sum(parts, ()) or (0.0, math.inf))
+    result = Estimate(mean, mean, mean, *sum(parts, ()) or (0.0, 1.0))
     half = result.reach(0.025)
     return result._replace(low=mean - half, high=mean + half)
 
@@ -97,29 +97,21 @@ def slope_scores(x, scores) -> np.ndarray:
 
 def holm(values: Sequence[float]) -> list[float]:
     """p-values adjusted for their number: at most 5 % of all tables have one below 0.05 by chance."""
-    adjusted, largest = [0.0] * len(values), 0.0
-    for rank, place in enumerate(sorted(range(len(values)), key=values.__getitem__)):
-        largest = max(largest, min(1.0, (len(values) - rank) * values[place]))
-        adjusted[place] = largest
-    return adjusted
+    order = np.argsort(values)
+    steps = np.arange(len(values), 0, -1) * np.take(values, order)
+    return np.minimum(1.0, np.maximum.accumulate(steps))[np.argsort(order)].tolist()
 
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(100)
 
 
 def t_tail(t: float, freedom: float) -> float:
-    """P(T > t) of Student's t. With t = √f·tan θ the density is c·cos^(f − 1) θ, which Gauss-Legendre integrates: up to
-    t = 1 from 0; beyond it, where digits would cancel, the tail, to where the integrand has fallen to e⁻⁵⁰ of its first
-    value."""
-    if math.isinf(freedom):
-        return 0.5 * math.erfc(t / math.sqrt(2))
-    end = math.atan2(abs(t), math.sqrt(freedom))
-    is_far = abs(t) > 1
-    last = math.acos(math.cos(end) * math.exp(-50 / (freedom - 1))) if freedom > 1 else math.pi / 2
-    start, stop = (end, last) if is_far else (0.0, end)
-    angles = start + (stop - start) * (_NODES + 1) / 2
-    area = float(np.cos(angles) ** (freedom - 1) @ _WEIGHTS) * (stop - start) / 2 * _t_scale(freedom)
-    above = area if is_far else 0.5 - area
+    """P(T > t) of Student's t. With t = √f·tan θ the density is c·cos^(f − 1) θ, which Gauss-Legendre integrates from
+    |t| on, to where it has fallen to e⁻⁵⁰ of its first value."""
+    start = math.atan2(abs(t), math.sqrt(freedom))
+    end = math.acos(math.cos(start) * math.exp(-50 / (freedom - 1))) if freedom > 1 else math.pi / 2
+    angles = start + (end - start) * (_NODES + 1) / 2
+    above = float(np.cos(angles) ** (freedom - 1) @ _WEIGHTS) * (end - start) / 2 * _t_scale(freedom)
     return above if t >= 0 else 1 - above
 
 
@@ -132,9 +124,7 @@ def t_point(p: float, freedom: float) -> float:
     """The t with P(T > t) = p ≤ 0.5, by Newton's method: the tail is convex from 0 on, so a step back is rounding."""
     t, step = 0.0, 1.0
     while step > 1e-12 * (1 + t):
-        density = math.exp(-t * t / 2) / math.sqrt(2 * math.pi)
-        if not math.isinf(freedom):
-            density = _t_scale(freedom) / math.sqrt(freedom) * (1 + t * t / freedom) ** (-(freedom + 1) / 2)
+        density = _t_scale(freedom) / math.sqrt(freedom) * (1 + t * t / freedom) ** (-(freedom + 1) / 2)
         step = (t_tail(t, freedom) - p) / density
         t += step
     return t

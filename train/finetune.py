@@ -28,14 +28,15 @@ from model.common import UserError, run_command, shown, write_text
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from train.checkpoint import Progress, atomic_folder, newest_progress
+from train.data.batches import Order
 from train.data.sources import MEMORY, held_records, read_records
 from train.distributed import World, is_sharded, joined_world
 from train.optim import count, trainable
 from train.run import MEASURED, data_fingerprints, draw_loss, read_metrics, run_folder, set_origin
-from train.settings import Arguments, Settings, parse, run_stem
-from train.supervised import make_order, train_on
+from train.settings import RECIPES, Arguments, Settings, parse, run_stem
+from train.supervised import train_on
 from train.systems.open import load_start, open_model, open_processor, open_trained, write_trained
-from train.validation import Metric, evaluate, open_held_out
+from train.validation import Metric, open_held_out
 
 
 class FineTuned(NamedTuple):
@@ -68,27 +69,21 @@ def finetune(
     names = "step loss lr gradient_norm held_out_loss exact_match vqa_accuracy AP lambda map_distance".split()
     if taken := {*MEASURED, *names} & {*metrics}:
         raise UserError(f"metrics: {', '.join(taken)} stands in metrics.jsonl for something else: choose another name")
-    settings, arguments, memory = read_call({"data": data, "eval_data": eval_data}, flags)
-    return fine_tune(settings, arguments, memory, on_log, metrics)
-
-
-def read_call(data: Mapping[str, Any], flags: Mapping[str, Any]) -> tuple[Settings, Arguments, dict[str, list[Record]]]:
-    """The settings of a call of `finetune`, and the records of its examples by their source in the settings."""
-    flags = flags | {name: Path(flags[name]) for name in ("out", "resume") if flags.get(name)}
-    memory: dict[str, Any] = {}
-    for name, value in data.items():
+    flags |= {name: Path(flags[name]) for name in ("out", "resume") if flags.get(name)}
+    examples: dict[str, Any] = {}
+    for name, value in (("data", data), ("eval_data", eval_data)):
         if isinstance(value, str | Path) or value is not None and len(value) and isinstance(value[0], str):
             flags[name] = [str(value)] if isinstance(value, str | Path) else [*value]
         elif value is not None:
-            memory[f"{MEMORY}{name}"] = value
+            examples[f"{MEMORY}{name}"] = value
             flags |= {} if flags.get("resume") else {name: [f"{MEMORY}{name}"]}
     settings, arguments = parse(flags)
     if arguments.plan or arguments.show_batch:
         raise UserError("plan and show_batch print instead of training: call the command, python -m train.finetune")
-    if memory.keys() - {*settings.data, *settings.eval_data}:
+    if examples.keys() - {*settings.data, *settings.eval_data}:
         raise UserError("resume: the run has its data from files: leave data and eval_data out")
-    folder = settings.images or "."
-    return settings, arguments, {name: held_records(of, name[len(MEMORY) :], folder) for name, of in memory.items()}
+    memory = {name: held_records(of, name[len(MEMORY) :], settings.images or ".") for name, of in examples.items()}
+    return fine_tune(settings, arguments, memory, on_log, metrics)
 
 
 def fine_tune(
@@ -98,7 +93,7 @@ def fine_tune(
     on_log: Callable[[int, dict], object] | None = None,
     metrics: Mapping[str, Metric] = {},
 ) -> FineTuned:
-    """The whole run: data, model, loop, summary. memory: of `read_call`; on_log and metrics: of `finetune`."""
+    """The whole run: data, model, loop, summary. memory: the records of `finetune`'s examples, by their source."""
     stem = run_stem(settings)
     with joined_world(settings.device) as world, run_folder(arguments, settings, stem, "train.finetune", world) as run:
         outline, _ = open_model(settings, torch.device("meta"))  # mistakes are reported before weights are read
@@ -106,20 +101,20 @@ def fine_tune(
         processor, files = open_processor(settings, outline)
         progress = world.gather(newest_progress(run))[0] or Progress(world.size)
         begins, results = progress.step == 0, progress.results
-        order = make_order(records, processor, settings, world, progress.processes)
-        held_out = open_held_out(settings, processor, world, memory, metrics) if settings.evaluate else None
+        order = Order(records, processor, settings, world, progress.processes)
+        held_out = open_held_out(settings, processor, world, memory, metrics)
 
         model = load_start(settings, world.device)
         print_start(outline, settings, world)
-        if begins and settings.evaluate:
-            results["before"] = evaluate(model, processor, settings, "before", world, held_out)
+        if begins and held_out:
+            results["before"] = held_out.test(model, "before")
         model, optimizer = open_model(settings, world.device, model)
         model.base_fingerprint = adapter.fingerprint(model)  # which every saved adapter stores
         if world.is_first:
             fingerprints = {"base": model.base_fingerprint, **data_fingerprints(records)}
             set_origin(run, progress, settings, fingerprints, arguments.allow_changed)
-        if begins and settings.evaluate and settings.is_grafted:
-            results["start"] = evaluate(model, processor, settings, "start", world, held_out)
+        if begins and held_out and settings.is_grafted:
+            results["start"] = held_out.test(model, "start")
         if begins and settings.align:
             from train.align import align
 
@@ -132,14 +127,13 @@ def fine_tune(
         result = run / "model" if settings.writes_model else run
         with atomic_folder(result, world) if settings.writes_model else nullcontext(run) as folder:
             write_trained(model, folder, settings, world, files)
-        if settings.evaluate:
-            if is_sharded(model):
-                del model, optimizer, validate
-                model = open_trained(settings, result, world.device)
-            results["after"] = evaluate(model, processor, settings, "after", world, held_out)
         from train.summary import print_summary, summarize, trained, write_answers
 
         if held_out:
+            if is_sharded(model):
+                model = optimizer = validate = None
+                model = open_trained(settings, result, world.device)
+            results["after"] = held_out.test(model, "after")
             if settings.keep_best and progress.best and progress.best.since:
                 model = optimizer = validate = None  # one model at a time: it may be as large as the memory
                 model = open_trained(settings, run / "best", world.device)
@@ -152,21 +146,17 @@ def fine_tune(
         if world.is_first:
             write_text(run / "summary.json", json.dumps(summary, indent=1) + "\n")
             draw_loss(run)
-            answers = write_answers(run, held_out, results) if held_out else []
-            print_summary(summary, results, settings, run, answers)
+            if held_out:
+                write_answers(run, held_out, results)
+            print_summary(summary, results, settings, run)
         return FineTuned(run, summary, read_metrics(run), model.eval(), processor)
 
 
 def print_recipe(settings: Settings) -> None:
-    """The recipe that the base or the data have chosen, and what it means."""
-    notes = {
-        "own": "own pictures, so that every weight learns after a new vision tower; --recipe lora has a graft",
-        "one-gpu": "a base of published size, so {step_batch} rows a step, {batch_size} at a time, rate {lr:g}, "
-        "warm-up {warmup:g}, checkpointing {checkpointing}, {dtype}; a flag changes each",
-        "paligemma": "every weight, {step_batch} rows a step, rate {lr:g}, {epochs} epochs, as its authors",
-    }
-    if note := notes.get(settings.recipe):
-        print(f"recipe {settings.recipe}: {note.format_map(vars(settings))}", flush=True)
+    """The recipe that the flags, the base or the data have chosen."""
+    if chosen := RECIPES.get(settings.recipe):
+        values = ", ".join(f"{name} {getattr(settings, name)}" for name in chosen)
+        print(f"recipe {settings.recipe}: {values}; a flag changes each", flush=True)
 
 
 def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:

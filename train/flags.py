@@ -58,14 +58,11 @@ def field_kind(settings: type, field: dataclasses.Field) -> type:
     return typing.get_origin(hint) or hint
 
 
-def read_flags(
-    options: type[Settings], program: str, description: str | None, argv: Sequence[str] | None, quick: Mapping = {}
-) -> Settings:
-    """The flags of a command that has no others. quick: other defaults with the flag --quick. Raises UserError."""
+def read_flags(options: type[Settings], program: str, description: str | None, argv: Sequence[str] | None) -> Settings:
+    """The flags of a command that has no others. Raises UserError."""
     parser = FlagParser(prog=f"python -m {program}", description=description)
     add_flags(parser, options)
-    given = vars(parser.parse_args(argv))
-    return from_values(options, {**quick, **given} if given.get("quick") else given)
+    return from_values(options, vars(parser.parse_args(argv)))
 
 
 def from_values(settings: type[Settings], values: Mapping[str, object], where: str = "") -> Settings:

@@ -6,7 +6,7 @@ An order has `total`, the number of steps, and `steps(first, workers, pin)`: thi
 
 import math
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, takewhile
@@ -93,8 +93,9 @@ def fit(
                 losses.append(value.detach())
             if tokens:
                 scaler.unscale_(optimizer)
-            *losses, norm = clip_and_read(trainable(model).values(), losses, settings.clip)
-            loss_sum, stopping = world.totals(sum(losses), float(bool(received)))
+            norm = gathered(nn.utils.clip_grad_norm_(trainable(model).values(), settings.clip or math.inf))
+            *losses, norm = torch.stack([*losses, norm]).float().tolist()  # read from the device at once
+            loss_sum, stopping = map(sum, zip(*world.gather((sum(losses), len(received))), strict=True))
             # a scaler leaves infinite steps out itself
             check_finite(loss_sum, losses, step, micros, world, 0.0 if scaler.is_enabled() else norm)
             set_rates(optimizer, rate_factor(step, order.total, settings.warmup, settings.schedule))
@@ -109,7 +110,7 @@ def fit(
             log.write(record)
             if on_log and world.is_first:
                 on_log(step, record)
-            is_last = stopping or progress.step == order.total or progress.stopped is not None
+            is_last = stopping or progress.step in (order.total, progress.stopped)
             if is_last or progress.step % settings.checkpoint_every == 0:
                 log.sync()
                 progress.scaler = scaler.state_dict()
@@ -127,16 +128,14 @@ def count_records(micros: Sequence, progress: Progress, max_bad: int, world: Wor
 
     Raises UserError for more than `max_bad` unusable records.
     """
-    bad = [line for micro in micros for line in micro.bad]
-    samples, tokens = sum(len(micro.names) for micro in micros), sum(micro.tokens for micro in micros)
-    samples, tokens, count = world.totals(samples, tokens, len(bad))
-    progress.samples += int(samples)
-    progress.empty_steps += not tokens
-    if count:  # every epoch reports a record again
-        progress.bad = list(dict.fromkeys([*progress.bad, *chain.from_iterable(world.gather(bad))]))
+    shares = chain.from_iterable(world.gather([(len(micro.names), micro.tokens, micro.bad) for micro in micros]))
+    samples, tokens, bad = zip(*shares, strict=True)
+    progress.samples += sum(samples)
+    progress.empty_steps += not any(tokens)
+    progress.bad = list(dict.fromkeys(chain(progress.bad, *bad)))  # every epoch reports a record again
     if len(progress.bad) > max_bad:
         raise UserError(f"more unusable records than --max-bad {max_bad}: raise it; the last: {progress.bad[-1]}")
-    return int(tokens)
+    return sum(tokens)
 
 
 def check_finite(total: float, losses: Sequence[float], step: int, micros: Sequence, world: World, norm: float) -> None:
@@ -150,15 +149,3 @@ def check_finite(total: float, losses: Sequence[float], step: int, micros: Seque
         raise Diverged(f"step {step}: the loss is {loss} on {', '.join(names)}: lower --lr, or look at these records")
     if not math.isfinite(norm):
         raise Diverged(f"step {step}: the loss is finite, but the norm of its gradient is {norm}: lower --lr")
-
-
-def clip_and_read(learned: Iterable[nn.Parameter], losses: Sequence[torch.Tensor], largest: float) -> list[float]:
-    """Clip the gradients to the norm `largest` (0: leave them); returns the losses, and the norm before that.
-
-    All numbers are read from the device at once. FSDP2 may have sharded the norm.
-    """
-    with_gradient = [parameter for parameter in learned if parameter.grad is not None]
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in with_gradient])
-    if largest:
-        nn.utils.clip_grads_with_norm_(with_gradient, largest, norm)
-    return torch.stack([value.float() for value in (*losses, gathered(norm))]).tolist()

@@ -35,7 +35,7 @@ from train.data.sources import read_records
 from train.distributed import World, layers_of, reads_bf16
 from train.optim import count, is_inner_matrix, trainable
 from train.settings import GPUS, Settings, run_stem, step_layout
-from train.supervised import make_order, supervised_loss
+from train.supervised import supervised_loss
 from train.systems.open import open_model, open_processor, system_of, weights_dtype
 
 aten = torch.ops.aten
@@ -95,7 +95,7 @@ def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
     model, _ = open_model(replace(settings, dtype=dtype), torch.device("meta"))
     learned, autocast = trainable(model), autocast_dtype(settings.autocast, device)
     result = bytes_of((model.state_dict() if settings.writes_model else learned).values())
-    order = make_order(records, processor_of(settings, model), settings, World(0, gpus, torch.device("cpu")))
+    order = Order(records, processor_of(settings, model), settings, World(0, gpus, torch.device("cpu")))
     micros = open_sample(order, settings)
     widest = max(micros, key=lambda micro: micro.batch.input_ids.numel())
     trained = count(learned.values())
@@ -263,7 +263,7 @@ def cpu_seconds(settings: Settings) -> float:
 
     settings, world = replace(settings, base="tiny", device="cpu"), World(0, 1, torch.device("cpu"))
     (model, optimizer), records = open_model(settings, world.device), read_records(settings)
-    order, marks = make_order(records, processor_of(settings, model), settings, world), []
+    order, marks = Order(records, processor_of(settings, model), settings, world), []
     for micro in chain.from_iterable(islice(order.steps(0, 0), 5)):
         (supervised_loss(model, micro) / max(1, micro.tokens)).backward()
         optimizer.step()

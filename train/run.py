@@ -128,7 +128,8 @@ MEASURED = ("seconds", "samples_per_second", "tokens_per_second", "peak_memory")
 class Log:
     """The metrics, the progress bar and the clock of a run; only the first process writes.
 
-    progress: of the run; `sync` updates its `seconds`. Lines of steps after its checkpoint are deleted.
+    progress: of the run, with the seconds of training, those before it was resumed included. Lines of steps after its
+    checkpoint are deleted.
     """
 
     def __init__(self, run: Path, total: int, progress: Progress, world: World):
@@ -144,25 +145,23 @@ class Log:
                 temporary.write_bytes(b"".join(lines[: progress.step]))
             self.file = self.path.open("a", buffering=1)  # each line is the system's as soon as it is written
 
-    def seconds(self) -> float:
-        """Seconds of training, those before the run was resumed included."""
-        return time.perf_counter() - self.started
-
     def speed(self, tokens: int) -> dict[str, float]:
         """The fields MEASURED of a step with so many supervised tokens, which ends now."""
-        took, samples = time.perf_counter() - self.written, self.progress.samples - self.samples
-        values = self.seconds(), samples / took, tokens / took, peak_bytes(self.device) / 2**20
+        now, samples = time.perf_counter(), self.progress.samples - self.samples
+        took = now - self.written
+        values = now - self.started, samples / took, tokens / took, peak_bytes(self.device) / 2**20
         return {name: round(value, 3) for name, value in zip(MEASURED, values, strict=True)}
 
     def write(self, record: dict) -> None:
-        """Write the metrics of one step. Raises UserError if the disk is full."""
+        """Write the metrics of one step, and update the seconds of `progress`. Raises UserError if the disk is full."""
+        self.progress.seconds = time.perf_counter() - self.started
         if self.writes:
             with file_errors(self.path):
                 self.file.write(json.dumps(record) + "\n")
             for name, unit in (("loss", ""), ("held_out_loss", ""), ("exact_match", " %"), ("AP", " %")):
                 if name in record:
                     self.shown[name] = f"{record[name]:.3f}{unit}"
-            speed = f"{self.progress.samples / self.seconds():.0f}/s"
+            speed = f"{self.progress.samples / self.progress.seconds:.0f}/s"
             self.bar.set_postfix(self.shown, refresh=False, samples=speed)
             self.bar.update()
         self.samples = self.progress.samples
@@ -173,8 +172,7 @@ class Log:
         self.written = time.perf_counter()
 
     def sync(self) -> None:
-        """Flush the metrics to disk, and update `progress`."""
-        self.progress.seconds = self.seconds()
+        """Flush the metrics to disk."""
         if self.writes:
             with file_errors(self.path):
                 os.fsync(self.file.fileno())
@@ -244,14 +242,11 @@ def set_origin(run: Path, progress: Progress, settings, fingerprints: Mapping[st
 
     Raises UserError if its checkpoint has another origin, naming what has changed; with `allow_changed` it is printed.
     """
-    before, changes = progress.origin, []
-    progress.origin = {"settings": json.loads(json.dumps(asdict(settings))), "fingerprints": dict(fingerprints)}
-    if before is None:
-        return
-    for name, new in progress.origin["settings"].items():
-        if name not in FREE and (old := before["settings"][name]) != new:
-            changes.append(f"{flag_name(name)} is {quoted(new)}, was {quoted(old)}")
-    changes += [f"the {name}" for name, new in fingerprints.items() if before["fingerprints"].get(name) != new]
+    origin = {flag_name(name): value for name, value in asdict(settings).items() if name not in FREE}
+    origin |= {f"the {name}": fingerprint for name, fingerprint in fingerprints.items()}
+    before, progress.origin = progress.origin, json.loads(json.dumps(origin))  # as a checkpoint has it
+    pairs = [] if before is None else [(name, new, before.get(name)) for name, new in progress.origin.items()]
+    changes = [f"{name} is {quoted(new)}, was {quoted(old)}" for name, new, old in pairs if new != old]
     message = f"{shown(run)}: changed since step {progress.step}: {'; '.join(changes)}"
     if changes and not allow_changed:
         raise UserError(f"--resume {message}: undo that, or add --allow-changed")

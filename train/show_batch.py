@@ -13,10 +13,10 @@ from PIL import Image
 from eval import figures
 from model.common import shown
 from model.processor import Processor, parse_boxes
+from train.data.batches import Order
 from train.data.sources import read_records
 from train.distributed import World
 from train.settings import Settings
-from train.supervised import make_order
 from train.systems.open import open_model, open_processor
 
 
@@ -26,7 +26,7 @@ def show_batch(settings: Settings, sheet: Path) -> list[str]:
     model, _ = open_model(settings, torch.device("meta"))  # shapes and the tokenizer are enough
     processor, _ = open_processor(settings, model)
     single = replace(settings, step_batch=None)  # a micro-batch is shown where data are too few for a step
-    order = make_order(read_records(settings), processor, single, World(0, 1, torch.device("cpu")))
+    order = Order(read_records(settings), processor, single, World(0, 1, torch.device("cpu")))
     micro = next(order.steps(0))[0]
     batch, lines, slots = micro.batch, [], iter((micro.batch.image_index + 1).tolist())
     pixels = ((batch.pixel_values + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()

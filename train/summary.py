@@ -13,7 +13,6 @@ from eval.data import PROMPT, fill_prompt
 from model.common import write_text
 from model.differential import KINDS
 from train.checkpoint import Progress, Result
-from train.data.sources import MEMORY
 from train.run import read_metrics
 from train.settings import Settings
 from train.validation import HeldOut, choose, is_better, rows_of_boxes
@@ -37,7 +36,7 @@ def summarize(settings: Settings, progress: Progress, results: Results, size: in
     summary |= {name: result.tests for name, result in results.items() if result.tests}
     summary |= {"trainable_parameters": size, "seconds": round(progress.seconds, 1), "samples": progress.samples}
     summary |= {"left_out": progress.bad, "empty_steps": progress.empty_steps}
-    if settings.evaluate and settings.is_embedded:
+    if held_out and settings.is_embedded:
         from eval.vqa import embedded, guess_accuracy
 
         summary["text_only_guess"] = guess_accuracy(embedded(settings.eval_limit))
@@ -65,10 +64,10 @@ def gain_over_blind(held_out: HeldOut, results: Results) -> dict | None:
     return {"measure": measure, "mean": gain.mean, "low": gain.low, "high": gain.high}
 
 
-def write_answers(run: Path, held_out: HeldOut, results: Results) -> list[str]:
-    """Write answers.jsonl and answers.png; returns their names. There are none where nothing was asked."""
+def write_answers(run: Path, held_out: HeldOut, results: Results) -> None:
+    """Write answers.jsonl and answers.png; none where nothing was asked."""
     if not held_out.asked:
-        return []
+        return
     records, right, lines = held_out.records, trained(results).matches, ""
     for n in held_out.asked:
         record, is_right = records[n], None if right[n] is None else bool(right[n])
@@ -78,7 +77,7 @@ def write_answers(run: Path, held_out: HeldOut, results: Results) -> list[str]:
     write_text(run / "answers.jsonl", lines)
     shown = choose([n for n in held_out.asked if right[n] is not None and records[n].pictures], SHOWN)
     if not shown:
-        return ["answers.jsonl"]
+        return
     from eval import figures
     from eval.detect import draw_row
     from model.images import load_image
@@ -92,10 +91,9 @@ def write_answers(run: Path, held_out: HeldOut, results: Results) -> list[str]:
     title = f"{run.name}: held-out examples" + ("; true boxes green, found ones orange" if records[n].detection else "")
     sheet = figures.contact_sheet(*zip(*cells, strict=True), title=title, lines=7)
     figures.save(sheet, run / "answers.png")
-    return ["answers.jsonl", "answers.png"]
 
 
-def print_summary(summary: dict, results: Results, settings: Settings, run: Path, files: list[str]) -> None:
+def print_summary(summary: dict, results: Results, settings: Settings, run: Path) -> None:
     """Print the accuracies, the best step, whether the pictures were used, the files, and the commands that go on."""
     if results:
         print_accuracies(summary, results, settings)
@@ -110,39 +108,22 @@ def print_summary(summary: dict, results: Results, settings: Settings, run: Path
             "not shown to use the picture: with every picture gray the trained model loses "
             f"{gain['mean']:.2f} {gain['measure']} (±{(gain['high'] - gain['low']) / 2:.2f}, a 95 % interval)"
         )
+    losses = [record["held_out_loss"] for record in read_metrics(run) if "held_out_loss" in record]
+    # the second half of the evaluations lowered the loss by a tenth, to its least value
+    is_rising = len(losses) > 2 and losses[-1] == min(losses) < 0.9 * losses[(len(losses) - 1) // 2]
     is_own = not settings.is_embedded and not settings.is_beyond_base
-    if is_own and (is_rising(run) or gain and gain["low"] <= 0):
-        print("still learning, or not enough: try" if is_rising(run) else "try", longer(settings, run))
+    if is_own and (is_rising or gain and gain["low"] <= 0):
+        is_toy = settings.base == "embedded" and not settings.writes_model
+        advice = "--recipe own" if is_toy else f"--steps {2 * len(read_metrics(run))}"
+        print("still learning, or not enough: " * is_rising + f"try again with {advice}")
     if left_out := summary["left_out"]:
         print(f"left out {len(left_out)} records: {left_out[0]} …")
     if steps := summary["empty_steps"]:
         print(f"{steps} {'steps' if steps > 1 else 'step'} had no usable record, and changed nothing")
-    names = ["model/"] if settings.writes_model else ["adapter_model.safetensors", "adapter_config.json"]
-    names += ["metrics.jsonl", "loss.png", "summary.json", *files, "checkpoints/"]
-    names += ["best/"] * (run / "best").is_dir()
+    names = sorted(path.name + "/" * path.is_dir() for path in run.iterdir() if path.name[0] != ".")
     print(f"\n{summary['samples']:,} samples in {summary['seconds']:.0f} s; in {run}: {', '.join(names)}")
-    print(
-        "next:",
-        "\n      ".join(next_commands(settings, run, "best" in results and trained(results) is results["best"])),
-    )
-
-
-def is_rising(run: Path) -> bool:
-    """Whether the second half of a run's evaluations lowered the held-out loss by a tenth, to its least value."""
-    losses = [record["held_out_loss"] for record in read_metrics(run) if "held_out_loss" in record]
-    return len(losses) > 2 and losses[-1] == min(losses) < 0.9 * losses[(len(losses) - 1) // 2]
-
-
-def longer(settings: Settings, run: Path) -> str:
-    """The command of a run of twice as many steps; of LoRA on the embedded base and own data, with the recipe `own`."""
-    s, is_toy = settings, settings.base == "embedded" and not settings.writes_model
-    twice = str(2 * len(read_metrics(run)))
-    if any(source.startswith(MEMORY) for source in s.data):
-        return "finetune(…, recipe='own')" if is_toy else f"finetune(…, steps={twice})"
-    given = [("--base", s.base), ("--recipe", "own" if is_toy else s.recipe), ("--images", s.images or "")]
-    given += [("--data", source) for source in s.data] + [("--eval-data", source) for source in s.eval_data]
-    given += [] if is_toy else [("--steps", twice)]
-    return shlex.join(["python", "-m", "train.finetune", *(word for pair in given if pair[1] for word in pair)])
+    takes_best = bool(results) and trained(results) is results.get("best")
+    print("next:", "\n      ".join(next_commands(settings, run, takes_best)))
 
 
 def print_accuracies(summary: dict, results: Results, settings: Settings) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from eval.records import Record, blind
 from model.common import UserError
@@ -29,7 +30,7 @@ from train.data.batches import MicroBatches, load
 from train.data.sources import read_records
 from train.distributed import World, ask_together, is_sharded
 from train.settings import Settings
-from train.supervised import inputs, row_losses
+from train.supervised import inputs
 from train.systems.open import write_trained
 
 ASKED = 200  # examples that a model answers at an evaluation during training; the loss is of all
@@ -89,6 +90,26 @@ class HeldOut:
             scores["AP"] = None if share is None else 100 * share
         return Result(losses, answers, [measured.get("exact_match") for measured in of_record], scores)
 
+    def test(self, model: PaliGemma, column: str) -> Result:
+        """`evaluate`, and as `tests` accuracies in percent: "vqa" and "needle", None where the data has no such
+        questions, and of the embedded scenes their details."""
+        result = self.evaluate(model, f"held-out, {column}")
+        result.tests = {"vqa": result.scores["vqa_accuracy"], "needle": None}
+        if self.settings.is_embedded:
+            from eval import needle, scenes, vqa
+
+            limit, kinds = self.settings.eval_limit, dict.fromkeys(self.settings.tasks.split(","))
+            opened, ask_all = (model, self.processor), partial(ask_together, self.world)
+            details = vqa.evaluate_embedded(*opened, limit, f"VQA, {column}", ask_all=ask_all)
+            needles = {
+                kind: needle.evaluate_embedded(*opened, kind, limit // 2, f"{kind}, {column}", ask_all=ask_all)
+                for kind in kinds
+                if kind in scenes.NEEDLES
+            }
+            result.tests = {"vqa": details["overall"], "needle": needles.get("n2o1")}
+            result.tests |= {"vqa_details": details, "needle_details": needles}
+        return result
+
     def _losses(self, model: PaliGemma, records: Sequence[Record]) -> tuple[list[float | None], int]:
         """Nats by record, and all tokens. All processes call the model equally often, since FSDP2 computes in step."""
         rank, size, device = self.world.rank, self.world.size, self.world.device
@@ -96,7 +117,8 @@ class HeldOut:
         for micro in load(MicroBatches(records, self.processor), plan[rank::size], self.settings.workers, on_gpu):
             micro = micro.to(device)
             with autocast_of(self.settings.autocast, device):
-                losses = row_losses(model, micro).tolist()
+                logits = model(**inputs(micro), positions_to_keep=micro.positions).transpose(1, 2)
+                losses = F.cross_entropy(logits, micro.targets, ignore_index=-100, reduction="none").sum(1).tolist()
             shares |= zip(micro.names, zip(losses, (micro.targets != -100).sum(1).tolist(), strict=True), strict=False)
         known = {name: row for share in self.world.gather(shares) for name, row in share.items()}
         losses = [known[record.name][0] if record.name in known else None for record in records]
@@ -163,8 +185,10 @@ def open_held_out(
     memory: Mapping[str, list[Record]] = {},
     metrics: Mapping[str, Metric] = {},
 ) -> HeldOut | None:
-    """Up to --eval-limit held-out examples, drawn from all, of the embedded scenes a quarter of that; None without any.
-    Raises UserError for --eval-data that cannot be read."""
+    """Up to --eval-limit held-out examples, drawn from all, of the embedded scenes a quarter of that; None without any,
+    and with --no-evaluate. Raises UserError for --eval-data that cannot be read."""
+    if not settings.evaluate:
+        return None
     most = settings.eval_limit // 4 if settings.is_embedded else settings.eval_limit
     source, records = [], []
     try:
@@ -189,28 +213,6 @@ def open_held_out(
     limits = [LONGEST_BOXES if record.detection else LONGEST for record in records]
     asked = [n for n, record in enumerate(records) if len(record.turns) == 1 and lengths[n] <= limits[n]]
     return HeldOut(records, lengths, plan, asked, processor, settings, world, metrics)
-
-
-def evaluate(
-    model: PaliGemma, processor: Processor, settings: Settings, title: str, world: World, held_out: HeldOut | None
-) -> Result:
-    """The result on held-out examples, and as `tests` accuracies in percent: "vqa" and "needle", None where the data
-    has no such questions, and of the embedded scenes their details. All processes share the questions."""
-    result = Result() if held_out is None else held_out.evaluate(model, f"held-out, {title}")
-    result.tests = {"vqa": result.scores.get("vqa_accuracy"), "needle": None}
-    if settings.is_embedded:
-        from eval import needle, scenes, vqa
-
-        limit, ask_all = settings.eval_limit, partial(ask_together, world)
-        details = vqa.evaluate_embedded(model.eval(), processor, limit, f"VQA, {title}", ask_all=ask_all)
-        needles = {
-            kind: needle.evaluate_embedded(model, processor, kind, limit // 2, f"{kind}, {title}", ask_all=ask_all)
-            for kind in dict.fromkeys(settings.tasks.split(","))
-            if kind in scenes.NEEDLES
-        }
-        result.tests = {"vqa": details["overall"], "needle": needles.get("n2o1")}
-        result.tests |= {"vqa_details": details, "needle_details": needles}
-    return result
 
 
 def choose(items: Sequence[int], most: int) -> list[int]:

@@ -10,8 +10,10 @@ from PIL import Image
 
 from eval.records import Record, split_records, vqav2_records
 from tests.files import write_vqav2
-from tests.runs import refused
+from tests.runs import WORLD, refused
 from train.data.batches import MicroBatches, Order, collate, plan_epoch, supervised
+from train.distributed import World
+from train.settings import Settings
 
 
 def records(count=40, pictures=10):
@@ -65,7 +67,7 @@ def test_a_batch_is_what_the_model_trains_on(processor):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_order_can_start_at_any_step(processor, workers):
     """Breaks when a resumed run reads other batches than the uninterrupted one would have."""
-    order = Order(records(), processor, batch_size=4, accumulate=2, epochs=3, seed=5)
+    order = Order(records(), processor, Settings(batch_size=4, step_batch=8, epochs=3, seed=5), WORLD)
     state = torch.get_rng_state()
     whole, *parts = [[[m.names for m in step] for step in order.steps(n, workers)] for n in (0, 1, 5, 8, 14)]
     assert len(whole) == 15 and parts == [whole[first:] for first in (1, 5, 8, 14)]
@@ -75,14 +77,16 @@ def test_order_can_start_at_any_step(processor, workers):
 def test_processes_share_the_steps_of_one(processor):
     """Breaks when two processes together do not read exactly what one process reads, no whole step ends as a run, the
     questions of a picture are parted, or a run without --epochs is shorter or longer than 400 steps or 32 epochs."""
-    alone = Order(records(), processor, batch_size=4, accumulate=2, seed=5)
-    pair = [Order(records(), processor, batch_size=4, seed=5, rank=rank, world_size=2) for rank in range(2)]
+    settings = Settings(batch_size=4, step_batch=8, seed=5)
+    alone = Order(records(), processor, settings, WORLD)
+    pair = [Order(records(), processor, settings, World(rank, 2, WORLD.device)) for rank in range(2)]
     for whole, *halves in zip(alone.steps(0), *(order.steps(0) for order in pair), strict=True):
         assert sorted(m.names for m in whole) == sorted(m.names for half in halves for m in half)
-    refused(lambda: Order(records(4), processor, batch_size=4, accumulate=2), "--step-batch", "--batch-size")
-    together = Order(records(), processor, batch_size=4, per_picture=4).steps(0)
+    refused(lambda: Order(records(4), processor, settings, WORLD), "--step-batch", "--batch-size")
+    together = Order(records(), processor, Settings(batch_size=4, per_picture=4), WORLD).steps(0)
     assert [len(micro.batch.pixel_values) for step in together for micro in step] == [1] * 10
-    assert [Order(records(), processor, batch_size=size, epochs=None).epochs for size in (1, 3, 4)] == [10, 29, 32]
+    own = [Settings(batch_size=size, data=("jsonl:own.jsonl",)) for size in (1, 3, 4)]
+    assert [Order(records(), processor, settings, WORLD).epochs for settings in own] == [10, 29, 32]
 
 
 def test_bad_records_are_left_out_and_named(processor, tmp_path):

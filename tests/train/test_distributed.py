@@ -18,10 +18,10 @@ from model.processor import Processor
 from tests.files import write_vqav2
 from tests.runs import WORLD, metrics, refused, torchrun, words
 from train import finetune
+from train.data.batches import Order
 from train.distributed import World, ask_together
 from train.loop import Diverged, check_finite
 from train.settings import parse, step_layout
-from train.supervised import make_order
 from weights.load import load_model
 
 # Checkpoints of weights that are spread over processes
@@ -99,8 +99,8 @@ def test_a_step_is_what_the_flags_say(processor):
     assert step_layout(parse([])[0], 3) == (32, 3)
     assert step_layout(parse(words("--recipe paper-2 --step-batch 12 --batch-size 2"))[0], 3) == (2, 6)
     settings, records = parse(words("--recipe paper-1"))[0], embedded_records(("vqa",), count=8)
-    make_order(records, processor, settings, World(0, 2, WORLD.device))
-    refused(lambda: make_order(records, processor, settings, World(0, 3, WORLD.device), processes=2), "3 processes")
+    Order(records, processor, settings, World(0, 2, WORLD.device))
+    refused(lambda: Order(records, processor, settings, World(0, 3, WORLD.device), 2), "3 processes cannot share")
 
 
 # Two threads in place of two processes

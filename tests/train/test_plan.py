@@ -17,12 +17,13 @@ from tests.files import write_vqav2
 from tests.reference import set_attention_backend
 from tests.runs import refused
 from train import finetune
+from train.data.batches import Order
 from train.data.sources import read_records
 from train.distributed import World
 from train.optim import count, trainable
 from train.plan import CUDA, PlanRow, StepCost, cpu_seconds, open_sample, plan, processor_of, spread_cost, step_costs
 from train.settings import parse, step_layout
-from train.supervised import make_order, supervised_loss
+from train.supervised import supervised_loss
 from train.systems.open import open_model
 from train.systems.qmamba import TINY
 
@@ -39,7 +40,7 @@ QMAMBA = QMambaConfig(SMALL.vision, replace(TINY, num_blocks=1, queries=4), MAMB
 
 
 def first_batch(settings, model):
-    order = make_order(read_records(settings), processor_of(settings, model), settings, World(0, 1, CPU))
+    order = Order(read_records(settings), processor_of(settings, model), settings, World(0, 1, CPU))
     return max(open_sample(order, settings), key=lambda micro: micro.batch.input_ids.numel())
 
 

@@ -17,12 +17,14 @@ from safetensors.numpy import save
 from eval.records import read_examples, vqav2_records
 from model.images import load_image
 from tests.files import write_vqav2
-from tests.runs import refused
+from tests.runs import WORLD, refused
 from train import finetune
 from train import shard as shard_command
 from train.data import shards as reader
 from train.data.batches import Order, collate
 from train.data.shards import Shards, expand, index_of
+from train.distributed import World
+from train.settings import Settings
 
 
 def picture(colour: int = 0, kind: str = "png", size=(8, 6)) -> bytes:
@@ -73,8 +75,8 @@ def test_every_record_once_an_epoch(size, workers, shards, processor):
     """Breaks when processes or workers lose or double a record, wait for each other, or every epoch has one order."""
     given = Shards(shards, buffer=8)
     expected = Counter(given[i].name for i in range(len(given)))
-    options = {"batch_size": 2, "accumulate": 2, "epochs": 2, "seed": 1, "world_size": size}
-    orders = [Order(given, processor, rank=rank, **options) for rank in range(size)]
+    settings = Settings(batch_size=2, step_batch=4 * size, epochs=2, seed=1)
+    orders = [Order(given, processor, settings, World(rank, size, WORLD.device)) for rank in range(size)]
     read = [list(order.steps(0, workers)) for order in orders]
     assert len({tuple(len(step) for step in steps) for steps in read}) == 1  # as many rounds in every step
     epochs = [[names(chain(*steps[i : i + len(steps) // 2])) for steps in read] for i in (0, len(read[0]) // 2)]
@@ -84,8 +86,8 @@ def test_every_record_once_an_epoch(size, workers, shards, processor):
 @pytest.mark.parametrize("size", [1, 3])
 def test_shards_resume_at_the_sample(size, shards, processor):
     """Breaks when a run that goes on reads other records than it would have without the interruption."""
-    options = {"batch_size": 2, "accumulate": 2, "epochs": 2, "seed": 1, "per_picture": 2, "world_size": size}
-    order = Order(Shards(shards, buffer=8), processor, rank=size - 1, **options)
+    settings = Settings(batch_size=2, step_batch=4 * size, epochs=2, seed=1, per_picture=2)
+    order = Order(Shards(shards, buffer=8), processor, settings, World(size - 1, size, WORLD.device))
     whole = [names(step) for step in order.steps(0)]
     for first in range(order.total):
         assert [names(step) for step in order.steps(first)] == whole[first:]
@@ -191,7 +193,7 @@ def test_bad_records_are_left_out_and_named(tmp_path, processor, monkeypatch):
     link = tarfile.TarInfo("linked.png")
     link.type, link.linkname = tarfile.SYMTYPE, str(tmp_path / "secret.png")
     path = write_tar(tmp_path / "a.tar", [*members, (link, None), ("linked.json", text())])
-    (micro,) = next(Order(Shards(str(path)), processor, batch_size=20).steps(0))
+    (micro,) = next(Order(Shards(str(path)), processor, Settings(batch_size=20), WORLD).steps(0))
     assert {name.split("[")[0] for name in micro.names} == {"a.tar/good", "a.tar/half", "a.tar//../evil"}
     keys = [*bad, "lonely", "bare", "two", "half", "[2J", "linked"]
     assert all([line for line in micro.bad if "a.tar" in line and key in line] for key in keys)

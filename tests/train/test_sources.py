@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from tests.files import write_vqav2
-from tests.runs import refused
+from tests.runs import WORLD, refused
 from train import shard
 from train.data import batches
 from train.data.batches import Order
@@ -45,7 +45,7 @@ def test_weights_are_shares_of_the_samples(folder, processor, monkeypatch):
     a resumed run reads other batches."""
     monkeypatch.setattr(batches, "collate", lambda records, *_: SimpleNamespace(names=[r.name for r in records]))
     made = read_records(settings(folder, "jsonl:few.jsonl@3", "jsonl:many.jsonl@1", validation=0))
-    order = Order(made, processor, batch_size=6, epochs=4, seed=1)
+    order = Order(made, processor, Settings(batch_size=6, epochs=4, seed=1), WORLD)
     steps, *resumed = ([[m.names for m in step] for step in order.steps(n)] for n in (0, 1, 7, 20))
     seen = Counter(name for step in steps for names in step for name in names)
     few = {name: count for name, count in seen.items() if "few.jsonl" in name}
@@ -60,7 +60,7 @@ def test_each_record_of_several_sources_comes_once(folder, processor):
     """Breaks when a mixture loses or doubles a record, or records of two sources get each other's pictures."""
     for sources in (["jsonl:few.jsonl", "jsonl:many.jsonl"], ["shards:f-{000..002}.tar", "shards:m-{000..001}.tar"]):
         made = read_records(settings(folder, *sources, validation=0))
-        steps = [micro for step in Order(made, processor, batch_size=7).steps(0) for micro in step]
+        steps = [micro for step in Order(made, processor, Settings(batch_size=7), WORLD).steps(0) for micro in step]
         assert sorted(Counter(name for micro in steps for name in micro.names).values()) == [1] * 42
         for micro in steps:
             assert not micro.bad

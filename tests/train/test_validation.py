@@ -153,7 +153,7 @@ def test_evaluations_take_a_seventh_of_the_time(flags, total, steps, tmp_path, m
         ((0, 2), (0, 2), "loses 0.00 nats an answer (±0.00"),
     ],
 )
-def test_a_picture_whose_use_is_not_shown_is_reported(trained, blind, line, capsys):
+def test_a_picture_whose_use_is_not_shown_is_reported(trained, blind, line, tmp_path, capsys):
     """Breaks when a model that answers as well without the picture passes for one that sees it."""
     records = [Record(f"{n}", f"{n // 2}", (Path("a.png"),), (("color?", "red"),)) for n in range(60)]
     held_out = HeldOut(records, [2] * 60, [], list(range(60)), None, Settings(), WORLD)
@@ -162,7 +162,8 @@ def test_a_picture_whose_use_is_not_shown_is_reported(trained, blind, line, caps
         for name, (right, loss) in {"after": trained, "blind": blind}.items()
     }
     summary = {"held_out": {"over_blind": gain_over_blind(held_out, results)}, "samples": 60, "seconds": 1.0}
-    print_summary(summary | {"left_out": [], "empty_steps": 0}, {}, Settings(), Path("run"), [])
+    (tmp_path / "metrics.jsonl").touch()
+    print_summary(summary | {"left_out": [], "empty_steps": 0}, {}, Settings(), tmp_path)
     printed = capsys.readouterr().out
     assert line in printed and ("not shown to use the picture" in printed) == bool(line)
 
@@ -176,10 +177,10 @@ def test_a_run_that_still_learns_says_what_to_try(losses, is_rising, tmp_path, c
     lines = [{"step": 0}] + [{"step": step, "held_out_loss": loss} for step, loss in enumerate(losses, 1)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     summary = {"left_out": [], "empty_steps": 0, "samples": 1, "seconds": 1.0}
-    settings = Settings(data=("jsonl:a b.jsonl",), base="some/base", recipe="paligemma")
-    print_summary(summary, {}, settings, tmp_path, [])
-    command = "python -m train.finetune --base some/base --recipe paligemma --data 'jsonl:a b.jsonl'"
-    assert (f"{command} --steps {2 * len(lines)}\n" in capsys.readouterr().out) is is_rising
+    settings = Settings(data=("jsonl:a b.jsonl",))
+    for advice, base in ((f"--steps {2 * len(lines)}\n", "some/base"), ("--recipe own\n", "embedded")):
+        print_summary(summary, {}, replace(settings, base=base), tmp_path)
+        assert (advice in capsys.readouterr().out) is is_rising
 
 
 def test_boxes_are_scored_and_drawn(tmp_path, monkeypatch):

@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 from eval.records import Record, gray_picture
 from model.common import UserError, shown
 from model.processor import Batch, Movable, Processor
+from train.distributed import World
+from train.settings import Settings, step_layout
 
 LEAST_STEPS, MOST_EPOCHS = 400, 32  # of a run whose --epochs is not given
 BUCKET = 32  # tokens of text: rows of one batch have lengths of the same bucket
@@ -157,37 +159,36 @@ class Weighted(list):
 class Order:
     """Which micro-batches a process reads at each of `total` steps: a pure function of the seed, so a run can start
     anywhere. A step takes `accumulate` micro-batches on each of `world_size` processes, an epoch's last step what is
-    left. `Shards` plan themselves. epochs: None makes LEAST_STEPS. Raises UserError for too few records for a step."""
+    left. `Shards` plan themselves.
+
+    processes: the number that the run began with; the micro-batches of its steps stay the same. Raises UserError for
+    steps that cannot be made, and for too few records for one.
+    """
 
     def __init__(
-        self,
-        records: Sequence[Record],
-        processor: Processor,
-        *,
-        batch_size: int,
-        accumulate: int = 1,
-        epochs: int | None = 1,
-        steps: int | None = None,
-        seed: int = 0,
-        per_picture: int = 1,
-        rank: int = 0,
-        world_size: int = 1,
+        self, records: Sequence[Record], processor: Processor, settings: Settings, world: World, processes: int = 0
     ):
-        self.records, self.processor, self.batch_size, self.per_picture = records, processor, batch_size, per_picture
-        self.accumulate, self.rank, self.world_size, self.seed = accumulate, rank, world_size, seed
-        self.picture_tokens = processor.config.num_image_tokens
+        self.records, self.processor = records, processor
+        self.seed, self.per_picture = settings.seed, settings.per_picture
+        self.rank, self.world_size, self.picture_tokens = world.rank, world.size, processor.config.num_image_tokens
+        self.batch_size, of_step = step_layout(settings, processes or world.size)
+        self.accumulate, rest = divmod(of_step, world.size)
+        if rest:
+            problem = f"{world.size} processes cannot share {of_step} micro-batches"
+            raise UserError(f"{problem}: start a number that divides them")
         if isinstance(records, list):
             encoded = processor.tokenizer.encode(["".join(chain(*r.turns)) for r in records])
             # beside one picture: a batch of equal records has the same length whatever a picture's tokens are
             more = [(len(r.pictures) - 1) * self.picture_tokens for r in records]
             self.lengths = [len(ids) + tokens for ids, tokens in zip(encoded, more, strict=True)]
-        self.micro_batches, of_step = -(-len(records) // batch_size), accumulate * world_size
+        self.micro_batches = -(-len(records) // self.batch_size)
         if self.micro_batches < of_step:
             problem = f"{len(records)} records make {self.micro_batches} micro-batches, but a step takes {of_step}"
             raise UserError(f"{problem}: lower --step-batch or --batch-size, or give more data")
         self.steps_per_epoch = -(-self.micro_batches // of_step)
-        self.epochs = epochs or min(MOST_EPOCHS, -(-LEAST_STEPS // self.steps_per_epoch))
-        self.total = steps or self.steps_per_epoch * self.epochs
+        longest = 1 if settings.is_embedded else min(MOST_EPOCHS, -(-LEAST_STEPS // self.steps_per_epoch))
+        self.epochs = settings.epochs or longest
+        self.total = settings.steps or self.steps_per_epoch * self.epochs
 
     def plan(self, epoch: int, first: int) -> Iterable[list[int]]:
         """The numbers of the records of an epoch's micro-batches, of all processes, from number `first` on."""

@@ -15,6 +15,7 @@ from model.common import UserError
 from model.device import choose_device
 from model.paligemma import PaliGemma
 from model.processor import Processor
+from train.data.batches import Order
 from train.distributed import World
 from train.flags import FlagParser, add_flags, flag, flag_name, from_values
 from train.loop import LoopSettings
@@ -24,7 +25,7 @@ from train.settings import EMBEDDED, Settings, check, stage_defaults
 from train.studies.cells import digest
 from train.studies.engine import StudyOptions
 from train.studies.measures import Task, training_records
-from train.supervised import make_order, train_on
+from train.supervised import train_on
 from train.systems import open as systems
 from weights.fingerprint import exact_fingerprint
 
@@ -63,7 +64,7 @@ def fine_tune(settings: Settings, tasks: Tasks, folder: Path) -> dict:
     world = World(0, 1, choose_device(settings.device))
     model, optimizer = systems.open_model(settings, world.device)
     processor, _ = systems.open_processor(settings, model)
-    order = make_order(training_records(settings), processor, settings, world)
+    order = Order(training_records(settings), processor, settings, world)
     progress = train_on(order, model, optimizer, settings, folder, world)
     adapter.save(model, folder, settings.base, settings.question_prompt)
     facts = {"parameters": count(trainable(model).values()), "seconds": progress.seconds}
@@ -126,4 +127,4 @@ def learn(model, processor, records: Sequence[Record], settings: Settings, facto
     model.set_checkpointing(settings.checkpointing)
     optimizer = systems.make_optimizer(model, systems.rules_of(model, settings, factors), settings)
     world = World(0, 1, choose_device(settings.device))
-    return train_on(make_order(records, processor, settings, world), model, optimizer, settings, run, world).seconds
+    return train_on(Order(records, processor, settings, world), model, optimizer, settings, run, world).seconds
