@@ -84,17 +84,6 @@ def estimate(scores, groups: Sequence[int | str] | None = None) -> Estimate:
     return result._replace(low=mean - half, high=mean + half)
 
 
-def slope_scores(x, scores) -> np.ndarray:
-    """Scores whose mean is the slope of `scores` (…, examples) over x (examples,), so that `estimate` gives its
-    interval: the influence of each example on the least-squares line."""
-    x, scores = np.asarray(x, dtype=np.float64), np.asarray(scores, dtype=np.float64)
-    away = x - x.mean()
-    spread = (away**2).mean()
-    whole = scores.reshape(-1, len(x)).mean(axis=0)
-    slope = (away * whole).mean() / spread
-    return slope + away * (scores - whole.mean() - slope * away) / spread
-
-
 def holm(values: Sequence[float]) -> list[float]:
     """p-values adjusted for their number: at most 5 % of all tables have one below 0.05 by chance."""
     order = np.argsort(values)

@@ -16,7 +16,7 @@ from tests.runs import read_cells
 from train import compare
 from train.optim import count, trainable
 from train.studies import attention, training
-from train.studies.attention import DOSES, PLAIN, ROWS, control_by_size, tasks_of
+from train.studies.attention import PLAIN, ROWS, control_by_size, tasks_of
 from train.studies.measures import accuracy, training_records, vqa_task
 from train.systems.open import load_base, open_model
 
@@ -29,16 +29,15 @@ FLAGS = "--seeds 2 --samples 32 --batch-size 16 --limit 16 --rates 1e-2 --no-pos
 @pytest.mark.long
 def test_the_command_from_end_to_end(tmp_path, monkeypatch, capsys):
     """Breaks when a table, a control, a seed or an interval is missing, or a finished cell is trained again."""
-    monkeypatch.setattr(attention, "DOSES", (0, 15))
     command = ["--rows", "fine-tuned", "dex", "--device", "cpu", *FLAGS, "--out", str(tmp_path)]
     compare.main(command)
     text = capsys.readouterr().out
     assert "## Minus the mean of all plain rows" in text and "LoRA r18" in text and "## Range" in text
     counted = Counter((line.row, line.split, line.seed) for line in read_cells(tmp_path / "comparison.csv"))
     for row in ("fine-tuned", "dex", "LoRA r18"):
-        assert all(counted[row, "test", seed] == 5 + 2 and counted[row, "validation", seed] == 5 for seed in (0, 1))
+        assert all(counted[row, "test", seed] == 5 and counted[row, "validation", seed] == 5 for seed in (0, 1))
     table = json.loads((tmp_path / "comparison.json").read_text())["tables"]["the mean of all plain rows"]
-    assert [gap["measure"] for gap in table] == ["mean", "VQA", "n2o2", "n3d8", "n4o1", "e16", "dose"]
+    assert [gap["measure"] for gap in table] == ["mean", "VQA", "n2o2", "n3d8", "n4o1", "e16"]
     monkeypatch.setattr(training, "train_on", None)
     compare.main(command)
     assert capsys.readouterr().out == text
@@ -142,16 +141,11 @@ def test_own_examples_are_asked_and_scored_in_full(tmp_path):
 
 
 def test_tasks_of_the_embedded_scenes_are_even():
-    """Breaks when a needle is in one place more often than in another, or a dose has other distractors than it says."""
+    """Breaks when a needle is in one place more often than in another, or guessing has another score."""
     tasks = tasks_of(BASE, "test")
     assert [tasks[name].chance for name in ("n2o2", "n4o1", "e16")] == [25, 6.25, 50]
     places = Counter(str(ask.truth.places[0][1:]) for ask in tasks["n4o1"].asks)
     assert places == {str(divmod(place, 4)): 1 for place in range(16)}
-    assert Counter(tasks["dose"].rungs) == {str(dose): 16 for dose in DOSES}
-    shown = [len(ask.pictures[0].__self__.objects) - 1 for ask in tasks["dose"].asks]
-    assert [str(number) for number in shown] == tasks["dose"].rungs
-    gap = tasks["dose"].view(torch.arange(96.0).numpy() // 16 * 3)  # scores that grow by 3 from dose to dose
-    assert gap.mean() == pytest.approx(10.9 / 0.78593, rel=1e-4)  # the least-squares line, by hand
 
 
 @pytest.mark.parametrize("flags", ["--lr 1", "--no-evaluate", "--seed 3", "--coco x", "--data jsonl:x"])

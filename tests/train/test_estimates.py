@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from train.estimates import Estimate, estimate, holm, slope_scores, t_point, t_tail
+from train.estimates import Estimate, estimate, holm, t_point, t_tail
 
 # scipy.stats.t.sf(t, f), t.ppf(p, f) of SciPy
 TAILS = {(2.5, 3.7): 0.03591101145591339, (6, 40): 2.3632275663940903e-07, (0.5, 1): 0.35241638234956685}
@@ -74,18 +74,6 @@ def test_holm_and_what_could_be_seen():
     found = estimate(np.arange(25.0))
     assert found.visible() == pytest.approx(found.error * (2.063899 + 0.856855), rel=1e-5)  # t of 24 degrees
     assert found.visible(tests=5) == pytest.approx(found.error * (2.796940 + 0.856855), rel=1e-5)
-
-
-def test_slopes_are_least_squares():
-    """Breaks when the slope over doses, or its error, is not that of a line through all points."""
-    x, y = [0, 1, 2, 5], [[1.0, 3, 2, 7], [1, 3, 2, 7]]
-    assert estimate(slope_scores(x, y)).mean == pytest.approx(np.polyfit(x, y[0], 1)[0])
-    draw = np.random.default_rng(0)
-    x = np.tile([0.0, 3.0, 7.0, 15.0], 100)
-    y = 90 - 2 * x + 10 * draw.standard_normal(400)
-    away, line = x - x.mean(), np.polyval(np.polyfit(x, y, 1), x)
-    error = np.sqrt(((y - line) ** 2).sum() / 398 / (away**2).sum())  # the textbook's
-    assert estimate(slope_scores(x, y)).error == pytest.approx(error, rel=0.1)
 
 
 @pytest.mark.parametrize(("runs", "spread"), [(3, (1, 2, 8)), (5, (1, 0, 1)), (5, (2, 5, 30)), (10, (0, 5, 5))])

@@ -9,7 +9,7 @@ from eval.text.corpus import kept_corpus
 from eval.text.measures import Scores, chance, examples, nll, recall
 from model.common import UserError
 from tests.runs import read_cells
-from train.studies.text import equal_loss, hardest, main, window_losses
+from train.studies.text import hardest, main, window_losses
 from weights.load import load_model
 
 FLAGS = "--sizes nano --length 128 --batch-size 2 --rates 1e-3 --tokens 1280 --limit 5 --seeds 2 --jobs 1"
@@ -59,22 +59,6 @@ def test_the_loss_is_that_of_a_token_and_a_task_is_asked_at_its_largest_number()
     assert window_losses(panel) == [1 + 1 / 16, 2 + 3 / 16]
     assert hardest(Scores([4, 64, 4, 64], list("abcd"), [1.0, 0.0, 1.0, 0.5])) == [0.0, 0.5]
     assert chance("needle", 64) == pytest.approx(1 / 64 + 63 / 64 / 8)
-
-
-@pytest.mark.parametrize(
-    ("gap", "falls", "words"),
-    [
-        # the loss falls by 0.2 where parameters double: 0.2 more is worth twice as many, 0.1 less 2 ** -0.5
-        (0.2, 0.2, "Equal loss takes 200 % [200, 200] of plain attention's parameters (published"),
-        (-0.1, 0.2, "Equal loss takes 71 % [71, 71] of plain attention's parameters (published"),
-        (0.2, 0.0, "not shown to fall with the parameters"),
-        (0.6, 0.2, "800 % [800, 800] of plain attention's parameters: more than all sizes tried"),
-    ],
-)
-def test_a_share_for_equal_loss_needs_losses_that_support_it(gap, falls, words):
-    """Breaks when a gap is turned into another share, or into one where size does not matter or beyond all sizes."""
-    plain = np.array([[[5.0, 3.0]] * 2] * 3) - falls * np.array([2, 1, 0])[:, None, None]  # two seeds, two windows
-    assert words in equal_loss([4e6, 2e6, 1e6], np.stack([plain, plain + gap], axis=1), ["a", "b"])
 
 
 @pytest.mark.parametrize("more", ["--length 8", "--text /nowhere", "--seed 2"])

@@ -16,14 +16,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from eval import scenes, vqa
-from eval.needle import PROTOCOLS, embedded_tests
+from eval.needle import PROTOCOLS
 from eval.vqa_scoring import official
 from model.common import UserError
-from train.estimates import slope_scores
 from train.flags import flag, from_values
 from train.optim import count, trainable
 from train.settings import Settings
@@ -50,7 +48,6 @@ ROWS: dict[str, dict] = {
 NEEDLES = {"n2o2": "2×2, two objects each", "n3d8": "3×3, one object each", "n4o1": "4×4, one object each"}
 EXISTENCE = 16  # objects in a picture of POPE's questions
 TIMES = {"split": 1.1, "twin": 1.2, "twin-small": 1.2, "v2": 1.2}  # seconds of a step beside LoRA's, measured once
-DOSES = (0, 1, 3, 7, 11, 15)  # distractors of a 4×4 needle, for the slope of accuracy
 # Written before the study was run, after an earlier run with three seeds.
 PREDICTIONS = (
     ("shared", MEAN, "worse", "it disturbs the pretrained weights at step 0"),
@@ -92,20 +89,10 @@ def tasks_of(options: Options, split: str) -> dict[str, Task]:
     if options.is_embedded:
         tasks |= {kind: trial_task(NEEDLES[kind], scene_needles(kind, tests, split), protocol) for kind in NEEDLES}
         tasks["e16"] = existence_task(tests, protocol, split)
-        tasks |= {"dose": dose_task(tests, protocol)} if split == "test" else {}
     elif options.coco:
         title, trials = coco_needles(2 * tests, options.coco, options.captions)
         tasks["needle"] = trial_task(title, trials[split == "validation" :: 2], protocol)
     return tasks
-
-
-def dose_task(tests: int, protocol: str) -> Task:
-    """4×4 needles by the number of distractors. A difference is one of slopes, from no distractor to the most."""
-    each = max(16, tests // 3 // 16 * 16)
-    trials = [trial for dose in DOSES for trial in embedded_tests(f"n4d{dose}", each)]
-    doses = np.repeat(DOSES, each)
-    more = {"in_mean": False, "rungs": [str(dose) for dose in doses]}
-    return trial_task("4×4 by distractors", trials, protocol, view=partial(slope_scores, doses / max(doses)), **more)
 
 
 def existence_task(questions: int, protocol: str, split: str) -> Task:

@@ -238,9 +238,8 @@ class Run:
             for column in columns:
                 names = in_mean if column == MEAN else [column]
                 groups = [f"{name}/{group}" for name in names for group in study.measures[name].groups]
-                parts = [(name, gaps[name] * len(groups) / len(names) / gaps[name].shape[1]) for name in names]
-                viewed = np.hstack([study.measures[name].view(part) for name, part in parts])
-                differences[row, column] = estimate(viewed, groups)
+                parts = [gaps[name] * len(groups) / len(names) / gaps[name].shape[1] for name in names]
+                differences[row, column] = estimate(np.hstack(parts), groups)
         for is_main in (True, False):
             family = {place: gap for place, gap in differences.items() if (place[1] == study.main) == is_main}
             for place, judged in judge(family, inside, columns).items():

@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from train.estimates import Estimate, holm
 
 MARGIN = 3.0  # the smallest difference of interest, in points
@@ -27,8 +25,8 @@ class Measure:
 
     groups: the picture or document of each example. chance: the score of guessing in percent, None if unknown.
     is_share: scores are from 0 to 1, shown in percent; others are in the unit that the title names, as is the margin,
-    the smallest difference of interest. rungs: the difficulty of each example, if they differ. view: what is judged in
-    place of paired differences (seeds, examples), such as their slope. failed: the score of a cell that diverged.
+    the smallest difference of interest. rungs: the difficulty of each example, if they differ. failed: the score of
+    a cell that diverged.
     """
 
     title: str
@@ -39,7 +37,6 @@ class Measure:
     less_is_better: bool = False
     in_mean: bool = True
     rungs: Sequence[str] = ()
-    view: Callable[[np.ndarray], np.ndarray] = np.asarray
     failed: float = 0.0
 
     @property

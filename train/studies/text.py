@@ -32,7 +32,6 @@ from model.common import write_text
 from model.differential import lambdas
 from model.system_configs import TEXT_PRESETS
 from train.distributed import join_world
-from train.estimates import estimate
 from train.flags import flag, from_values
 from train.optim import count
 from train.studies import built, engine, report
@@ -157,36 +156,15 @@ def blocks(options: Options, run: Run) -> list:
     for name, (title, *published) in SHARES.items():
         means = [np.mean([cell[name] for cell in facts[kind]]) for kind in KINDS]
         shares.append([f"attention {title}", *published, *(f"{mean:.3f}" for mean in means)])
-    parameters = [run.facts(f"plain, {size}")[0]["parameters"] for size in options.sizes]
-    losses = np.array([[run.scores(f"{kind}, {size}")["loss"] for kind in KINDS] for size in options.sizes])
     rows = {f"{kind}, {first}": run.rates[f"{kind}, {first}"] for kind in KINDS}
     folders = [str(run.file(job).parent) for job in run.used if rows.get(job.row) == job.rate]
     return [
         f"λ of {first} by layer, mean over seeds: {', '.join(f'{weight:.2f}' for weight in weights)}.",
         "## Published (Ye et al. 2024, 3B) and here",
         markdown_table(["share of", *KINDS, *(f"{kind}, here" for kind in KINDS)], shares),
-        equal_loss(parameters, losses, run.study.measures["loss"].groups),
         f"By depth, number and length of context: `python -m eval.text all {' '.join(folders)}`",
         *(built.blocks(run, built.ORIGINAL) if options.positive else []),
     ]
-
-
-def equal_loss(parameters: Sequence[float], losses: np.ndarray, documents: Sequence[str]) -> str:
-    """The share of plain attention's parameters with which differential attention has its loss, in a sentence.
-
-    parameters: of each size, the main one first. losses: (sizes, kinds, seeds, windows), in nats. The loss is taken as
-    a line over the logarithm of the parameters, with one slope b of both kinds: a gap g at the main size is worth a
-    factor of exp(-g / b).
-    """
-    span = max(parameters) / min(parameters)
-    slopes = np.polyfit(np.log(parameters), losses.mean(axis=(1, 3)), 1)[0] if span > 1 else np.zeros(losses.shape[2])
-    slope, gap = estimate(slopes[:, None]), estimate(losses[0, 1] - losses[0, 0], documents)
-    if not slope.high < -1e-9:
-        return "The loss is not shown to fall with the parameters: no share of them for equal loss follows."
-    share, low, high = np.exp(-np.array(gap[:3]) / slope.mean)
-    words = f"{100 * share:.0f} % [{100 * low:.0f}, {100 * high:.0f}] of plain attention's parameters"
-    beyond = ": more than all sizes tried, so none follows" if max(high, 1 / low) > span else ""
-    return f"Equal loss takes {words}{beyond} (published: 62 % at 6.8B), by the slope of {len(parameters)} sizes."
 
 
 def main(argv: Sequence[str] | None = None) -> None:
