@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from eval.command import add_flag, command_parser, positive
 from eval.data import PROMPT, check, check_prompt, read, some
 from eval.question import Answer, Question
-from eval.report import interval_text, markdown_table
-from eval.statistics import bootstrap
+from eval.report import bootstrap, interval_text, markdown_table
 from model.common import UserError, quoted, shown, write_text
 
 PROMPT_FLAG = dict(help=f"prompt with {{question}} in it (default: that of the run's training, else {PROMPT!r})")

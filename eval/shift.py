@@ -25,8 +25,7 @@ from eval.command import add_flag, command_parser, positive
 from eval.explore.record import decoder_maps
 from eval.open import add_model_flags, model_of, open_model, out_folder
 from eval.records import one_picture_records
-from eval.report import interval_text
-from eval.statistics import bootstrap
+from eval.report import bootstrap, interval_text
 from model.common import run_command, shown, write_text
 from model.paligemma import PaliGemma
 from model.processor import Processor

@@ -155,8 +155,9 @@ def fine_tune(
 def print_recipe(settings: Settings) -> None:
     """The recipe that the flags, the base or the data have chosen."""
     if chosen := RECIPES.get(settings.recipe):
+        whys = {"own": "own pictures on the toy model (--recipe lora has a graft): ", "one-gpu": "a base this large: "}
         values = ", ".join(f"{name} {getattr(settings, name)}" for name in chosen)
-        print(f"recipe {settings.recipe}: {values}; a flag changes each", flush=True)
+        print(f"recipe {settings.recipe}: {whys.get(settings.recipe, '')}{values}; a flag changes each", flush=True)
 
 
 def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:

@@ -286,10 +286,8 @@ def plan_table(rows: Sequence[PlanRow], gpu: str | None) -> str:
         cells.append([row.name, *counts, memory, f"{row.disk / 1e9:,.2f}", f"{row.flops:.2e}"])
         cells[-1] += [row.hours(gpu)] if gpu else []
     gpus, batches = (" or ".join(dict.fromkeys(str(getattr(row, name)) for row in rows)) for name in ("gpus", "rows"))
-    about = (
-        f"Memory: of one GPU, for micro-batches of {batches} rows, without / with `--checkpointing`, "
-        f"{CUDA / 1e9:.0f} GB of CUDA's own included"
-    )
+    about = f"Memory: of one GPU, for micro-batches of {batches} rows, without / with `--checkpointing`, "
+    about += f"{CUDA / 1e9:.0f} GB of CUDA's own included"
     if gpu:
         about += f"; ! is more than {GPUS[gpu][1]} GB. Hours: at {SHARES[0]:.0%} to {SHARES[1]:.0%} of "
         about += f"{GPUS[gpu][0] / 1e12:.0f} TFLOP/s (bf16) of {gpus} × {gpu}, without evaluation"

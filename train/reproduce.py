@@ -5,8 +5,7 @@ python -m train.reproduce text           the Differential Transformer (Ye et al.
 python -m train.reproduce wings          WINGS (Zhang et al. 2024), see train/studies/wings.py
 python -m train.reproduce qmamba         Q-Mamba, see train/studies/qmamba.py
 
-Without more flags each is a miniature, on the embedded models. The last three are the studies of `train.compare`, too.
-Each file names the paper's experiments that are missing here.
+Without more flags each is a miniature, on the embedded models. All but the first are studies of `train.compare`, too.
 """
 
 import sys

@@ -26,10 +26,10 @@ from model.device import DTYPES
 from model.differential import fold
 from model.paligemma import PaliGemma
 from model.source import EMBEDDED, local_path, preset_of, resolve
+from model.turns import SLOT
 from weights.card import model_card
 from weights.load import INDEX_FILE, empty_model, examine, kind_of, read_model
 from weights.mapping import DIALECTS, STORED_DTYPES, dialect_names
-from weights.processor_files import processor_files
 
 # files of the tokenizer, the processor and generation, copied unchanged
 COMPANIONS = ["tokenizer.model", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
@@ -144,6 +144,34 @@ def locate(source: str, update: Path | None = None) -> Origin:
     if update is not None:
         return Origin(source, source, update, run or update)
     return Origin(source, source if run is None else str(read_json(run / "config.json").get("base", source)), run=run)
+
+
+def processor_files(config: PaliGemmaConfig) -> dict[str, str]:
+    """The settings that transformers' AutoProcessor and `generate` read beside the weights, texts by file name. With
+    them and tokenizer.json transformers prepares the same pixels and ids as `model/processor.py`."""
+    size = config.vision.image_size
+    files = {
+        "preprocessor_config.json": {
+            "image_processor_type": "SiglipImageProcessor",
+            "processor_class": "PaliGemmaProcessor",
+            "image_seq_length": config.num_image_tokens,
+            "size": {"height": size, "width": size},
+            **dict.fromkeys(("do_convert_rgb", "do_resize", "do_rescale", "do_normalize"), True),
+            **{"resample": 3, "rescale_factor": 1 / 255},  # bicubic
+            **dict.fromkeys(("image_mean", "image_std"), [0.5, 0.5, 0.5]),
+        },
+        "tokenizer_config.json": {
+            "tokenizer_class": "GemmaTokenizer",
+            "processor_class": "PaliGemmaProcessor",
+            **{f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")},
+            "extra_special_tokens": {"image_token": SLOT},
+        },
+        "generation_config.json": {
+            **{f"{name}_token_id": getattr(config, f"{name}_token_id") for name in ("bos", "eos", "pad")},
+            "suppress_tokens": [config.image_token_id],  # as `model.generate.generate`
+        },
+    }
+    return {name: json.dumps(content, indent=1, ensure_ascii=False) + "\n" for name, content in files.items()}
 
 
 def main(argv: list[str] | None = None) -> None:

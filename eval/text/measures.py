@@ -23,8 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eval.command import add_flag, command_parser, positive
 from eval.explore.record import decoder_maps
-from eval.report import interval_text, markdown_table
-from eval.statistics import bootstrap
+from eval.report import bootstrap, interval_text, markdown_table
 from eval.text.corpus import BOS, PAD, Corpus, kept_corpus
 from eval.text.tasks import LETTERS, SHOWN, Document, Tasks
 from model.common import UserError, read_json

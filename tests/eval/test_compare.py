@@ -9,7 +9,7 @@ import torch
 from eval import open, pope
 from eval.bench import Benchmark, Row, comparison_table, values_of
 from eval.question import Question
-from eval.statistics import bootstrap
+from eval.report import bootstrap
 from lora.adapter import lora_layers
 from tests.eval.test_eval_commands import subjects
 from tests.runs import refused

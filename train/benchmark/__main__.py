@@ -41,9 +41,8 @@ from model.common import UserError, run_command, write_text
 from model.device import DTYPES, choose_device, choose_dtype
 from train.flags import flag, read_flags
 from train.run import provenance
-from weights.export import companions, export_model
+from weights.export import companions, export_model, processor_files
 from weights.load import load_model
-from weights.processor_files import processor_files
 
 SECTIONS = {"load": (1,), "prefill": (1, 8), "decode": (1, 4, 16), "train": (4,), "eval": (12,), "quantize": (1,)}
 PAUSE = 0.05  # seconds between turns: an idle OpenMP thread of the other side spins for about 20 ms before it sleeps

@@ -124,7 +124,7 @@ def study_of(options: Options) -> Study:
         measures=tasks["test"],
         beside={
             "the mean of all plain rows": dict.fromkeys(by_size, plain),
-            "the other plain rows (A/A)": {row: others for row in plain if (others := without(plain, row))},
+            "the other plain rows (A/A)": {r: tuple(o for o in plain if o != r) for r in plain if plain[1:]},
             "plain LoRA with at least as many parameters": by_size,
         },
         rates=options.rates or tuple(float(f"{options.lr * factor:.3g}") for factor in (1, 2, 4)),
@@ -133,10 +133,6 @@ def study_of(options: Options) -> Study:
         predictions=PREDICTIONS,
         more=built.blocks if options.positive else lambda run: [],
     )
-
-
-def without(rows: tuple[str, ...], row: str) -> tuple[str, ...]:
-    return tuple(other for other in rows if other != row)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
