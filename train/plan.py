@@ -152,9 +152,7 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 # two products forwards, and backwards four and that of the map once more.
 FLOPS = flop_registry | {
     aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, *_, **__: 4 * query.numel() * key.shape[2],
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        lambda gradient, query, key, *_, **__: 10 * query.numel() * key.shape[2]
-    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, k, *__, **___: 10 * q.numel() * k.shape[2],
     torch.ops.mkldnn._linear_pointwise: lambda x, weight, *_, **__: 2 * x.numel() * weight.shape[0],
 }
 

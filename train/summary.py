@@ -111,9 +111,9 @@ def print_summary(summary: dict, results: Results, settings: Settings, run: Path
     losses = [record["held_out_loss"] for record in read_metrics(run) if "held_out_loss" in record]
     # the second half of the evaluations lowered the loss by a tenth, to its least value
     is_rising = len(losses) > 2 and losses[-1] == min(losses) < 0.9 * losses[(len(losses) - 1) // 2]
-    is_open = held_out and (held_out["after"]["exact_match"] or 0) < 95
+    is_solved = (held_out.get("after", {}).get("exact_match") or 0) >= 95
     is_own = not settings.is_embedded and not settings.is_beyond_base
-    if is_open and is_own and (is_rising or gain and gain["low"] <= 0):
+    if is_own and not is_solved and (is_rising or gain and gain["low"] <= 0):
         print("still learning, or not enough: " * is_rising + "try", longer(settings, run))
     if left_out := summary["left_out"]:
         print(f"left out {len(left_out)} records: {left_out[0]} …")
@@ -128,8 +128,8 @@ def print_summary(summary: dict, results: Results, settings: Settings, run: Path
 def longer(settings: Settings, run: Path) -> str:
     """The command of a run of twice as many steps; of LoRA on the embedded base and own data, with the recipe `own`."""
     s, is_toy = settings, settings.base == "embedded" and not settings.writes_model
-    given = [("--base", s.base), ("--images", s.images), ("--recipe", "own" if is_toy else s.recipe)]
-    given += [("--data", source) for source in s.data] + [("--eval-data", source) for source in s.eval_data]
+    given = [("--base", s.base), ("--images", s.images)] + [("--data", source) for source in s.data]
+    given += [("--eval-data", source) for source in s.eval_data] + [("--recipe", "own" if is_toy else s.recipe)]
     given += [("--steps", f"{2 * len(read_metrics(run))}")] * (not is_toy)
     return shlex.join(["python", "-m", "train.finetune", *(word for pair in given if pair[1] for word in pair)])
 

@@ -147,8 +147,7 @@ def locate(source: str, update: Path | None = None) -> Origin:
 
 
 def processor_files(config: PaliGemmaConfig) -> dict[str, str]:
-    """The settings that transformers' AutoProcessor and `generate` read beside the weights, texts by file name. With
-    them and tokenizer.json transformers prepares the same pixels and ids as `model/processor.py`."""
+    """What transformers' AutoProcessor and `generate` read beside weights and tokenizer.json: texts by file name."""
     size = config.vision.image_size
     files = {
         "preprocessor_config.json": {

@@ -124,7 +124,7 @@ def study_of(options: Options) -> Study:
         measures=tasks["test"],
         beside={
             "the mean of all plain rows": dict.fromkeys(by_size, plain),
-            "the other plain rows (A/A)": {r: tuple(o for o in plain if o != r) for r in plain if plain[1:]},
+            "the other plain rows (A/A)": {row: tuple(r for r in plain if r != row) for row in plain if plain[1:]},
             "plain LoRA with at least as many parameters": by_size,
         },
         rates=options.rates or tuple(float(f"{options.lr * factor:.3g}") for factor in (1, 2, 4)),
