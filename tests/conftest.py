@@ -1,5 +1,6 @@
 """What many tests share. Session fixtures are read-only: a test that changes one makes a copy."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from eval.text.corpus import Corpus, open_corpus
 from eval.text.tasks import SYMBOLS
 from model.processor import Processor
 from tests.files import write_prose
+
+gc.set_threshold(200_000, 20, 1000)  # torch and transformers are a million objects: to pass over them takes a tenth
 
 
 @pytest.fixture(scope="session")

@@ -64,8 +64,8 @@ def test_the_command_writes_its_report_or_one_line(tmp_path, capfd, monkeypatch)
     (tmp_path / "peft.py").write_text("raise RuntimeError('broken')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     capfd.readouterr()
-    with pytest.raises(SystemExit) as ended:
-        run_command(lambda: main(command))
+    with pytest.raises(SystemExit) as ended, Process("peer") as peer:
+        run_command(lambda: peer.ask("hello"))
     assert ended.value.code == 2 and capfd.readouterr() == ("", "error: peer: RuntimeError: broken\n")
     monkeypatch.setattr(metadata, "version", lambda package: metadata.distribution("no such package"))
     with pytest.raises(UserError, match="is not installed: pip install transformers peft"):

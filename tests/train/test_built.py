@@ -17,7 +17,7 @@ def test_the_bound_is_that_of_the_sharpest_map_allowed():
     logits = 2 * marked - 1  # 1 at the mark, −1 elsewhere: all that the soft cap allows
     seen = (F.softmax(logits, dim=1)[..., None] * classes).sum(1)
     accuracy = 100 * (seen.argmax(-1) == right).double().mean().item()
-    assert abs(accuracy - built.best_of_one_map(50_000)) < 2
+    assert abs(accuracy - built.best_of_one_map(draws=50_000)) < 2
     reversed_map = F.softmax(-logits, dim=1)[..., None] * classes  # a second map takes away what both have in common
     share = F.softmax(logits, dim=1)[marked == 0][0] / F.softmax(-logits, dim=1)[marked == 0][0]
     assert ((seen - share * reversed_map.sum(1)).argmax(-1) == right).all()
