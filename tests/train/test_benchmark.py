@@ -22,8 +22,9 @@ def test_ratios_are_taken_within_a_round():
 
 
 @pytest.mark.long
-def test_both_sides_do_the_same_work_apart(tmp_path):
+def test_both_sides_do_the_same_work_apart(tmp_path, monkeypatch):
     """Breaks when sides have other weights, inputs or adapters, or a setting of ours can reach the peer."""
+    monkeypatch.setattr("train.benchmark.__main__.PAUSE", 0)  # nothing is timed here
     folder = tmp_path / "model"
     write_folder("embedded", folder, torch.float32)
     with Process("ours") as ours, Process("peer") as peer:
