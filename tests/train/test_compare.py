@@ -65,6 +65,14 @@ def test_the_control_is_the_smallest_that_is_large_enough(name):
     assert control["alpha"] / control["r"] == BASE.alpha / BASE.r and control.items() >= PLAIN.items()
 
 
+def test_controls_are_chosen():
+    """Breaks when a study without controls trains them, or its rows stand beside no plain one."""
+    study = attention.study_of(replace(BASE, rows=("fine-tuned", "dex", "v2"), controls=()))
+    assert [*study.rows] == ["fine-tuned", "dex", "v2"] and study.lengthen is None
+    assert next(iter(study.beside.values())) == {"dex": ("fine-tuned",), "v2": ("fine-tuned",)}
+    assert attention.study_of(replace(BASE, rows=("fine-tuned", "dex"), controls=("size",))).lengthen is None
+
+
 def write_jsonl(folder, pictures, answer="yes"):
     lines = []
     for number in range(pictures):

@@ -33,8 +33,9 @@ from train.studies.training import Tasks, TuningOptions, fine_tune, key_of, read
 from train.systems.open import load_base, open_model
 
 PLAIN = {"attention": "softmax", "feed_forward": "mlp", "option": ()}
+LORA = "fine-tuned"  # plain, of the rank that is set
 ROWS: dict[str, dict] = {
-    "fine-tuned": PLAIN,
+    LORA: PLAIN,
     "shared": PLAIN | {"attention": "shared"},
     "split": PLAIN | {"attention": "split"},
     "twin": PLAIN | {"attention": "twin"},
@@ -47,6 +48,7 @@ ROWS: dict[str, dict] = {
 # eval/scenes.py names them: n4d7 is a 4×4 needle with 7 distractors, o1 and o2 are full pictures.
 NEEDLES = {"n2o2": "2×2, two objects each", "n3d8": "3×3, one object each", "n4o1": "4×4, one object each"}
 EXISTENCE = 16  # objects in a picture of POPE's questions
+CONTROLS = ("size", "time")
 TIMES = {"split": 1.1, "twin": 1.2, "twin-small": 1.2, "v2": 1.2}  # seconds of a step beside LoRA's, measured once
 # Written before the study was run, after an earlier run with three seeds.
 PREDICTIONS = (
@@ -58,7 +60,7 @@ PREDICTIONS = (
     ("dex", MEAN, "equivalent", "linear in the head's output; no other map"),
 )
 DEFAULTS = {"samples": 3200, "tasks": "vqa,n2o1,n2o2,n4o1", **PLAIN}
-QUICK = {"rows": ("fine-tuned", "twin", "dex"), "limit": 128, "seeds": 5, "samples": 800}
+QUICK = {"rows": (LORA, "twin", "dex"), "limit": 128, "seeds": 5, "samples": 800}
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,9 @@ class Options(TuningOptions):
     coco: str | None = flag(None, "with --data on disk: folder of COCO val2014, for needle tests (default: none)")
     captions: str | None = flag(None, "with --coco: MMNeedle's or COCO's caption file (default: none)")
     positive: bool = flag(True, "the positive control, a minute")
+    controls: tuple[str, ...] = flag(
+        CONTROLS, "also plain LoRA of each row's size, and the same trained as long", choices=CONTROLS, nargs="*"
+    )
 
 
 def control_by_size(base: Settings, changes: dict) -> tuple[str, dict]:
@@ -108,12 +113,11 @@ def make(base: Settings, tasks: Tasks, job: Job, folder: Path) -> dict:
 
 
 def study_of(options: Options) -> Study:
-    chosen, by_size = {name: ROWS[name] for name in options.rows}, {}
-    for name in options.rows:
-        if name != "fine-tuned":
-            control, changes = control_by_size(options, ROWS[name])
-            by_size[name], chosen[control] = (control,), changes
-    plain = tuple(name for name in chosen if name not in by_size)
+    chosen, variants, by_size = {row: ROWS[row] for row in options.rows}, [r for r in options.rows if r != LORA], {}
+    for name in variants if options.controls else ():
+        control, changes = control_by_size(options, ROWS[name])
+        by_size[name], chosen[control] = (control,), changes
+    plain = tuple(name for name in chosen if name not in variants)
     tasks = {split: tasks_of(options, split) for split in ("validation", "test")}
     return Study(
         name="attention",
@@ -123,13 +127,13 @@ def study_of(options: Options) -> Study:
         key=key_of([options], load_base(options, torch.device("cpu")), tasks),
         measures=tasks["test"],
         beside={
-            "the mean of all plain rows": dict.fromkeys(by_size, plain),
+            "the mean of all plain rows": dict.fromkeys(variants, plain),
             "the other plain rows (A/A)": {row: tuple(r for r in plain if r != row) for row in plain if plain[1:]},
             "plain LoRA with at least as many parameters": by_size,
         },
         rates=options.rates or tuple(float(f"{options.lr * factor:.3g}") for factor in (1, 2, 4)),
         plain=plain,
-        lengthen=("samples", options.samples, TIMES) if options.is_embedded else None,
+        lengthen=("samples", options.samples, TIMES) if options.is_embedded and "time" in options.controls else None,
         predictions=PREDICTIONS,
         more=built.blocks if options.positive else lambda run: [],
     )
