@@ -132,12 +132,12 @@ def answerability(is_unanswerable: Sequence[bool], scores: Sequence[float]) -> d
     return {"AP": round(100 * precision / max(1, found), 2), "F1": round(f1, 2)}
 
 
-def record_scores(record: Record, answer: str) -> dict[str, float]:
-    """Exact match of an own example, and VQAv2's accuracy, 0 to 1, where ANNOTATORS or more people have answered."""
+def record_scores(record: Record, answer: str, score: Callable[[Annotation, str], float] = official) -> dict:
+    """Exact match of an own example, and accuracy by `score`, 0 to 1, where ANNOTATORS or more people have answered."""
     scores = {"exact_match": float(exact_match(answer, truths_of(record)))}
     if len(record.answers) >= ANNOTATORS:
         given = tuple({"answer": text, "answer_id": number} for number, text in enumerate(record.answers))
-        scores["vqa_accuracy"] = official(Annotation(record.name, given), answer)
+        scores["vqa_accuracy"] = score(Annotation(record.name, given), answer)
     return scores
 
 

@@ -47,8 +47,10 @@ class World:
             dist.barrier()
 
 
-def join_world(device: str = "auto") -> World:
-    """Join the processes that `torchrun` started, if it did. Raises UserError for a device that is not there."""
+@contextlib.contextmanager
+def joined_world(device: str = "auto") -> Iterator[World]:
+    """The processes that `torchrun` started, if it did, as a world for the block. Raises UserError for a device that is
+    not there."""
     rank, local, size = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     if device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{local}"
@@ -60,14 +62,8 @@ def join_world(device: str = "auto") -> World:
         torch.cuda.set_device(chosen)
     if size > 1 and not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=chosen if on_gpu else None)
-    return World(rank, max(1, size), chosen)
-
-
-@contextlib.contextmanager
-def joined_world(device: str = "auto") -> Iterator[World]:
-    """The world of `join_world` for the block, which leaves it at its end."""
     try:
-        yield join_world(device)
+        yield World(rank, max(1, size), chosen)
     finally:
         if dist.is_initialized():
             gc.collect()  # a process group kept alive by a reference cycle would be destroyed too late, and abort

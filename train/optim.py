@@ -51,13 +51,10 @@ def make_adamw(groups: list[dict], betas: tuple[float, float], kind: type = torc
     return kind(groups, betas=betas, fused=can)
 
 
-def make_radam(groups: list[dict], betas: tuple[float, float]) -> torch.optim.Optimizer:
-    """RAdam (Liu et al. 2020) with AdamW's decay, a parameter at a time: all at once would copy every gradient."""
-    return torch.optim.RAdam(groups, betas=betas, decoupled_weight_decay=True, foreach=False)
-
-
-# The decay of Adam (Kingma & Ba 2015) is a part of the gradient.
-OPTIMIZERS = {"adamw": make_adamw, "adam": partial(make_adamw, kind=torch.optim.Adam), "radam": make_radam}
+# The decay of Adam (Kingma & Ba 2015) is a part of the gradient. RAdam (Liu et al. 2020) has AdamW's decay, and takes a
+# parameter at a time: all at once would copy every gradient.
+OPTIMIZERS = {"adamw": make_adamw, "adam": partial(make_adamw, kind=torch.optim.Adam)}
+OPTIMIZERS["radam"] = partial(torch.optim.RAdam, decoupled_weight_decay=True, foreach=False)
 
 
 def is_inner_matrix(name: str, parameter: torch.Tensor) -> bool:

@@ -27,7 +27,7 @@ def make(seed: int = 0, optimizer=make_adamw):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     rules = [Rule(["0.weight", "0.bias"], 0.1), Rule(["2.weight"], 0.01)]
-    return model, optimizer(parameter_groups(model, rules), (0.9, 0.98))
+    return model, optimizer(parameter_groups(model, rules), betas=(0.9, 0.98))
 
 
 def step(model, optimizer, number: int = 0) -> None:

@@ -45,7 +45,7 @@ def test_rates_and_decay_reach_only_their_group():
 def test_decay_is_a_part_of_the_gradient_in_adam_alone(kind, left):
     """Breaks when an optimizer is another, or gets other betas: 1 with a decay of 0.5, two steps without a gradient."""
     groups = parameter_groups(nn.ParameterDict({"a": nn.Parameter(torch.ones(1))}), [Rule(["a"], 0.1, 0.5)])
-    optimizer = optim.OPTIMIZERS[kind](groups, (0.8, 0.9))
+    optimizer = optim.OPTIMIZERS[kind](groups, betas=(0.8, 0.9))
     for _ in range(2):
         groups[0]["params"][0].grad = torch.zeros(1)
         optimizer.step()

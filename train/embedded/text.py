@@ -2,9 +2,17 @@
 
     python -m train.embedded.text          minutes on two cores
 
-In: a seed. Out: runs/embedded-text, a PaliGemma whose decoder has learned the sentences of `sentences.py`
-from random weights, causally, and whose projector knows nothing. `train/systems/wings.py` opens it as `embedded-text`,
-whatever its own --seed is; another one is made with --out DIR and given as --base DIR.
+In: a seed. Out: runs/embedded-text, a PaliGemma whose decoder has learned sentences from random weights, causally, and
+whose projector knows nothing. `train/systems/wings.py` opens it as `embedded-text`, whatever its own --seed is; another
+one is made with --out DIR and given as --base DIR. `train/studies/wings.py` measures how much of the sentences a model
+forgets when it is trained on pictures:
+
+    add       How many are 7 and 5?                                  12
+    copy      Caption: cat 4 key dog 9. What is the caption?         cat 4 key dog 9
+    lookup    Row: cat 4 key dog 9. What is in column 3?             key
+    fact      What is a tiger?                                       animal
+
+A prompt to copy or to look up belongs to exactly one split, by its hash. All splits ask the same 140 sums and facts.
 """
 
 from collections.abc import Sequence
@@ -15,13 +23,14 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
+from eval.pictures import CATEGORIES, NAMES, Dice, split_of
 from eval.records import Record
+from eval.scenes import with_article
 from model.common import run_command
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.source import EMBEDDED
 from train.data.batches import MicroBatch, collate
-from train.embedded.sentences import sentence
 from train.flags import flag, read_flags
 from train.optim import Rule, make_adamw, matching, parameter_groups, rate_factor, set_rates
 from train.run import check_empty
@@ -30,8 +39,9 @@ from train.systems.wings import TEXT_FOLDER
 from weights.export import companions, export_model
 from weights.load import load_model
 
-# half of the text is lookup: it takes the longest to learn
-TASKS = ("add", "lookup", "copy", "lookup", "fact", "lookup")
+TASKS = ("add", "copy", "lookup", "fact")
+LEARNED = ("add", "lookup", "copy", "lookup", "fact", "lookup")  # in turn: lookup takes the longest to learn
+WORDS = [*NAMES, *map(str, range(10))]
 STEPS, ROWS, RATE = 900, 48, 3e-3
 
 
@@ -43,11 +53,30 @@ class TextBaseOptions:
     seed: int = flag(0, "of the weights and the sentences", least=0)
 
 
+def sentence(task: str, split: str, index: int, seed: int = 0) -> tuple[str, str]:
+    """Prompt and answer number `index` of a task's endless stream: the same on every machine."""
+    dice = Dice(f"sentence/{task}/{split}/{seed}/{index}")
+    if task == "add":
+        a, b = dice.below(10), dice.below(10)
+        return f"How many are {a} and {b}?", str(a + b)
+    if task == "fact":
+        name = dice.pick(NAMES)
+        return f"What is {with_article(name)}?", next(kind for kind, names in CATEGORIES.items() if name in names)
+    while True:
+        words = dice.draw(WORDS, 3 + dice.below(4) if task == "copy" else 5)
+        prompt, answer = f"Caption: {' '.join(words)}. What is the caption?", " ".join(words)
+        if task == "lookup":
+            column = dice.below(5)
+            prompt, answer = f"Row: {' '.join(words)}. What is in column {column + 1}?", words[column]
+        if split_of((prompt,)) == split:
+            return prompt, answer
+
+
 def sentences(step: int, seed: int, processor: Processor) -> MicroBatch:
     """The ROWS sentences of a step, the tasks in turn. No token sees a later one, in the prompt too."""
-    drawn = [sentence(TASKS[n % len(TASKS)], "train", n, seed) for n in range(step * ROWS, (step + 1) * ROWS)]
-    records = [Record(str(n), str(n), (), ((s.prefix, s.suffix),)) for n, s in enumerate(drawn)]
-    micro = collate(records, processor)
+    numbers = range(step * ROWS, (step + 1) * ROWS)
+    turns = [sentence(LEARNED[n % len(LEARNED)], "train", n, seed) for n in numbers]
+    micro = collate([Record(turn[0], turn[0], (), (turn,)) for turn in turns], processor)
     return replace(micro, batch=replace(micro.batch, token_type_ids=torch.ones_like(micro.batch.input_ids)))
 
 

@@ -12,7 +12,7 @@ from eval import needle, scenes, vqa
 from eval.data import Annotation, NeedleTest, read_vqa
 from eval.question import Question, question_of
 from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record
-from eval.vqa_scoring import ANNOTATORS, SCORERS, exact_match, truths_of
+from eval.vqa_scoring import SCORERS, record_scores
 from model.common import UserError
 from train.data.sources import read_records
 from train.settings import Settings
@@ -85,10 +85,8 @@ def vqa_task(settings: Settings, split: str, limit: int | None, scoring: str = "
 def accuracy(scoring: str, truth: Annotation | Record, answer: str) -> float:
     """By `scoring` where enough people have answered, else exact match."""
     if isinstance(truth, Record):
-        if len(truth.answers) < ANNOTATORS:
-            return float(exact_match(answer, truths_of(truth)))
-        given = tuple({"answer": text, "answer_id": number} for number, text in enumerate(truth.answers))
-        truth = Annotation(truth.name, given, truth.suffix)
+        scores = record_scores(truth, answer, SCORERS[scoring])
+        return scores.get("vqa_accuracy", scores["exact_match"])
     return SCORERS[scoring](truth, answer)
 
 

@@ -27,8 +27,8 @@ import torch
 from eval.report import markdown_table
 from lora import adapter
 from model.common import UserError, shown
+from model.device import choose_device
 from train.checkpoint import file_digest
-from train.distributed import join_world
 from train.flags import flag, from_values
 from train.plan import plan, plan_table
 from train.settings import GPUS, RECIPES
@@ -113,7 +113,7 @@ def make(models: Mapping[str, Options], tasks: Tasks, job: Job, folder: Path, *p
     base, name = models["paper-1"], job.row
     run = base.finished.get(name)
     if name == "baseline" or run:
-        model = load_base(base, join_world(base.device).device)
+        model = load_base(base, choose_device(base.device))
         if run:
             adapter.load(model, run)
         scores = ask(model, open_processor(base, model)[0], base, tasks, folder)

@@ -26,6 +26,7 @@ import torch
 from eval import scenes, vqa
 from eval.question import Question
 from eval.report import markdown_table
+from model.device import choose_device
 from model.paligemma import PaliGemma
 from train.flags import flag
 from train.loop import Diverged
@@ -35,8 +36,8 @@ from train.studies import engine, report
 from train.studies.cells import Job
 from train.studies.engine import MEAN, Study
 from train.studies.measures import Task, asking, training_records, vqa_task
-from train.studies.training import StagedOptions, Tasks, ask, key_of, learn, open_on_device, read_stages
-from train.systems.open import open_processor, open_stage
+from train.studies.training import StagedOptions, Tasks, ask, key_of, learn, read_stages
+from train.systems.open import load_start, open_processor, open_stage
 from weights.export import export_model
 
 TASKS = ("vqa", "locate", "count", "exist")  # of the embedded scenes
@@ -103,7 +104,8 @@ def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *neede
         raise Diverged("the row that it starts from diverged")
     if row.order:
         settings = replace(stages[1], base=str(needed[0] / "model"))
-        model, facts = open_on_device(settings), json.loads((needed[0] / "cell.json").read_text())["facts"]
+        model = load_start(settings, choose_device(settings.device))
+        facts = json.loads((needed[0] / "cell.json").read_text())["facts"]
         model.multi_modal_projector.connector.order = row.order
         return {"scores": ask(model, open_processor(settings, model)[0], settings, tasks, folder), "facts": facts}
     seconds, model = 0.0, open_row(stages[0], row, job.seed, *needed)
@@ -128,7 +130,7 @@ def open_row(settings: Settings, row: Row, seed: int, *donor: Path) -> PaliGemma
         is_all = options["queries"] == "all"
         options["queries"] = sizes.vision.num_image_tokens if is_all else max(1, sizes.projector.queries // 2)
     option = tuple(f"{name}={json.dumps(value)}" for name, value in options.items())
-    return open_on_device(replace(settings, seed=seed, option=option))
+    return load_start(replace(settings, seed=seed, option=option), choose_device(settings.device))
 
 
 def scene_task(name: str, split: str, limit: int) -> Task:

@@ -6,8 +6,10 @@ fixed before a study runs: seeds that are added until a difference is known woul
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from train.estimates import Estimate, holm
 
@@ -60,18 +62,10 @@ def is_inside(score: float, chance: float | None) -> bool:
 
 def exact_interval(hits: int, trials: int) -> tuple[float, float]:
     """The 95 % interval of a share, of few or of runs that differ by all or nothing (Clopper and Pearson 1934)."""
-
-    def root(tail: Callable[[float], float]) -> float:  # where the rising tail is 2.5 %
-        low, high = 0.0, 1.0
-        for _ in range(50):
-            low, high = ((low + high) / 2, high) if tail((low + high) / 2) < 0.025 else (low, (low + high) / 2)
-        return low
-
-    def at_least(least: int, share: float) -> float:
-        return sum(math.comb(trials, n) * share**n * (1 - share) ** (trials - n) for n in range(least, trials + 1))
-
-    low = root(lambda share: at_least(hits, share)) if hits else 0.0
-    return low, 1 - root(lambda share: at_least(trials - hits, share)) if hits < trials else 1.0
+    shares = np.linspace(0, 1, 100_001)
+    chances = [math.comb(trials, n) * shares**n * (1 - shares) ** (trials - n) for n in range(trials + 1)]
+    low = np.interp(0.025, sum(chances[hits:]), shares) if hits else 0.0  # so many hits or more: rises with the share
+    return float(low), float(np.interp(-0.025, -sum(chances[: hits + 1]), shares)) if hits < trials else 1.0
 
 
 def judge(

@@ -29,9 +29,10 @@ from eval.text import measures
 from eval.text.corpus import Corpus, kept_corpus, open_corpus
 from eval.text.tasks import SYMBOLS
 from model.common import write_text
+from model.device import choose_device
 from model.differential import lambdas
 from model.system_configs import TEXT_PRESETS
-from train.distributed import join_world
+from train.distributed import World
 from train.flags import flag, from_values
 from train.optim import count
 from train.studies import built, engine, report
@@ -72,7 +73,7 @@ class Options(StudyOptions, TextSettings):
 def make(options: Options, job: Job, folder: Path) -> dict:
     """Train the model of a cell in its folder, a run folder that `eval.text` reads, and measure it."""
     settings = replace(options, **dict(job.changes), lr=job.rate, seed=job.seed)
-    corpus, world = kept_corpus(Path(settings.corpus)), join_world(settings.device)
+    corpus, world = kept_corpus(Path(settings.corpus)), World(0, 1, choose_device(settings.device))
     model, progress = learn(settings, corpus, folder, world)
     facts = {"parameters": count(model.parameters()), "seconds": progress.seconds}
     facts["lambda"] = [value.item() for value in lambdas(model).values()]

@@ -6,7 +6,6 @@ A cell that was interrupted after its training reads the last checkpoint, and is
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from eval.answer import ask_all
 from eval.records import Record
@@ -109,12 +108,6 @@ def read_stages(kind: type, arch: str, argv: Sequence[str] | None, doc: str | No
     first, second = stages
     data = (first.stage_1_data,) if first.stage_1_data else first.data
     return [replace(first, data=data), replace(second, option=())]  # stage 1 decides the parts
-
-
-def open_on_device(settings: Settings) -> Any:
-    """The PaliGemma of a stage, on its device."""
-    device = choose_device(settings.device)
-    return systems.open_stage(settings, systems.weights_dtype(settings, device), device).eval()
 
 
 def learn(model, processor, records: Sequence[Record], settings: Settings, factors: Mapping, folder: Path) -> float:

@@ -32,12 +32,12 @@ from eval.records import Record
 from eval.report import interval_text, markdown_table
 from eval.shift import GROUPS, measure, put_slot
 from lora import adapter
+from model.device import choose_device
 from model.processor import Processor
 from model.source import EMBEDDED
 from model.wings import Wings, route
 from train.data.sources import read_records
-from train.embedded.sentences import TASKS, sentence
-from train.embedded.text import make_text_base
+from train.embedded.text import TASKS, make_text_base, sentence
 from train.estimates import estimate
 from train.flags import flag
 from train.optim import count, trainable
@@ -47,8 +47,8 @@ from train.studies.cells import Job
 from train.studies.engine import Run, Study
 from train.studies.measures import Task, asking, training_records, vqa_task
 from train.studies.rules import Measure, exact_interval
-from train.studies.training import StagedOptions, Tasks, ask, key_of, learn, open_on_device, read_stages
-from train.systems.open import open_processor, open_stage
+from train.studies.training import StagedOptions, Tasks, ask, key_of, learn, read_stages
+from train.systems.open import load_start, open_processor, open_stage
 from train.systems.wings import TEXT_BASE
 
 PROJECTOR, LORA, VISUAL = r"multi_modal_projector\..*", r".*\.lora_[AB]\..*", r".*\.visual\..*"
@@ -118,7 +118,7 @@ def open_first(settings: Settings, before: Path) -> tuple[Wings, Processor]:
     if settings.base == TEXT_BASE and "language_model" not in settings.options:
         make_text_base(settings.seed, before / "model")
         settings = replace(settings, base=str(before / "model"))
-    model = open_on_device(settings)
+    model = load_start(settings, choose_device(settings.device))
     return model, open_processor(settings, model)[0]
 
 
@@ -155,9 +155,11 @@ def looked_at(settings: Settings) -> list[Record]:
 
 def tasks_of(settings: Settings, split: str, limit: int) -> dict[str, Task]:
     """Text, and held-out questions about pictures; of scenes the share of the objects that the answer names."""
-    texts = [sentence([*TASKS][n % len(TASKS)], split, n // len(TASKS)) for n in range(limit)]
-    asks = [Question(number, f"{number}", (), text.prefix, truth=text.suffix) for number, text in enumerate(texts)]
-    tasks = {TEXT: asking("text alone", asks, rungs=[text.task for text in texts])}
+    kinds, asks = [TASKS[n % len(TASKS)] for n in range(limit)], []
+    for n, kind in enumerate(kinds):
+        prompt, answer = sentence(kind, split, n // len(TASKS))
+        asks.append(Question(n, f"{n}", (), prompt, truth=answer))
+    tasks = {TEXT: asking("text alone", asks, rungs=kinds)}
     if not settings.is_embedded:
         return tasks | {PICTURES: replace(vqa_task(settings, split, limit), in_mean=False)}
     asks = [question_of(record, truth=record.suffix) for record in (scene(split, n) for n in range(limit))]

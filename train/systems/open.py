@@ -94,7 +94,7 @@ def make_optimizer(model: PaliGemma, rules: Sequence[Rule], settings: Settings) 
     """The optimizer that `settings` name, over the parameters that `rules` do."""
     groups, betas = parameter_groups(model, rules), (0.9, settings.beta2)
     if settings.optimizer != "muon":
-        return OPTIMIZERS[settings.optimizer](groups, betas)
+        return OPTIMIZERS[settings.optimizer](groups, betas=betas)
     given = settings.scalar_lr is not None and settings.lr
     return MuonAdamW(groups, betas, settings.scalar_lr / settings.lr if given else 0.1)
 
