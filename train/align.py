@@ -29,7 +29,6 @@ from model.siglip import Siglip
 from train.distributed import World
 from train.optim import MuonAdamW, Rule, make_adamw, matching, parameter_groups, rate_factor, set_rates
 from train.settings import Settings
-from train.supervised import shifted
 
 PICTURES, MOST_PASSES = 64, 50  # of a step; over the data
 COMMON = 1000  # questions, and answers, that have a number of their own
@@ -70,6 +69,14 @@ def new_tower(model: PaliGemma, seed: int = 0) -> None:
     waves = torch.cat((angles.sin(), angles.cos()), 1)  # (side, width / 2)
     places = torch.cat((waves.repeat_interleave(side, 0), waves.repeat(side, 1)), 1)
     model.vision_tower.embeddings.position_embedding.weight.copy_(places)
+
+
+def shifted(pixels: torch.Tensor) -> torch.Tensor:
+    """Pictures (B, 3, R, R), each moved by up to a sixteenth of its side; borders are repeated."""
+    count, size = len(pixels), pixels.shape[-1]
+    moves = torch.randint(-(size // 16), size // 16 + 1, (2, count, 1))
+    rows, columns = (torch.arange(size) + moves).clamp(0, size - 1).to(pixels.device)  # (B, R)
+    return pixels[torch.arange(count)[:, None, None], :, rows[:, :, None], columns[:, None]].movedim(-1, 1)
 
 
 class AnswerHead(nn.Module):

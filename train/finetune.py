@@ -34,8 +34,7 @@ from train.distributed import World, is_sharded, joined_world
 from train.optim import count, trainable
 from train.run import MEASURED, data_fingerprints, draw_loss, read_metrics, run_folder, set_origin
 from train.settings import RECIPES, Arguments, Settings, parse, run_stem
-from train.supervised import train_on
-from train.systems.open import load_start, open_model, open_processor, open_trained, write_trained
+from train.systems.open import load_start, open_model, open_processor, open_trained, train_on, write_trained
 from train.validation import Metric, open_held_out
 
 

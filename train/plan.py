@@ -35,8 +35,7 @@ from train.data.sources import read_records
 from train.distributed import World, layers_of, reads_bf16
 from train.optim import count, is_inner_matrix, trainable
 from train.settings import GPUS, Settings, run_stem, step_layout
-from train.supervised import supervised_loss
-from train.systems.open import open_model, open_processor, system_of, weights_dtype
+from train.systems.open import open_model, open_processor, supervised_loss, system_of, weights_dtype
 
 aten = torch.ops.aten
 SHARES = (0.5, 0.3)  # of the peak, which a training step may reach

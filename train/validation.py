@@ -30,8 +30,7 @@ from train.data.batches import MicroBatches, load
 from train.data.sources import read_records
 from train.distributed import World, ask_together, is_sharded
 from train.settings import Settings
-from train.supervised import inputs
-from train.systems.open import write_trained
+from train.systems.open import inputs, write_trained
 
 ASKED = 200  # examples that a model answers at an evaluation during training; the loss is of all
 Metric = Callable[[list[str], list], float]  # of the answers, and of the right ones: each a text, or a list of several

@@ -19,9 +19,9 @@ from model.linear import ACTIVATIONS, Linear, activated, linear
 from tests.model.test_differential import TARGETS, inputs, sibling
 from tests.reference import batch, hf_model, ours, relative_error, right_padded
 from tests.runs import refused
-from train import supervised
 from train.data.batches import collate
 from train.optim import trainable
+from train.systems.open import supervised_loss
 from weights.load import load_model
 
 
@@ -198,7 +198,7 @@ def test_a_compiled_training_step_learns_the_same(processor):
         results = []
         for either in (model, called):
             model.zero_grad()
-            loss = supervised.supervised_loss(either, micro)
+            loss = supervised_loss(either, micro)
             loss.backward()
             results.append((loss.item(), {name: p.grad.clone() for name, p in trainable(model).items()}))
         assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)

@@ -11,9 +11,9 @@ from eval.records import Record, Refusal
 from model.processor import Processor
 from tests.runs import WORLD, refused
 from train import align as alignment
-from train import supervised
 from train.data.batches import collate
 from train.settings import parse
+from train.systems import open as systems
 from train.systems.open import open_model
 from weights.load import load_model
 
@@ -72,18 +72,18 @@ def test_pictures_are_moved_and_boxes_are_not(monkeypatch, tmp_path):
     """Breaks when a row is moved as a column, pictures move together, a border is torn, or a box leaves its object."""
     pictures = torch.arange(2 * 3 * 32 * 32.0).view(2, 3, 32, 32)
     torch.manual_seed(0)
-    moved = supervised.shifted(pictures)
+    moved = alignment.shifted(pictures)
     flat = moved.flatten(1).tolist()
     for picture, got in zip(pictures, moved, strict=True):
         padded = torch.nn.functional.pad(picture[None], (2, 2, 2, 2), mode="replicate")[0]
         assert sum(torch.equal(padded[:, y : y + 32, x : x + 32], got) for y in range(5) for x in range(5)) == 1
     assert flat[0] != [value - 3072 for value in flat[1]]
-    assert len({*map(tuple, supervised.shifted(pictures[:1].expand(400, -1, -1, -1)).flatten(1).tolist())}) == 25
+    assert len({*map(tuple, alignment.shifted(pictures[:1].expand(400, -1, -1, -1)).flatten(1).tolist())}) == 25
     seen, settings = [], parse(["--recipe", "own"])[0]
-    monkeypatch.setattr(supervised, "fit", lambda model, optimizer, order, loss, *args, **options: loss)
-    monkeypatch.setattr(supervised, "supervised_loss", lambda model, micro: seen.append(micro.batch.pixel_values))
+    monkeypatch.setattr(systems, "fit", lambda model, optimizer, order, loss, *args, **options: loss)
+    monkeypatch.setattr(systems, "supervised_loss", lambda model, micro: seen.append(micro.batch.pixel_values))
     processor = Processor.from_source("tiny")
-    loss = supervised.train_on(Namespace(processor=processor), None, None, settings, tmp_path, WORLD)
+    loss = systems.train_on(Namespace(processor=processor), None, None, settings, tmp_path, WORLD)
     for answer, is_moved in (("red", True), ("<loc0001><loc0002><loc0003><loc0004> dog", False)):
         picture = partial(Image.radial_gradient, "L")
         micro = collate([Record("a", "a", (picture,), (("detect dog", answer),))], processor)

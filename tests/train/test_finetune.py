@@ -19,12 +19,13 @@ from model.generate import ask
 from tests.files import write_vqav2
 from tests.killed_runs import kill_often
 from tests.runs import QUICK, SERVER, WORLD, metrics, refused, run, torchrun, words
-from train import finetune, supervised
+from train import finetune
 from train import summary as summary_files
 from train.data.batches import collate
 from train.flags import flag_name
 from train.optim import trainable
 from train.settings import RECIPES, parse
+from train.systems import open as systems
 from train.systems.open import open_model
 from weights.load import load_model
 
@@ -69,7 +70,7 @@ def test_the_trainable_set_by_name(flags, linears, names, processor):
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(trainable(model))
     micro = collate(embedded_records(count=2), processor)
     assert not model.encode_images(micro.batch.pixel_values).requires_grad
-    supervised.supervised_loss(model, micro).backward()
+    systems.supervised_loss(model, micro).backward()
     assert {name for name, p in model.named_parameters() if p.grad is not None} <= set(trainable(model))
 
 
@@ -177,7 +178,7 @@ def test_resumed_metrics_are_equal_to_the_bit(number, tmp_path, monkeypatch, cap
     """Breaks when a state that the next step depends on is lost, or a signal loses steps or has another exit code."""
     flags = "--steps 12 --step-batch 4 --samples 40 --checkpoint-every 4 --attention shared"
     run(flags, out=tmp_path / "whole")
-    loss, calls = supervised.supervised_loss, []
+    loss, calls = systems.supervised_loss, []
 
     def interrupted(*args):
         calls.append(1)
@@ -188,7 +189,7 @@ def test_resumed_metrics_are_equal_to_the_bit(number, tmp_path, monkeypatch, cap
         return loss(*args)
 
     with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, SystemExit)) as ended:
-        patch.setattr(supervised, "supervised_loss", interrupted)
+        patch.setattr(systems, "supervised_loss", interrupted)
         run(flags, out=tmp_path / "cut")
     assert number is None or ended.value.code == 128 + number and f"--resume {tmp_path}" in capsys.readouterr().err
     saved = sorted(path.name for path in (tmp_path / "cut/checkpoints").iterdir())

@@ -23,8 +23,7 @@ from train.distributed import World
 from train.optim import count, trainable
 from train.plan import CUDA, PlanRow, StepCost, cpu_seconds, open_sample, plan, processor_of, spread_cost, step_costs
 from train.settings import parse, step_layout
-from train.supervised import supervised_loss
-from train.systems.open import open_model
+from train.systems.open import open_model, supervised_loss
 from train.systems.qmamba import TINY
 
 CPU, META = torch.device("cpu"), torch.device("meta")

@@ -17,12 +17,13 @@ from eval.records import Record, read_data
 from lora import adapter
 from model.processor import Processor
 from tests.runs import WORLD, metrics, words
-from train import finetune, supervised, validation
+from train import finetune, validation
 from train.checkpoint import Progress, Result, newest_progress
 from train.data.batches import collate
 from train.data.sources import read_records
 from train.settings import Settings, parse
 from train.summary import gain_over_blind, print_summary, trained
+from train.systems import open as systems
 from train.validation import HeldOut, choose, open_held_out
 from weights.load import load_model
 
@@ -62,8 +63,8 @@ def test_training_is_the_same_with_open_eyes(flags, tmp_path, monkeypatch):
     assert all(value > 0 for value in whole[1]["map_distance"].values()) and len(whole[1]["lambda"]) > 1
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         # the sixth call comes after the evaluation of step 4 and the checkpoint of step 3
-        losses = [supervised.supervised_loss] * 5 + [Mock(side_effect=KeyboardInterrupt)]
-        patch.setattr(supervised, "supervised_loss", lambda *args: losses.pop(0)(*args))
+        losses = [systems.supervised_loss] * 5 + [Mock(side_effect=KeyboardInterrupt)]
+        patch.setattr(systems, "supervised_loss", lambda *args: losses.pop(0)(*args))
         train(flags, "--eval-every 2 --out", tmp_path / "cut")
     train("--resume", tmp_path / "cut")
     assert metrics(tmp_path / "cut") == whole
@@ -80,7 +81,7 @@ def test_training_is_the_same_with_open_eyes(flags, tmp_path, monkeypatch):
     adapter.load(model.eval(), tmp_path / "open")
     micro = collate(read_records(parse(words(flags))[0], "validation"), processor).to("cpu")
     with torch.no_grad():
-        expected = supervised.supervised_loss(model.eval(), micro).item() / micro.tokens
+        expected = systems.supervised_loss(model.eval(), micro).item() / micro.tokens
     assert whole[-1]["held_out_loss"] == pytest.approx(expected, rel=1e-5)
     assert summary["after"]["loss"] == whole[-1]["held_out_loss"] != summary["blind"]["loss"]  # of gray pictures
 

@@ -34,7 +34,7 @@ from train.data.batches import MicroBatch, collate
 from train.flags import flag, read_flags
 from train.optim import Rule, make_adamw, matching, parameter_groups, rate_factor, set_rates
 from train.run import check_empty
-from train.supervised import supervised_loss
+from train.systems.open import supervised_loss
 from train.systems.wings import TEXT_FOLDER
 from weights.export import companions, export_model
 from weights.load import load_model

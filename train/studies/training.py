@@ -24,8 +24,8 @@ from train.settings import EMBEDDED, Settings, check, stage_defaults
 from train.studies.cells import digest
 from train.studies.engine import StudyOptions
 from train.studies.measures import Task, training_records
-from train.supervised import train_on
 from train.systems import open as systems
+from train.systems.open import train_on
 from weights.fingerprint import exact_fingerprint
 
 DECIDED = ("arch", "stage", "full", "seed", "evaluate", "eval_limit", "eval_data")  # by every study

@@ -1,7 +1,8 @@
-"""Open what a run trains: a base with its graft and adapter, or the model of a stage, with its optimizer and processor.
+"""What a run trains, a base with its graft and adapter, or the model of a stage: opened, trained, written, reopened.
 
-In: the settings of a run. Out: the model, the optimizer over the parameters that are trained, and the processor. A new
-system with stages is one file beside this one, its `STAGES` in `train/settings.py`, and a line of `system_of`.
+In: the settings of a run. Out: the model, the optimizer over the parameters that are trained, the processor; and the
+supervised training on pictures and text, see `train/loop.py`. A new system with stages is one file beside this one, its
+`STAGES` in `train/settings.py`, and a line of `system_of`.
 """
 
 import re
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from lora import adapter
 from model.common import UserError
@@ -18,7 +20,10 @@ from model.differential import default_options, graft
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.tokenizer import find_tokenizer, load_tokenizer
+from train.checkpoint import Progress
+from train.data.batches import MicroBatch, Order
 from train.distributed import World, whole_model
+from train.loop import fit
 from train.optim import OPTIMIZERS, SCALARS, MuonAdamW, Rule, matching, parameter_groups, trainable
 from train.settings import STAGES, Settings
 from weights.load import load_model
@@ -129,6 +134,39 @@ def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, lis
     from weights.export import companions
 
     return processor, companions(settings.base)
+
+
+def train_on(
+    order: Order,
+    model: PaliGemma,
+    optimizer: torch.optim.Optimizer,
+    settings: Settings,
+    run: Path,
+    world: World,
+    **more,
+) -> Progress:
+    """Train `model` in place on `order`; returns the run's progress. more: options of `fit`."""
+    from train.align import shifted
+
+    location = order.processor.tokenizer.piece_to_id("<loc0000>")
+
+    def loss(called: nn.Module, micro: MicroBatch) -> torch.Tensor:
+        micro = micro.to(world.device)
+        if settings.shift and not ((micro.targets >= location) & (micro.targets < location + 1024)).any():  # no boxes
+            micro = replace(micro, batch=replace(micro.batch, pixel_values=shifted(micro.batch.pixel_values)))
+        return supervised_loss(called, micro)
+
+    return fit(model, optimizer, order, loss, settings, run, world, **more)
+
+
+def supervised_loss(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
+    """The sum of cross-entropies over the supervised tokens."""
+    return model(**inputs(micro), positions_to_keep=micro.positions, targets=micro.targets)
+
+
+def inputs(micro: MicroBatch) -> dict[str, torch.Tensor]:
+    """The arguments of the model that are the batch itself."""
+    return {name: tensor for name, tensor in vars(micro.batch).items() if name != "labels"}
 
 
 def write_trained(model: PaliGemma, folder: Path, settings: Settings, world: World, files: Sequence[Path]) -> None:
