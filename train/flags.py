@@ -58,11 +58,11 @@ def field_kind(settings: type, field: dataclasses.Field) -> type:
     return typing.get_origin(hint) or hint
 
 
-def read_flags(options: type[Settings], program: str, description: str | None, argv: Sequence[str] | None) -> Settings:
-    """The flags of a command that has no others. Raises UserError."""
-    parser = FlagParser(prog=f"python -m {program}", description=description)
+def given_flags(options: type, program: str, description: str | None, argv: Sequence[str] | None, **more) -> dict:
+    """The flags on the command line of a command that has no others. more: arguments of the parser."""
+    parser = FlagParser(prog=f"python -m {program}", description=description, **more)
     add_flags(parser, options)
-    return from_values(options, vars(parser.parse_args(argv)))
+    return vars(parser.parse_args(argv))
 
 
 def from_values(settings: type[Settings], values: Mapping[str, object], where: str = "") -> Settings:

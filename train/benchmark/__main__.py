@@ -39,7 +39,7 @@ from eval.report import interval_text, markdown_table
 from lora.quantize import KINDS
 from model.common import UserError, run_command, write_text
 from model.device import DTYPES, choose_device, choose_dtype
-from train.flags import flag, read_flags
+from train.flags import flag, from_values, given_flags
 from train.run import provenance
 from weights.export import companions, export_model, processor_files
 from weights.load import load_model
@@ -143,7 +143,7 @@ def write_folder(base: str, folder: Path, dtype: torch.dtype) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = read_flags(Options, "train.benchmark", __doc__, argv)
+    options = from_values(Options, given_flags(Options, "train.benchmark", __doc__, argv))
     device = choose_device(options.device)
     dtype, chosen = choose_dtype(options.dtype, device), [name for name in options.sections if name != "quantize"]
     rows = [Row(name, batch) for name in chosen for batch in options.batch or SECTIONS[name]]

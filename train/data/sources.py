@@ -107,9 +107,8 @@ def read_sources(
         if weights or {*kinds} != {"shards"}:
             raise UserError(f"{given}: tar shards stand alone, without weights: pack the others with train.shard")
         patterns = [str(source_parts(source)[1]) for source in sources]
-        records = Shards(
-            *patterns, split=split, sampled=settings.answers == "sampled", buffer=settings.shuffle_buffer, **share
-        )
+        share |= {"sampled": settings.answers == "sampled", "buffer": settings.shuffle_buffer}
+        records = Shards(*patterns, split=split, **share)
     else:
         parts, files = [], []
         for source, kind in zip(sources, kinds, strict=True):
@@ -128,10 +127,9 @@ def read_sources(
         records = Weighted(parts, weights) if weights and split == "train" else list(chain(*parts))
     bad = [r for r in records if not r.turns] if isinstance(records, list) else []  # shards say it when they are read
     if len(bad) > settings.max_bad:
-        problem = (
-            f"{len(bad)} records cannot be used, more than --max-bad {settings.max_bad}: correct them, or raise it"
-        )
-        raise UserError(f"{given}: {problem}; the first: {bad[0].name}: {bad[0].pictures[0].problem}")
+        problem = f"{len(bad)} records cannot be used, more than --max-bad {settings.max_bad}"
+        first = f"{bad[0].name}: {bad[0].pictures[0].problem}"
+        raise UserError(f"{given}: {problem}: correct them, or raise it; the first: {first}")
     if not len(records) or isinstance(records, Weighted) and not all(records.sizes):
         raise UserError(f"{given}: no {split} records: check --validation and --fraction")
     return records

@@ -16,13 +16,14 @@ A prompt to copy or to look up belongs to exactly one split, by its hash. All sp
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
+from eval.command import add_flag, command_parser, whole
 from eval.pictures import CATEGORIES, NAMES, Dice, split_of
 from eval.records import Record
 from eval.scenes import with_article
@@ -31,7 +32,6 @@ from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.source import EMBEDDED
 from train.data.batches import MicroBatch, collate
-from train.flags import flag, read_flags
 from train.optim import Rule, make_adamw, matching, parameter_groups, rate_factor, set_rates
 from train.run import check_empty
 from train.systems.open import supervised_loss
@@ -43,14 +43,6 @@ TASKS = ("add", "copy", "lookup", "fact")
 LEARNED = ("add", "lookup", "copy", "lookup", "fact", "lookup")  # in turn: lookup takes the longest to learn
 WORDS = [*NAMES, *map(str, range(10))]
 STEPS, ROWS, RATE = 900, 48, 3e-3
-
-
-@dataclass(frozen=True)
-class TextBaseOptions:
-    """The flags of this command."""
-
-    out: Path = flag(TEXT_FOLDER, "folder to write", metavar="DIR")
-    seed: int = flag(0, "of the weights and the sentences", least=0)
 
 
 def sentence(task: str, split: str, index: int, seed: int = 0) -> tuple[str, str]:
@@ -101,10 +93,13 @@ def make_text_base(seed: int, folder: Path, steps: int = STEPS) -> PaliGemma:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = read_flags(TextBaseOptions, "train.embedded.text", __doc__, argv)
-    check_empty(options.out)
-    make_text_base(options.seed, options.out)
-    print(f"{options.out}: the base of python -m train.finetune --arch wings --stage 1")
+    parser = command_parser("train.embedded.text", __doc__)
+    add_flag(parser, "--out", "folder to write", TEXT_FOLDER, type=Path, metavar="DIR")
+    add_flag(parser, "--seed", "of the weights and the sentences", 0, type=whole(0))
+    args = parser.parse_args(argv)
+    check_empty(args.out)
+    make_text_base(args.seed, args.out)
+    print(f"{args.out}: the base of python -m train.finetune --arch wings --stage 1")
 
 
 if __name__ == "__main__":

@@ -201,19 +201,16 @@ class Run:
 
     def in_range(self, controls: Sequence[str]) -> list[str]:
         """The columns that can show a difference, by the controls' mean on the validation split; a measure that is no
-        share, or that this split does not have, always can."""
+        share, or that this split does not have, always can. The last number of a ladder is harder than the first."""
         usable, validation = [], [self.validation(self.cells[row][:TUNING_SEEDS]) for row in controls]
+        ladders = [facts.get("ladders", {}) for row in controls for facts in self.facts(row)]
         for name, measure in self.study.measures.items():
             known = [scores[name] for scores in validation if name in scores]
-            if not measure.is_share or not known or is_inside(float(np.mean(known)), measure.chance):
-                usable += [name] * self.falls(name, controls)
+            ladder = np.mean([of_cell[name] for of_cell in ladders if name in of_cell] or [(1.0, 0.0)], axis=0)
+            is_known = measure.is_share and known
+            if ladder[-1] < ladder[0] and (not is_known or is_inside(float(np.mean(known)), measure.chance)):
+                usable.append(name)
         return usable + [MEAN] * any(name in usable for name in self.study.averaged)
-
-    def falls(self, name: str, controls: Sequence[str]) -> bool:
-        """Whether the last number of a ladder is harder for the controls than the first, or the measure has none."""
-        facts = [of_cell.get("ladders", {}) for row in controls for of_cell in self.facts(row)]
-        ladder = np.mean([of_cell[name] for of_cell in facts if name in of_cell] or [(1.0, 0.0)], axis=0)
-        return bool(ladder[-1] < ladder[0])
 
     def with_margins(self, controls: Sequence[str]) -> dict[str, Measure]:
         """The columns; if margins are relative, with that share of what the controls have above guessing."""

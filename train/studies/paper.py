@@ -34,7 +34,6 @@ from train.plan import plan, plan_table
 from train.settings import GPUS, RECIPES
 from train.studies import engine, report
 from train.studies.cells import Job, digest
-from train.studies.engine import Run, Study
 from train.studies.measures import VAL_FILES, Task, coco_needles, scene_needles, trial_task, vqa_task
 from train.studies.training import Tasks, TuningOptions, ask, deciding, fine_tune, key_of, read_given
 from train.systems.open import load_base, open_processor
@@ -126,7 +125,7 @@ def make(models: Mapping[str, Options], tasks: Tasks, job: Job, folder: Path, *p
     return result | {"facts": result["facts"] | {"chosen": name}}
 
 
-def study_of(models: Mapping[str, Options]) -> Study:
+def study_of(models: Mapping[str, Options]) -> engine.Study:
     base = models["paper-1"]
     marks = {row: (file_digest(run / adapter.TENSOR_FILE),) for row, run in base.finished.items()}
     rows: dict[str, tuple] = {row: marks.get(row, ()) for row in ("baseline", *base.rows)}
@@ -139,7 +138,7 @@ def study_of(models: Mapping[str, Options]) -> Study:
         names = [] if job.row in base.finished else PART_2.get(job.row, ())
         return [replace(job, row=name, changes=rows[name]) for name in names if name in rows]
 
-    return Study(
+    return engine.Study(
         name="reproduce-paligemma",
         title=f"The differential PaliGemma experiment: base {base.base}, data {' '.join(base.data)}",
         rows=rows,
@@ -153,7 +152,7 @@ def study_of(models: Mapping[str, Options]) -> Study:
     )
 
 
-def blocks(models: Mapping[str, Options], run: Run) -> list:
+def blocks(models: Mapping[str, Options], run: engine.Run) -> list:
     """The paper's tables beside ours, and what agrees."""
     models = {name: models[name] for name in models if name in run.cells}
     scores = {row: {name: f"{each.mean():.2f}" for name, each in run.scores(row).items()} for row in run.cells}

@@ -34,7 +34,6 @@ from train.optim import count, trainable
 from train.settings import STAGES, Settings
 from train.studies import engine, report
 from train.studies.cells import Job
-from train.studies.engine import MEAN, Study
 from train.studies.measures import Task, asking, training_records, vqa_task
 from train.studies.training import StagedOptions, Tasks, ask, key_of, learn, read_stages
 from train.systems.open import load_start, open_processor, open_stage
@@ -67,11 +66,11 @@ ROWS = {
     "all queries, backward": Row(4, "all queries", order="backward"),
 }
 PREDICTIONS = (
-    ("global", MEAN, "worse", "the paper's Table 2"),
-    ("half the queries", MEAN, "worse", "the paper's Table 1: more queries do better"),
-    ("all queries", MEAN, "better", "the paper's Table 1"),
-    ("local", MEAN, "better", "the paper's Table 3"),
-    ("all queries, forward", MEAN, "equivalent", "the paper's Table 4: no harm"),
+    ("global", engine.MEAN, "worse", "the paper's Table 2"),
+    ("half the queries", engine.MEAN, "worse", "the paper's Table 1: more queries do better"),
+    ("all queries", engine.MEAN, "better", "the paper's Table 1"),
+    ("local", engine.MEAN, "better", "the paper's Table 3"),
+    ("all queries, forward", engine.MEAN, "equivalent", "the paper's Table 4: no harm"),
 )
 PUBLISHED = (
     ("Table 1: 128, 256, 512 and 729 queries", "half the queries, local, all queries: more do better"),
@@ -142,7 +141,7 @@ def scene_task(name: str, split: str, limit: int) -> Task:
     return asking(name, asks, chance=chance)
 
 
-def study_of(stages: Sequence[Options]) -> Study:
+def study_of(stages: Sequence[Options]) -> engine.Study:
     first, options = stages
     beside = {name: (row.beside,) for name, row in ROWS.items() if str(row.table) in options.tables and row.beside}
     names = [name for name in ROWS if name in {*beside, *(control for (control,) in beside.values())}]
@@ -150,7 +149,7 @@ def study_of(stages: Sequence[Options]) -> Study:
     if options.is_embedded:
         tasks = {split: {name: scene_task(name, split, options.limit) for name in TASKS} for split in tasks}
     table = markdown_table(["published", "figures, and rows here"], PUBLISHED)
-    return Study(
+    return engine.Study(
         name="qmamba",
         title=f"Q-Mamba: base {first.base}, data {' '.join(options.data)}",
         rows={name: ROWS[name] for name in names},

@@ -37,7 +37,6 @@ from train.flags import flag, from_values
 from train.optim import count
 from train.studies import built, engine, report
 from train.studies.cells import Job, digest
-from train.studies.engine import Run, Study, StudyOptions
 from train.studies.rules import Measure
 from train.studies.training import deciding, read_given
 from train.systems.text import TextSettings, learn
@@ -61,7 +60,7 @@ TITLES = {"recall": "one of {} records", "needle": "one of {} needles in a text"
 
 
 @dataclass(frozen=True)
-class Options(StudyOptions, TextSettings):
+class Options(engine.StudyOptions, TextSettings):
     sizes: tuple[str, ...] = flag(SIZES, "the main one first", choices=list(TEXT_PRESETS), nargs="+", metavar="PRESET")
     limit: int = flag(100, "windows of text, and tests of each task", least=5, metavar="N")
     positive: bool = flag(True, "the positive control, a minute")
@@ -128,12 +127,12 @@ def measures_of(corpus: Corpus, length: int, limit: int) -> dict[str, Measure]:
     return tasks | {"loss": Measure("loss on text, nats", documents, is_share=False, **more)}
 
 
-def study_of(options: Options, corpus: Corpus) -> Study:
+def study_of(options: Options, corpus: Corpus) -> engine.Study:
     rows, pairs = {}, {}
     for size in options.sizes:
         rows |= {f"{kind}, {size}": (("attention", kind), ("preset", size)) for kind in (*KINDS, "wide")}
         pairs |= {f"{kind}, {size}": (f"plain, {size}",) for kind in ("differential", "wide")}
-    return Study(
+    return engine.Study(
         name="compare-text",
         title="Differential against plain language models, from nothing",
         rows=rows,
@@ -149,7 +148,7 @@ def study_of(options: Options, corpus: Corpus) -> Study:
     )
 
 
-def blocks(options: Options, run: Run) -> list:
+def blocks(options: Options, run: engine.Run) -> list:
     """λ, the paper's figures, and the command that measures the runs by depth and number."""
     first, shares = options.sizes[0], []
     facts = {kind: run.facts(f"{kind}, {first}") for kind in KINDS}

@@ -16,7 +16,7 @@ from model.paligemma import PaliGemma
 from model.processor import Processor
 from train.data.batches import Order
 from train.distributed import World
-from train.flags import FlagParser, add_flags, flag, flag_name, from_values
+from train.flags import flag, flag_name, from_values, given_flags
 from train.loop import LoopSettings
 from train.optim import count, trainable
 from train.run import FREE, data_fingerprints
@@ -45,9 +45,7 @@ def read_given(
 ) -> dict:
     """The flags on the command line, and with --quick the values of `quick` where they have none. Raises UserError for
     a setting that the study decides: one of DECIDED or `decided`."""
-    parser = FlagParser(prog=f"python -m {program}", description=doc, allow_abbrev=False)
-    add_flags(parser, kind)
-    given = vars(parser.parse_args(argv))
+    given = given_flags(kind, program, doc, argv, allow_abbrev=False)
     if refused := given.keys() & {*DECIDED, *decided}:
         raise UserError(f"{flag_name(min(refused))}: the study decides that itself: leave it out")
     return {**quick, **given} if given.get("quick") else given

@@ -44,7 +44,6 @@ from train.optim import count, trainable
 from train.settings import Settings
 from train.studies import engine, report
 from train.studies.cells import Job
-from train.studies.engine import Run, Study
 from train.studies.measures import Task, asking, training_records, vqa_task
 from train.studies.rules import Measure, exact_interval
 from train.studies.training import StagedOptions, Tasks, ask, key_of, learn, read_stages
@@ -173,7 +172,7 @@ def share_named(squares: str, answer: str) -> float:
     return sum(right) / len(right)
 
 
-def study_of(stages: Sequence[Options]) -> Study:
+def study_of(stages: Sequence[Options]) -> engine.Study:
     (first, options), beside = stages, {}
     for title, table in BESIDE.items():
         if pairs := {row: (control,) for row, control in table.items() if {row, control} <= {*options.rows}}:
@@ -182,7 +181,7 @@ def study_of(stages: Sequence[Options]) -> Study:
     start = replace(first, base=EMBEDDED) if first.base == TEXT_BASE else first  # the cells train it
     shift = {"groups": [record.key for record in looked_at(options)], "margin": 0.1, "failed": 1.0}
     shift |= {"is_share": False, "in_mean": False, "less_is_better": True}
-    return Study(
+    return engine.Study(
         name="wings",
         title=f"WINGS: base {first.base}, data {' '.join(options.data)}",
         rows={name: tuple(ROWS[name].items()) for name in options.rows},
@@ -198,7 +197,7 @@ def study_of(stages: Sequence[Options]) -> Study:
     )
 
 
-def blocks(run: Run) -> list:
+def blocks(run: engine.Run) -> list:
     """Text beside that of the language model before, and LAWS by layer, as the paper shows them."""
     before = run.get([Job(BEFORE, (), 0.0, seed) for seed in range(run.seeds)])
     known, kept, laws = 100 * np.array([cell["facts"][TEXT] for cell in before]), [], []
