@@ -35,11 +35,16 @@ def pack(records: Sequence[Record], prefix: Path, per_shard: int = 1000, max_bad
     Pictures are shuffled; all records of a picture are in one sample. Raises UserError, before anything is written, for
     more than `max_bad` records without their pictures, and where shards of this prefix are there.
     """
-    groups, of_group, bad = groups_of(records), defaultdict(list), 0
+    groups, of_group, bad, ends = groups_of(records), defaultdict(list), 0, ", ".join(PICTURES)
     for record in records:
-        if problem := problem_of(record):
+        problems = [
+            picture.problem if isinstance(picture, Refusal) else f"{picture}: not found, or ends in none of {ends}"
+            for picture in record.pictures
+            if isinstance(picture, Refusal) or picture.suffix.lower() not in PICTURES or not picture.is_file()
+        ]
+        if problems:  # training finds out whether its pictures can be decoded
             bad += 1
-            print(f"left out {shown(f'{record.name}: {problem}', 600)}")
+            print(f"left out {shown(f'{record.name}: {problems[0]}', 600)}")
         else:
             of_group[groups[record.name]].append(record)
     if bad > max_bad or not of_group:
@@ -62,16 +67,6 @@ def pack(records: Sequence[Record], prefix: Path, per_shard: int = 1000, max_bad
                 file.rename(prefix.with_name(file.name))
             sync_folder(prefix.parent)
     return paths
-
-
-def problem_of(record: Record) -> str:
-    """Why a record cannot be packed, or nothing. Training finds out whether its pictures can be decoded."""
-    for picture in record.pictures:
-        if isinstance(picture, Refusal):
-            return picture.problem
-        if picture.suffix.lower() not in PICTURES or not picture.is_file():
-            return f"{picture}: not found, or ends in none of {', '.join(PICTURES)}"
-    return ""
 
 
 def write_shard(path: Path, samples: Sequence[Sequence[Record]], first: int) -> None:

@@ -126,13 +126,24 @@ class Run:
         return {row: [next(cells) for _ in seeds] for row in rates}
 
     def compute(self) -> None:
-        """Choose the rates, then make the cells of all rows at them, and judge their differences."""
+        """Choose the rates, then make the cells of all rows at them, and judge their differences. Controls of the last
+        table train as long as their rows, too."""
         self.rates = self.rates or dict.fromkeys(self.study.rows, 0.0)
         tuning_seeds = self.study.tuning_seeds[: self.seeds]
         if self.study.rates:
             self.tune(tuning_seeds)
         if self.study.lengthen:
-            self.add_controls_by_time(*self.study.lengthen)
+            (title, table), rows, beside = list(self.study.beside.items())[-1], dict(self.study.rows), {}
+            setting, value, ratios = self.study.lengthen
+            for row, (control, *_) in table.items():
+                name = control
+                if ratio := ratios.get(row):
+                    name = f"{control}, {ratio} × steps"
+                    changes = (*rows[control], (setting, round(value * ratio)))
+                    rows[name], self.rates[name] = changes, self.rates[control]
+                beside[row] = (name,)
+            tables = {**self.study.beside, f"{title}, trained as long": beside}
+            self.study = replace(self.study, rows=rows, beside=tables)
         self.cells = self.at_rates(self.rates, range(self.seeds))
         self.tables = {title: self.table(beside) for title, beside in self.study.beside.items()}
 
@@ -166,17 +177,6 @@ class Run:
         names = self.study.averaged if main == MEAN else [main]
         mean = float(np.mean([means[name] for name in means if name in names]))
         return -mean if self.study.columns[main].less_is_better else mean
-
-    def add_controls_by_time(self, setting: str, value: float, ratios: Mapping[str, float]) -> None:
-        """Controls of the last table that train as long as their rows."""
-        (title, table), rows, beside = list(self.study.beside.items())[-1], dict(self.study.rows), {}
-        for row, (control, *_) in table.items():
-            name = control
-            if ratio := ratios.get(row):
-                name = f"{control}, {ratio} × steps"
-                rows[name], self.rates[name] = (*rows[control], (setting, round(value * ratio))), self.rates[control]
-            beside[row] = (name,)
-        self.study = replace(self.study, rows=rows, beside={**self.study.beside, f"{title}, trained as long": beside})
 
     # Scores and differences
 

@@ -32,19 +32,25 @@ def training_records(settings: Settings) -> Sequence[Record]:
 
 @dataclass(frozen=True, kw_only=True)
 class Task(Measure):
-    """A measure that a model is asked. score(asks, answers): of each example, from 0 to 1."""
+    """A measure that a model is asked. right(truth, answer): the score of an answer, 0 to 1. protocol: of needle tests,
+    in place of that: a test is right if every needle in it is found."""
 
     asks: Sequence[Question]
-    score: Callable[[Sequence[Question], Sequence], list[float]]
+    right: Callable[[Any, str], float] = eq
+    protocol: str = ""
+
+    def score(self, answers: Sequence) -> list[float]:
+        """The scores of the examples, in order."""
+        if not self.protocol:
+            return [float(self.right(ask.truth, answer)) for ask, answer in zip(self.asks, answers, strict=True)]
+        benchmark = needle.Needle()
+        benchmark.protocol = self.protocol
+        return [float(sum(row.scores.values())) for row in benchmark.rows(self.asks, answers)]
 
 
 def asking(title: str, asks: Sequence[Question], right: Callable[[Any, str], float] = eq, **more) -> Task:
     """A task in which each answer is scored by itself, by right(truth, answer). more: fields of a Measure."""
-    return Task(title, [ask.key for ask in asks], asks=asks, score=partial(score_each, right), **more)
-
-
-def score_each(right: Callable[[Any, str], float], asks: Sequence[Question], answers: Sequence) -> list[float]:
-    return [float(right(ask.truth, answer)) for ask, answer in zip(asks, answers, strict=True)]
+    return Task(title, [ask.key for ask in asks], asks=asks, right=right, **more)
 
 
 def scene_needles(kind: str, tests: int, split: str = "test") -> list[NeedleTest]:
@@ -61,41 +67,22 @@ def coco_needles(tests: int, coco: str, captions: str | None) -> tuple[str, list
 
 
 def trial_task(title: str, trials: Sequence[NeedleTest], protocol: str, **more) -> Task:
-    """Needle tests of one kind: a test is right if every needle in it is found. more: fields of a Measure."""
-    score, chance = partial(score_trials, protocol), 100 / trials[0].side ** 2
-    groups = [str(trial.haystack) for trial in trials]
-    return Task(title, groups, chance, asks=needle.asks_of(trials, protocol), score=score, **more)
-
-
-def score_trials(protocol: str, asks: Sequence[Question], answers: Sequence) -> list[float]:
-    benchmark = needle.Needle()
-    benchmark.protocol = protocol
-    return [float(sum(row.scores.values())) for row in benchmark.rows(asks, answers)]
+    """Needle tests of one kind. more: fields of a Measure."""
+    groups, asks = [str(trial.haystack) for trial in trials], needle.asks_of(trials, protocol)
+    return Task(title, groups, 100 / trials[0].side ** 2, asks=asks, protocol=protocol, **more)
 
 
 def vqa_task(settings: Settings, split: str, limit: int | None, scoring: str = "official") -> Task:
-    """VQA on the embedded scenes or on disk. Raises UserError if no pictures are held out."""
-    if settings.is_embedded:
-        assert limit is not None
-        chance = vqa.guess_accuracy(vqa.embedded(limit))["overall"] if split == "test" else None
-        return asking("VQA", vqa.embedded(limit, split), SCORERS[scoring], chance=chance)
-    return asking("VQA", held_out_vqa(settings, split, limit), partial(accuracy, scoring))
-
-
-def accuracy(scoring: str, truth: Annotation | Record, answer: str) -> float:
-    """By `scoring` where enough people have answered, else exact match."""
-    if isinstance(truth, Record):
-        scores = record_scores(truth, answer, SCORERS[scoring])
-        return scores.get("vqa_accuracy", scores["exact_match"])
-    return SCORERS[scoring](truth, answer)
-
-
-def held_out_vqa(settings: Settings, split: str, limit: int | None) -> list[Question]:
-    """`limit` questions on disk, drawn at random, about the pictures held out from training, one half for each split.
+    """VQA on the embedded scenes; on disk `limit` questions, drawn at random, about the pictures held out, one half for
+    each split.
 
     Of a conversation the last answer is asked. If VQAv2's val2014 files are in the same folder, those are the test
     split. Raises UserError if no pictures are held out.
     """
+    if settings.is_embedded:
+        assert limit is not None
+        chance = vqa.guess_accuracy(vqa.embedded(limit))["overall"] if split == "test" else None
+        return asking("VQA", vqa.embedded(limit, split), SCORERS[scoring], chance=chance)
     kind, _, path = settings.data[0].partition(":")
     files = [Path(path, name) for name in VAL_FILES]
     if split == "test" and len(settings.data) == 1 and kind == "vqav2" and files[0].exists():
@@ -110,4 +97,13 @@ def held_out_vqa(settings: Settings, split: str, limit: int | None) -> list[Ques
         raise UserError(f"--data {' '.join(settings.data)}: no pictures are left for the {split} split: {remedy}")
     count = len(questions) if limit is None else min(limit, len(questions))
     chosen = random.Random(f"vqa/{split}").sample(range(len(questions)), count)
-    return [questions[number] for number in sorted(chosen)]
+    asks = [questions[number] for number in sorted(chosen)]
+    return asking("VQA", asks, partial(accuracy, scoring))
+
+
+def accuracy(scoring: str, truth: Annotation | Record, answer: str) -> float:
+    """By `scoring` where enough people have answered, else exact match."""
+    if isinstance(truth, Record):
+        scores = record_scores(truth, answer, SCORERS[scoring])
+        return scores.get("vqa_accuracy", scores["exact_match"])
+    return SCORERS[scoring](truth, answer)

@@ -76,7 +76,7 @@ def ask(model: PaliGemma, processor: Processor, settings: Settings, tasks: Tasks
         for name, task in of_split.items():
             title = f"{task.title}, {split}"
             long = {} if settings.is_embedded else {"progress": title, "log": folder / f"{split}-{name}.jsonl"}
-            scores[split][name] = task.score(task.asks, ask_all(model.eval(), processor, task.asks, **long))
+            scores[split][name] = task.score(ask_all(model.eval(), processor, task.asks, **long))
     return scores
 
 
