@@ -114,10 +114,8 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
     autocast = "none" if settings.autocast == "fp16" else settings.autocast  # no gradient is scaled here
     torch.manual_seed(settings.seed)
     head = AnswerHead(model.config.text.hidden_size, COMMON + 1, COMMON).to(device)
-    optimizers = [
-        MuonAdamW(parameter_groups(tower, [Rule(matching(tower, ".*"), MUON_LR)]), (0.9, 0.98), ADAMW_RATIO),
-        make_adamw(parameter_groups(head, [Rule(matching(head, ".*"), HEAD_LR)]), (0.9, 0.98)),
-    ]
+    muon = MuonAdamW(parameter_groups(tower, [Rule(matching(tower, ".*"), MUON_LR)]), (0.9, 0.98), ADAMW_RATIO)
+    adamw = make_adamw(parameter_groups(head, [Rule(matching(head, ".*"), HEAD_LR)]), (0.9, 0.98))
     rng, losses = random.Random(f"align/{settings.seed}"), []
     passes = min(MOST_PASSES, -(-settings.align * PICTURES // max(1, len(asked))))
     order = [key for _ in range(passes) for key in rng.sample(sorted(asked), len(asked))]
@@ -141,7 +139,7 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
             raise UserError(f"alignment, step {step}: the loss is {losses[-1]}: leave --align or --autocast out")
         loss.backward()
         nn.utils.clip_grad_norm_([*tower.parameters(), *head.parameters()], 1.0)
-        for optimizer in optimizers:
+        for optimizer in (muon, adamw):
             set_rates(optimizer, rate_factor(step, len(steps), 20, "cosine"))
             optimizer.step()
             optimizer.zero_grad()

@@ -3,9 +3,9 @@
 In: a frozen dataclass whose fields are made by `flag`. Out: its instance, from a command line or from a run folder.
 """
 
-import argparse
 import dataclasses
 import typing
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, RawDescriptionHelpFormatter, _ArgumentGroup
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ Settings = TypeVar("Settings")
 MANY = 2**31 - 1  # the largest number of a flag without another limit
 RUN_CONFIG = "config.json"
 # it prints the lines of a description as they are
-FlagParser = partial(argparse.ArgumentParser, formatter_class=argparse.RawDescriptionHelpFormatter)
+FlagParser = partial(ArgumentParser, formatter_class=RawDescriptionHelpFormatter)
 
 
 def flag(default: Any, help: str, *, least: float = -MANY, most: float = MANY, **argument) -> Any:
@@ -32,22 +32,19 @@ def flag_name(name: str) -> str:
     return "--" + name.rstrip("_").replace("_", "-")
 
 
-def add_flags(
-    parser: argparse.ArgumentParser, settings: type, groups: Mapping[str, argparse._ArgumentGroup] = {}
-) -> None:
+def add_flags(parser: ArgumentParser, settings: type, groups: Mapping[str, _ArgumentGroup] = {}) -> None:
     """Add a flag for each field of the dataclass `settings`; one that is not given is absent from the result.
     groups: of --help, by field."""
     for field in dataclasses.fields(settings):
         kind, help, argument = field_kind(settings, field), field.metadata["help"], field.metadata["argument"]
         if "default" not in help:
             help += f" (default: {field.default})"
-        kinds = {bool: {"action": argparse.BooleanOptionalAction}, tuple: {"action": "append"}}
+        kinds = {bool: {"action": BooleanOptionalAction}, tuple: {"action": "append"}}
         if {"nargs", "type"} & argument.keys():
             kinds[tuple] = {"type": str}
-        named = {"default": argparse.SUPPRESS, "help": help.replace("%", "%%"), "dest": field.name}
-        groups.get(field.name, parser).add_argument(
-            flag_name(field.name), **named | kinds.get(kind, {"type": kind}) | argument
-        )
+        named = {"default": SUPPRESS, "help": help.replace("%", "%%"), "dest": field.name}
+        named |= kinds.get(kind, {"type": kind}) | argument
+        groups.get(field.name, parser).add_argument(flag_name(field.name), **named)
 
 
 def field_kind(settings: type, field: dataclasses.Field) -> type:
@@ -103,7 +100,7 @@ Arguments = TypeVar("Arguments", bound=RunArguments)
 
 
 def read_run(
-    parser: argparse.ArgumentParser,
+    parser: ArgumentParser,
     settings: type[Settings],
     arguments: type[Arguments],
     argv: Sequence[str] | Mapping[str, object] | None,

@@ -30,6 +30,7 @@ from model.device import DTYPES, autocast_dtype, processor_name
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.source import preset_of
+from train.align import align
 from train.data.batches import MicroBatch, Order
 from train.data.sources import read_records
 from train.distributed import World, layers_of, reads_bf16
@@ -256,8 +257,6 @@ def ways_of(settings: Settings, row: PlanRow) -> dict[str, dict[int, float]]:
 
 def cpu_seconds(settings: Settings) -> float:
     """CPU seconds of a run of the bundled toy model, from four steps here with random weights of its sizes."""
-    from train.align import align
-
     settings, world = replace(settings, base="tiny", device="cpu"), World(0, 1, torch.device("cpu"))
     (model, optimizer), records = open_model(settings, world.device), read_records(settings)
     order, marks = Order(records, processor_of(settings, model), settings, world), []

@@ -9,10 +9,16 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from eval import figures
 from eval.data import PROMPT, fill_prompt
+from eval.detect import draw_row
+from eval.scenes import NEEDLE_TITLES, NEEDLES
+from eval.vqa import embedded, guess_accuracy
 from model.common import write_text
 from model.differential import KINDS
+from model.images import load_image
 from train.checkpoint import Progress, Result
+from train.estimates import estimate
 from train.run import read_metrics
 from train.settings import Settings
 from train.validation import HeldOut, choose, is_better, rows_of_boxes
@@ -37,8 +43,6 @@ def summarize(settings: Settings, progress: Progress, results: Results, size: in
     summary |= {"trainable_parameters": size, "seconds": round(progress.seconds, 1), "samples": progress.samples}
     summary |= {"left_out": progress.bad, "empty_steps": progress.empty_steps}
     if held_out and settings.is_embedded:
-        from eval.vqa import embedded, guess_accuracy
-
         summary["text_only_guess"] = guess_accuracy(embedded(settings.eval_limit))
     if held_out is not None:
         scores = {"examples": len(held_out.records)} | {name: result.scores for name, result in results.items()}
@@ -50,8 +54,6 @@ def summarize(settings: Settings, progress: Progress, results: Results, size: in
 def gain_over_blind(held_out: HeldOut, results: Results) -> dict | None:
     """How much better the trained model is with pictures than with gray ones, paired, over pictures: "measure", "mean",
     "low" and "high". The measure is the loss where nothing is matched. None for data without pictures."""
-    from train.estimates import estimate
-
     ours, blind = trained(results), results["blind"]
     better, worse, factor, measure = ours.matches, blind.matches, 100, "% exact match"
     if not any([*better, *worse]):
@@ -78,10 +80,6 @@ def write_answers(run: Path, held_out: HeldOut, results: Results) -> None:
     shown = choose([n for n in held_out.asked if right[n] is not None and records[n].pictures], SHOWN)
     if not shown:
         return
-    from eval import figures
-    from eval.detect import draw_row
-    from model.images import load_image
-
     cells = []
     for n in shown:
         before, after = results["before"].answers[n], trained(results).answers[n]
@@ -104,10 +102,8 @@ def print_summary(summary: dict, results: Results, settings: Settings, run: Path
         by = "loss" if held_out["after"]["exact_match"] is None else "exact match, or within its noise by loss"
         print(f"best, by {by}: after step {step}" + (f", in {run / 'best'}" if settings.keep_best else ""))
     if (gain := held_out.get("over_blind")) and gain["low"] <= 0:
-        print(
-            "not shown to use the picture: with every picture gray the trained model loses "
-            f"{gain['mean']:.2f} {gain['measure']} (±{(gain['high'] - gain['low']) / 2:.2f}, a 95 % interval)"
-        )
+        lost = f"{gain['mean']:.2f} {gain['measure']} (±{(gain['high'] - gain['low']) / 2:.2f}, a 95 % interval)"
+        print(f"not shown to use the picture: with every picture gray the trained model loses {lost}")
     losses = [record["held_out_loss"] for record in read_metrics(run) if "held_out_loss" in record]
     # the second half of the evaluations lowered the loss by a tenth, to its least value
     is_rising = len(losses) > 2 and losses[-1] == min(losses) < 0.9 * losses[(len(losses) - 1) // 2]
@@ -138,8 +134,6 @@ def print_accuracies(summary: dict, results: Results, settings: Settings) -> Non
     """The table of accuracies, and of guessing."""
     columns = {name: lines_of(result.scores, result.tests) for name, result in results.items()}
     if settings.is_embedded:
-        from eval.scenes import NEEDLES
-
         guess, needles = summary["text_only_guess"], {kind: 100 / side**2 for kind, (side, *_) in NEEDLES.items()}
         guessed = {"vqa": guess["overall"], "vqa_details": {"per_answer_type": guess}, "needle_details": needles}
         columns["chance"] = lines_of({}, guessed)
@@ -159,8 +153,6 @@ def lines_of(scores: Mapping, tests: Mapping) -> dict[str, float]:
     lines = {f"  {SCORES.get(name, name)}": value for name, value in scores.items() if value is not None}
     if "vqa_details" not in tests:
         return lines
-    from eval.scenes import NEEDLE_TITLES
-
     lines["VQA, % (chance: without a picture)"] = tests["vqa"]
     lines |= {f"  {kind}": value for kind, value in tests["vqa_details"]["per_answer_type"].items()}
     return lines | {f"needle, {NEEDLE_TITLES[kind]}, %": value for kind, value in tests["needle_details"].items()}

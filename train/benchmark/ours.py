@@ -36,7 +36,6 @@ class Ours(Side):
         return lambda: torch.stack(generate(self.model, **inputs, max_new_tokens=self.tokens, compiled=step))
 
     def train(self, batch: int):
-        """A LoRA step: loss, gradients, AdamW."""
         inputs, labels = self.examples(batch)
         positions, targets = supervised(labels)
         if self.optimizer is None:
@@ -49,7 +48,6 @@ class Ours(Side):
         return lambda: self.update(lambda: called(**inputs, positions_to_keep=positions, targets=targets) * mean)
 
     def eval(self, batch: int):
-        """Questions on pictures in files, to the texts of the answers."""
         processor = Processor.from_source(self.folder)
         asks = [Question(str(n), path.name, path, text) for n, (path, text) in enumerate(self.questions())]
         return lambda: ask_all(self.model, processor, asks, max_new_tokens=ANSWER, batch_size=batch)

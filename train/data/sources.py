@@ -71,11 +71,8 @@ def read_records(settings: Settings, split: str = "train", memory: Mapping[str, 
     if split == "validation":
         return asked
     learned = read_sources("--data", settings.data, split, settings, memory)
-    files = [
-        {realpath(str(p)) for record in records for p in record.pictures if isinstance(p, Path | HeldPicture)}
-        for records in (learned, asked)
-        if isinstance(records, list)  # pictures in tar shards have no names
-    ]
+    named = [records for records in (learned, asked) if isinstance(records, list)]  # not in tar shards
+    files = [{realpath(str(p)) for r in of for p in r.pictures if isinstance(p, Path | HeldPicture)} for of in named]
     common = set.intersection(*files) if len(files) == 2 else ()
     if common and os.environ.get("RANK", "0") == "0":  # the first process of torchrun
         count = f"{len(common)} of the {len(files[1])} pictures of --eval-data are in --data, too"

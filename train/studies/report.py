@@ -114,17 +114,12 @@ def write(run: Run) -> str:
     blocks += ["## Limits", limits] if limits else []
     blocks.append(f"Cells were made by {'; '.join(made_by)}: {seconds:,} CPU seconds, {run.seeds} seed(s).")
     text = "\n\n".join(block if isinstance(block, str) else "\n".join(block) for block in blocks) + "\n"
-    summary = {
-        "made_by": made_by,
-        "cpu_seconds": seconds,
-        "seeds": run.seeds,
-        "rates": {row: {"chosen": run.rates[row], "tried": run.tried.get(row, {})} for row in run.cells},
-        "rows": {row: {"facts": [cell["facts"] for cell in of_row]} for row, of_row in run.cells.items()},
-        "tables": {
-            title: [{"row": row, "measure": name, **gap} for (row, name), gap in table.items()]
-            for title, table in run.tables.items()
-        },
-    }
+    summary, tables = {"made_by": made_by, "cpu_seconds": seconds, "seeds": run.seeds}, {}
+    for title, table in run.tables.items():
+        tables[title] = [{"row": row, "measure": name, **gap} for (row, name), gap in table.items()]
+    summary["rates"] = {row: {"chosen": run.rates[row], "tried": run.tried.get(row, {})} for row in run.cells}
+    summary["rows"] = {row: {"facts": [cell["facts"] for cell in of_row]} for row, of_row in run.cells.items()}
+    summary["tables"] = tables
     csv.writer(table_of_cells := io.StringIO(), lineterminator="\n").writerows([COLUMNS, *lines_of(run)])
     write_text(run.out / "comparison.csv", table_of_cells.getvalue())
     write_text(run.out / "comparison.md", text)

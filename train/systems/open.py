@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lora import adapter
 from model.common import UserError
@@ -73,9 +74,7 @@ def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
     return system_of(settings.arch).open_stage(settings, dtype, device)
 
 
-def open_model(
-    settings: Settings, device: torch.device, start: PaliGemma | None = None
-) -> tuple[PaliGemma, torch.optim.Optimizer]:
+def open_model(settings: Settings, device: torch.device, start: PaliGemma | None = None) -> tuple[PaliGemma, Optimizer]:
     """The base, grafted and adapted, or the model of a stage, with an optimizer over the parameters that are trained.
     start: of `load_start`, changed in place; None loads it."""
     model = load_start(settings, device) if start is None else start
@@ -95,7 +94,7 @@ def rules_of(model: PaliGemma, settings: Settings, factors: Mapping[str, float])
     return [Rule(matching(model, names), settings.lr * factor, decay) for names, factor in factors.items()]
 
 
-def make_optimizer(model: PaliGemma, rules: Sequence[Rule], settings: Settings) -> torch.optim.Optimizer:
+def make_optimizer(model: PaliGemma, rules: Sequence[Rule], settings: Settings) -> Optimizer:
     """The optimizer that `settings` name, over the parameters that `rules` do."""
     groups, betas = parameter_groups(model, rules), (0.9, settings.beta2)
     if settings.optimizer != "muon":
@@ -137,15 +136,9 @@ def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, lis
 
 
 def train_on(
-    order: Order,
-    model: PaliGemma,
-    optimizer: torch.optim.Optimizer,
-    settings: Settings,
-    run: Path,
-    world: World,
-    **more,
+    order: Order, model: PaliGemma, optimizer: Optimizer, settings: Settings, run: Path, world: World, **options
 ) -> Progress:
-    """Train `model` in place on `order`; returns the run's progress. more: options of `fit`."""
+    """Train `model` in place on `order`; returns the run's progress. options: of `fit`."""
     from train.align import shifted
 
     location = order.processor.tokenizer.piece_to_id("<loc0000>")
@@ -156,7 +149,7 @@ def train_on(
             micro = replace(micro, batch=replace(micro.batch, pixel_values=shifted(micro.batch.pixel_values)))
         return supervised_loss(called, micro)
 
-    return fit(model, optimizer, order, loss, settings, run, world, **more)
+    return fit(model, optimizer, order, loss, settings, run, world, **options)
 
 
 def supervised_loss(model: nn.Module, micro: MicroBatch) -> torch.Tensor:

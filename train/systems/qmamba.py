@@ -65,12 +65,8 @@ def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
     parts, projector = read_options(settings)
     tower = load_siglip(settings.base, dtype, device)
     text = load_mamba(tokenizer_source(settings), dtype, device)
-    config = QMambaConfig(
-        vision=replace(tower.config, feature_layer=parts.feature_layer),
-        projector=projector,
-        text=text.config,
-        image_token_id=text.config.vocab_size - 1,  # in the padding of the embedding: no text has this id
-    )
+    vision, padding = replace(tower.config, feature_layer=parts.feature_layer), text.config.vocab_size - 1
+    config = QMambaConfig(vision, projector, text.config, image_token_id=padding)  # no text has this id
     model = empty_model(config, dtype)
     tower.config = config.vision
     model.vision_tower, model.language_model = tower, text.backbone

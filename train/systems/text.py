@@ -145,12 +145,6 @@ class TextOrder:
         return TextBatch(ids, documents, targets.masked_fill(hidden, -100), names, int((~hidden).sum()))
 
 
-def text_loss(model: nn.Module, micro: TextBatch) -> torch.Tensor:
-    """The sum of cross-entropies over all positions that have a target."""
-    micro = micro.to(next(model.parameters()).device)
-    return model(micro.input_ids, documents=micro.documents, targets=micro.targets)
-
-
 def make_optimizer(model: TextModel, settings: TextSettings) -> torch.optim.Optimizer:
     """AdamW on all parameters; no decay on norms, λ and the embedding."""
     bare = Rule(matching(model, rf"{SCALARS}|.*norm\.weight|.*embed_tokens\.weight"), settings.lr)
@@ -166,7 +160,12 @@ def learn(
     model = new_model(settings.preset, kind == "differential", settings.seed, kind == "wide").to(world.device)
     model.set_checkpointing(settings.checkpointing)
     optimizer, order = make_optimizer(model, settings), TextOrder(corpus, settings, "train", world.rank, world.size)
-    progress = fit(model, optimizer, order, text_loss, settings, run, world, progress=progress)
+
+    def loss(called: nn.Module, micro: TextBatch) -> torch.Tensor:
+        micro = micro.to(world.device)
+        return called(micro.input_ids, documents=micro.documents, targets=micro.targets)
+
+    progress = fit(model, optimizer, order, loss, settings, run, world, progress=progress)
     return model.eval(), progress
 
 
