@@ -112,33 +112,28 @@ def window_losses(panel: measures.Scores) -> list[float]:
     return (np.reshape(panel.values, (-1, len(bins))) @ widths).tolist()
 
 
-def measures_of(corpus: Corpus, length: int, limit: int) -> dict[str, Measure]:
-    """The loss on text, and each task at the largest number that fits a row."""
-    most = {"recall": max(number for number in measures.RECALL if number + 4 < length)}
-    most |= {"needle": max(number for number in measures.NEEDLES if 3 * number < length)}
-    most |= {"examples": max(measures.EXAMPLES)}
-    tasks = {}
-    for name, number in most.items():
-        chance = 100 * measures.chance(name, number)
-        tasks[name] = Measure(TITLES[name].format(number), range(limit), chance)
-    tasks["order"] = Measure("of them in any order: 100 less best minus worst", range(limit), in_mean=False)
-    documents = [str(document) for _, document in measures.windows(corpus, length, limit)]
-    more = {"margin": 0.03, "less_is_better": True, "in_mean": False, "failed": math.log(corpus.tokenizer.vocab_size())}
-    return tasks | {"loss": Measure("loss on text, nats", documents, is_share=False, **more)}
-
-
 def study_of(options: Options, corpus: Corpus) -> engine.Study:
-    rows, pairs = {}, {}
+    rows, pairs, length = {}, {}, options.length
     for size in options.sizes:
         rows |= {f"{kind}, {size}": (("attention", kind), ("preset", size)) for kind in (*KINDS, "wide")}
         pairs |= {f"{kind}, {size}": (f"plain, {size}",) for kind in ("differential", "wide")}
+    # each task at the largest number that fits a row, and the loss on text
+    most = {"recall": max(number for number in measures.RECALL if number + 4 < length)}
+    most |= {"needle": max(number for number in measures.NEEDLES if 3 * number < length)}
+    tasks, tests = {}, range(options.limit)
+    for name, number in (most | {"examples": max(measures.EXAMPLES)}).items():
+        tasks[name] = Measure(TITLES[name].format(number), tests, 100 * measures.chance(name, number))
+    tasks["order"] = Measure("of them in any order: 100 less best minus worst", tests, in_mean=False)
+    documents = [str(document) for _, document in measures.windows(corpus, length, options.limit)]
+    more = {"margin": 0.03, "less_is_better": True, "in_mean": False, "failed": math.log(corpus.tokenizer.vocab_size())}
+    tasks["loss"] = Measure("loss on text, nats", documents, is_share=False, **more)
     return engine.Study(
         name="compare-text",
         title="Differential against plain language models, from nothing",
         rows=rows,
         make=partial(make, options),
         key=digest(deciding(replace(options, corpus=corpus.digest, text=()), TextSettings), options.limit),
-        measures=measures_of(corpus, options.length, options.limit),
+        measures=tasks,
         beside={"plain attention of the same size": pairs},
         rates=options.rates or RATES,
         main="loss",

@@ -78,10 +78,23 @@ def open_model(settings: Settings, device: torch.device, start: PaliGemma | None
     """The base, grafted and adapted, or the model of a stage, with an optimizer over the parameters that are trained.
     start: of `load_start`, changed in place; None loads it."""
     model = load_start(settings, device) if start is None else start
-    if settings.stage is None:
-        rules = adapt(model, settings)
-    else:
+    if settings.is_grafted:
+        options = default_options(settings.attention, settings.r, settings.alpha, settings.dropout)
+        options |= {"seed": settings.seed, "feed_forward": settings.feed_forward, "where": settings.diff_in}
+        graft(model, settings.attention, **options | settings.options)
+    if settings.stage is not None:
         rules = rules_of(model, settings, STAGES[settings.arch][settings.stage].rates)
+    elif settings.full:  # the decoder's gradients undid at the full rate what an aligned tower had learned
+        tower = {r"vision_tower\..*": 0.1} if settings.align else {}
+        rules = rules_of(model, settings, tower | {".*": 1.0})
+    else:
+        torch.manual_seed(settings.seed)  # LoRA's A is drawn here
+        adapter.inject(model, settings.targets, settings.r, settings.alpha, settings.dropout)
+        names = list(trainable(model))
+        scalars = [name for name in names if re.fullmatch(SCALARS, name)]
+        has_rate = settings.scalar_lr is not None and settings.optimizer != "muon"  # Muon's AdamW applies it itself
+        rules = [Rule(scalars, settings.scalar_lr if has_rate else settings.lr)] if scalars else []
+        rules.append(Rule(names, settings.lr, settings.weight_decay))
     model.set_checkpointing(settings.checkpointing)
     if settings.quantize:
         adapter.quantize(model, settings.quantize)
@@ -101,24 +114,6 @@ def make_optimizer(model: PaliGemma, rules: Sequence[Rule], settings: Settings) 
         return OPTIMIZERS[settings.optimizer](groups, betas=betas)
     given = settings.scalar_lr is not None and settings.lr
     return MuonAdamW(groups, betas, settings.scalar_lr / settings.lr if given else 0.1)
-
-
-def adapt(model: PaliGemma, settings: Settings) -> list[Rule]:
-    """Graft and adapt `model` in place; returns the rules for its optimizer."""
-    if settings.is_grafted:
-        options = default_options(settings.attention, settings.r, settings.alpha, settings.dropout)
-        options |= {"seed": settings.seed, "feed_forward": settings.feed_forward, "where": settings.diff_in}
-        graft(model, settings.attention, **options | settings.options)
-    if settings.full:  # the decoder's gradients undid at the full rate what an aligned tower had learned
-        tower = {r"vision_tower\..*": 0.1} if settings.align else {}
-        return rules_of(model, settings, tower | {".*": 1.0})
-    torch.manual_seed(settings.seed)  # LoRA's A is drawn here
-    adapter.inject(model, settings.targets, settings.r, settings.alpha, settings.dropout)
-    names = list(trainable(model))
-    scalars = [name for name in names if re.fullmatch(SCALARS, name)]
-    has_rate = settings.scalar_lr is not None and settings.optimizer != "muon"  # Muon's AdamW applies it itself
-    first = [Rule(scalars, settings.scalar_lr if has_rate else settings.lr)] if scalars else []
-    return [*first, Rule(names, settings.lr, settings.weight_decay)]
 
 
 def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, list[Path]]:
