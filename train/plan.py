@@ -11,9 +11,7 @@ CUDA's own; CUDA also copies keys and values for all heads where attention has a
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
-from io import StringIO
 from itertools import chain, islice
 
 import torch
@@ -266,8 +264,7 @@ def cpu_seconds(settings: Settings) -> float:
         marks.append(time.process_time())
     of_step = step_layout(settings, 1)[1] * (marks[-1] - marks[0]) / max(1, len(marks) - 1)  # the first warms up
     if settings.align:
-        with redirect_stderr(StringIO()):  # its progress is not that of a run
-            align(model, records, replace(settings, align=4), world)
+        align(model, records, replace(settings, align=4), replace(world, rank=1))  # only the first shows its progress
     return order.total * of_step + settings.align * (time.process_time() - marks[-1]) / 4
 
 

@@ -52,12 +52,9 @@ class Side:
         image = (size // config["vision_config"]["patch_size"]) ** 2
         text = torch.randint(3, 1000, (rows, PREFIX + suffix), generator=generator)
         ids = torch.cat((torch.full((rows, image), config["image_token_index"]), text), dim=1)
-        inputs = {
-            "input_ids": ids,
-            "token_type_ids": (torch.arange(ids.shape[1]) >= image + PREFIX).long().repeat(rows, 1),
-            "attention_mask": torch.ones_like(ids),
-            "pixel_values": (torch.rand(rows, 3, size, size, generator=generator) * 2 - 1).to(self.place["dtype"]),
-        }
+        pixels = (torch.rand(rows, 3, size, size, generator=generator) * 2 - 1).to(self.place["dtype"])
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
+        inputs["token_type_ids"] = (torch.arange(ids.shape[1]) >= image + PREFIX).long().repeat(rows, 1)
         return {name: tensor.to(self.device) for name, tensor in inputs.items()}
 
     def examples(self, rows: int) -> tuple[dict[str, Any], torch.Tensor]:

@@ -34,7 +34,7 @@ from train.plan import plan, plan_table
 from train.settings import GPUS, RECIPES
 from train.studies import engine, report
 from train.studies.cells import Job, digest
-from train.studies.measures import VAL_FILES, Task, coco_needles, scene_needles, trial_task, vqa_task
+from train.studies.measures import VAL_FILES, coco_needles, scene_needles, trial_task, vqa_task
 from train.studies.training import Tasks, TuningOptions, ask, deciding, fine_tune, key_of, read_given
 from train.systems.open import load_base, open_processor
 
@@ -92,21 +92,6 @@ def on_share(settings: Options) -> Options:
     return replace(settings, fraction=SHARE, samples=samples)
 
 
-def tasks_of(options: Options) -> dict[str, Task]:
-    """VQA, and needles where there are pictures for them."""
-    limit = options.vqa_limit or (600 if options.is_embedded else None)
-    tasks = {"VQA": vqa_task(options, "test", limit, options.scoring)}
-    title, trials = "n2o1", []
-    if options.is_embedded:
-        trials = scene_needles("n2o1", options.needle_limit)
-    elif options.coco:
-        title, trials = coco_needles(options.needle_limit, options.coco, options.captions)
-    if trials:
-        places = [str(trial.places[0][1:]) for trial in trials]  # Figure 2: by place
-        tasks["needle"] = trial_task(title, trials, "paper", in_mean=False, rungs=places)
-    return tasks
-
-
 def make(models: Mapping[str, Options], tasks: Tasks, job: Job, folder: Path, *part_1: Path) -> dict:
     """Train the adapter of a cell in its folder, and ask it. part_1: the cells of which Part 2 trains the best."""
     base, name = models["paper-1"], job.row
@@ -132,7 +117,16 @@ def study_of(models: Mapping[str, Options]) -> engine.Study:
     for row, names in PART_2.items():
         if part_1 := tuple((name, *rows[name]) for name in names if name in rows):
             rows[row] = marks.get(row, part_1)
-    tasks, settings = {"test": tasks_of(base)}, [deciding(of_model) for of_model in models.values()]
+    tasks = {"VQA": vqa_task(base, "test", base.vqa_limit or (600 if base.is_embedded else None), base.scoring)}
+    title, trials = "n2o1", []  # needles, where there are pictures for them
+    if base.is_embedded:
+        trials = scene_needles("n2o1", base.needle_limit)
+    elif base.coco:
+        title, trials = coco_needles(base.needle_limit, base.coco, base.captions)
+    if trials:
+        places = [str(trial.places[0][1:]) for trial in trials]  # Figure 2: by place
+        tasks["needle"] = trial_task(title, trials, "paper", in_mean=False, rungs=places)
+    asked, settings = {"test": tasks}, [deciding(of_model) for of_model in models.values()]
 
     def needs(job: Job) -> list[Job]:
         names = [] if job.row in base.finished else PART_2.get(job.row, ())
@@ -142,9 +136,9 @@ def study_of(models: Mapping[str, Options]) -> engine.Study:
         name="reproduce-paligemma",
         title=f"The differential PaliGemma experiment: base {base.base}, data {' '.join(base.data)}",
         rows=rows,
-        make=partial(make, models, tasks),
-        key=digest(key_of([base], load_base(base, torch.device("cpu")), tasks), settings, base.scoring),
-        measures=tasks["test"],
+        make=partial(make, models, asked),
+        key=digest(key_of([base], load_base(base, torch.device("cpu")), asked), settings, base.scoring),
+        measures=tasks,
         beside={"without differential attention": {WITH: (WITHOUT,)}} if rows.keys() >= PART_2.keys() else {},
         main="VQA",
         needs=needs,

@@ -16,11 +16,9 @@ from train.estimates import estimate
 from train.studies.engine import Run
 from train.studies.rules import FEWEST_SEEDS, TUNING_SEEDS, share_of_range
 
-ABOUT = (
-    "Scores in % where no other unit is named, differences in points, paired by seed and example, with 95 % intervals "
-    "of Student's t over seeds and groups of examples. Verdicts are Holm's over a table, the main difference by "
-    "itself. Out of range: on the validation split the controls guess or are perfect."
-)
+ABOUT = "Scores in % where no other unit is named, differences in points, paired by seed and example, with "
+ABOUT += "95 % intervals of Student's t over seeds and groups of examples. Verdicts are Holm's over a table, the main "
+ABOUT += "difference by itself. Out of range: on the validation split the controls guess or are perfect."
 # A line of the CSV is a cell on one measure, or one difficulty of it: `right` is the sum of the scores of `n` examples.
 COLUMNS = "study row seed rate split measure rung n right cpu_seconds commit processor torch".split()
 
