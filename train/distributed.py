@@ -49,8 +49,7 @@ class World:
 
 @contextlib.contextmanager
 def joined_world(device: str = "auto") -> Iterator[World]:
-    """The processes that `torchrun` started, if it did, as a world for the block. Raises UserError for a device that is
-    not there."""
+    """The world that `torchrun` started, if it did, for the block. Raises UserError for a device that is not there."""
     rank, local, size = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     if device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{local}"

@@ -3,8 +3,7 @@
 In: a score for each example, of one run or of several. Out: the mean with its interval, from the components of variance
 and Student's t; `estimate(a - b)` compares two models on the same examples (paired).
 
-Sources: Howe 1974, Graybill and Wang 1980 (intervals of a sum of components). Holm 1979. Schuirmann 1987 (two one-sided
-tests).
+Sources: Howe 1974, Graybill and Wang 1980 (intervals of a sum of components). Holm 1979. Schuirmann 1987 (equivalence).
 """
 
 import math

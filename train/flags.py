@@ -5,9 +5,8 @@ In: a frozen dataclass whose fields are made by `flag`. Out: its instance, from 
 
 import dataclasses
 import typing
-from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, RawDescriptionHelpFormatter, _ArgumentGroup
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar
@@ -17,8 +16,6 @@ from model.common import UserError, quoted, read_json, shown
 Settings = TypeVar("Settings")
 MANY = 2**31 - 1  # the largest number of a flag without another limit
 RUN_CONFIG = "config.json"
-# it prints the lines of a description as they are
-FlagParser = partial(ArgumentParser, formatter_class=RawDescriptionHelpFormatter)
 
 
 def flag(default: Any, help: str, *, least: float = -MANY, most: float = MANY, **argument) -> Any:
@@ -32,21 +29,6 @@ def flag_name(name: str) -> str:
     return "--" + name.rstrip("_").replace("_", "-")
 
 
-def add_flags(parser: ArgumentParser, settings: type, groups: Mapping[str, _ArgumentGroup] = {}) -> None:
-    """Add a flag for each field of the dataclass `settings`; one that is not given is absent from the result.
-    groups: of --help, by field."""
-    for field in dataclasses.fields(settings):
-        kind, help, argument = field_kind(settings, field), field.metadata["help"], field.metadata["argument"]
-        if "default" not in help:
-            help += f" (default: {field.default})"
-        kinds = {bool: {"action": BooleanOptionalAction}, tuple: {"action": "append"}}
-        if {"nargs", "type"} & argument.keys():
-            kinds[tuple] = {"type": str}
-        named = {"default": SUPPRESS, "help": help.replace("%", "%%"), "dest": field.name}
-        named |= kinds.get(kind, {"type": kind}) | argument
-        groups.get(field.name, parser).add_argument(flag_name(field.name), **named)
-
-
 def field_kind(settings: type, field: dataclasses.Field) -> type:
     """The type of a field's value, None apart: int, float, bool, str, Path, or tuple for several texts."""
     hint = typing.get_type_hints(settings)[field.name]
@@ -55,10 +37,25 @@ def field_kind(settings: type, field: dataclasses.Field) -> type:
     return typing.get_origin(hint) or hint
 
 
-def given_flags(options: type, program: str, description: str | None, argv: Sequence[str] | None, **more) -> dict:
-    """The flags on the command line of a command that has no others. more: arguments of the parser."""
-    parser = FlagParser(prog=f"python -m {program}", description=description, **more)
-    add_flags(parser, options)
+def given_flags(
+    kinds: Sequence[type], program: str, doc: str | None, argv: Sequence[str] | None, groups: Mapping = {}, **more
+) -> dict:
+    """The values that the command line of `program` gives; each field of the dataclasses `kinds` is a flag.
+    groups: the fields of each group of --help. more: arguments of the parser."""
+    form = RawDescriptionHelpFormatter  # it prints the lines of a description as they are
+    parser = ArgumentParser(f"python -m {program}", description=doc, formatter_class=form, **more)
+    titled = [(fields.split(), parser.add_argument_group(title)) for title, fields in groups.items()]
+    group_of = {name: group for names, group in titled for name in names}
+    for field, kind in ((field, field_kind(of, field)) for of in kinds for field in dataclasses.fields(of)):
+        help, argument = field.metadata["help"], field.metadata["argument"]
+        if "default" not in help:
+            help += f" (default: {field.default})"
+        ways = {bool: {"action": BooleanOptionalAction}, tuple: {"action": "append"}}
+        if {"nargs", "type"} & argument.keys():
+            ways[tuple] = {"type": str}
+        named = {"default": SUPPRESS, "help": help.replace("%", "%%"), "dest": field.name}
+        named |= ways.get(kind, {"type": kind}) | argument
+        group_of.get(field.name, parser).add_argument(flag_name(field.name), **named)
     return vars(parser.parse_args(argv))
 
 
@@ -84,9 +81,6 @@ def from_values(settings: type[Settings], values: Mapping[str, object], where: s
     return made
 
 
-# Runs
-
-
 @dataclasses.dataclass(frozen=True)
 class RunArguments:
     """The flags of a run's folder, which are no settings."""
@@ -100,7 +94,8 @@ Arguments = TypeVar("Arguments", bound=RunArguments)
 
 
 def read_run(
-    parser: ArgumentParser,
+    program: str,
+    description: str | None,
     settings: type[Settings],
     arguments: type[Arguments],
     argv: Sequence[str] | Mapping[str, object] | None,
@@ -109,14 +104,11 @@ def read_run(
 ) -> tuple[Settings, Arguments]:
     """The settings of a run, from its flags, in words or by name, or from the folder that is resumed, and other flags.
 
-    parser: of the command. defaults(flags): settings that take the place of the fields' defaults. groups: the fields of
-    each group of --help. Raises UserError for flags that exclude each other, values out of range, and a folder that the
-    command has not written.
+    defaults(flags): settings that take the place of the fields' defaults. groups: the fields of each group of --help.
+    Raises UserError for flags that exclude each other, values out of range, and a folder that it has not written.
     """
-    titled = [(fields.split(), parser.add_argument_group(title)) for title, fields in groups.items()]
-    for kind in (arguments, settings):
-        add_flags(parser, kind, {name: group for names, group in titled for name in names})
-    given = dict(argv) if isinstance(argv, Mapping) else vars(parser.parse_args(argv))
+    is_read = isinstance(argv, Mapping)
+    given = dict(argv) if is_read else given_flags((arguments, settings), program, description, argv, groups)
     names = [field.name for field in dataclasses.fields(arguments) if field.name in given]
     chosen = from_values(arguments, {name: given.pop(name) for name in names})
     if chosen.resume is None:
@@ -125,5 +117,5 @@ def read_run(
         raise UserError("--resume goes on with the run's own settings: leave all flags but --max-bad out")
     values, where = read_json(chosen.resume / RUN_CONFIG), f"--resume {shown(chosen.resume)}: {RUN_CONFIG}"
     if values.keys() != {field.name for field in dataclasses.fields(settings)}:
-        raise UserError(f"{where} is not of this version of `{parser.prog}`: give a folder that it has written")
+        raise UserError(f"{where} is not of this version of `python -m {program}`: give a folder that it has written")
     return from_values(settings, values | given, f"{where}: "), chosen

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -84,8 +83,7 @@ class PlanRow:
 
 
 def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
-    """What the run of `settings` on `gpus` GPUs takes. `device` decides dtypes; "auto" is a GPU here. Raises UserError
-    for all that the run would refuse."""
+    """What the run takes on `gpus` GPUs. `device` decides dtypes; "auto" is a GPU. Raises UserError as it would."""
     rows, micro_batches = step_layout(settings, gpus)
     records = read_records(settings)
     device = torch.device("cuda" if settings.device == "auto" else settings.device)
@@ -156,7 +154,7 @@ FLOPS = flop_registry | {
 
 
 def step_costs(
-    model: nn.Module, micro: MicroBatch, autocast: torch.dtype | None, accumulates: bool, optimizer: str
+    model: torch.nn.Module, micro: MicroBatch, autocast: torch.dtype | None, accumulates: bool, optimizer: str
 ) -> list[StepCost]:
     """What a step of `model`, on the meta device, costs, without and with checkpointing; afterwards it is of no use.
     accumulates: an earlier micro-batch has left its gradients."""
@@ -215,10 +213,19 @@ def report(settings: Settings, gpu: str | None, gpus: int) -> str:
     if gpu is None and settings.base == "embedded" and settings.stage is None:
         table, seconds = plan_table([plan(replace(settings, device="cpu"))], None), cpu_seconds(settings)
         return f"{table}\n\nabout {seconds:,.0f} CPU seconds on {processor_name()}, and up to a third for evaluations"
-    row, cards = plan(settings, gpus=gpus), {GPUS[gpu][1]: gpu} if gpu else CARDS
-    ways, lines, fits = {"": {row.rows: row.memory(settings.checkpointing)}}, [], {}
-    if gpu is None or ways[""][row.rows] > GPUS[gpu][1]:
-        ways |= ways_of(settings, row)
+    row, cards, lines, fits = plan(settings, gpus=gpus), {GPUS[gpu][1]: gpu} if gpu else CARDS, [], {}
+    # ways to take the steps of the run: by flags, the GB of one GPU by rows of a micro-batch
+    ways, share = {"": {row.rows: row.memory(settings.checkpointing)}}, row.step_rows // gpus
+    kinds = [(settings.quantize, ""), ("nf4", "--quantize nf4 ")]
+    is_fixed = settings.quantize or settings.writes_model or settings.shard
+    for quantize, note in kinds[: 1 if is_fixed else 2] if gpu is None or ways[""][row.rows] > GPUS[gpu][1] else ():
+        chosen = replace(settings, quantize=quantize, step_batch=row.step_rows)
+        few, many = (plan(replace(chosen, batch_size=rows), gpus=gpus) for rows in (1, share))
+        for on, flag in ((False, "--no-checkpointing"), (True, "--checkpointing")):
+            # a peak is convex in rows, so none between one and all of them is above the line of both
+            slope = (many.memory(on) - few.memory(on)) / max(1, share - 1)
+            memory = {n: few.memory(on) + slope * (n - 1) for n in range(1, share + 1) if share % n == 0}
+            ways[(note + flag * (on != settings.checkpointing)).strip()] = memory
     for flags, memory in ways.items():
         lines.append([flags or "as it is"])
         for size in cards:
@@ -234,23 +241,6 @@ def report(settings: Settings, gpu: str | None, gpus: int) -> str:
     lines.append(["hours", *map(row.hours, cards.values())])
     table = "\n".join(markdown_table(head, lines))
     return "\n\n".join([plan_table([row], gpu), table, fits[min(fits)] if fits else no])
-
-
-def ways_of(settings: Settings, row: PlanRow) -> dict[str, dict[int, float]]:
-    """Other ways to take the steps of `row`: by flags, the GB of one GPU by rows of a micro-batch.
-
-    One row and all rows of a step are traced. A peak is convex in rows, so none between is above the line of both.
-    """
-    share, ways = row.step_rows // row.gpus, {}
-    is_fixed = settings.quantize or settings.writes_model or settings.shard
-    for quantize, note in ((settings.quantize, ""), ("nf4", "--quantize nf4 "))[: 1 if is_fixed else 2]:
-        chosen = replace(settings, quantize=quantize, step_batch=row.step_rows)
-        few, many = (plan(replace(chosen, batch_size=rows), gpus=row.gpus) for rows in (1, share))
-        for on, flag in ((False, "--no-checkpointing"), (True, "--checkpointing")):
-            slope = (many.memory(on) - few.memory(on)) / max(1, share - 1)
-            memory = {n: few.memory(on) + slope * (n - 1) for n in range(1, share + 1) if share % n == 0}
-            ways[(note + flag * (on != settings.checkpointing)).strip()] = memory
-    return ways
 
 
 def cpu_seconds(settings: Settings) -> float:

@@ -11,16 +11,16 @@ Without more flags each is a miniature, on the embedded models. All but the firs
 import sys
 from collections.abc import Sequence
 
+from eval.command import command_parser
 from model.common import run_command
 from train.compare import STUDIES
-from train.flags import FlagParser
 from train.studies import paper
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study of the paper that is named first, with all other flags."""
     argv, papers = sys.argv[1:] if argv is None else argv, {"paligemma": paper.main, **STUDIES}
-    parser = FlagParser(prog="python -m train.reproduce", description=__doc__)
+    parser = command_parser("train.reproduce", __doc__)
     parser.add_argument("paper", choices=list(papers), help="its own flags: PAPER --help")
     papers[parser.parse_args(argv[:1]).paper](argv[1:])
 

@@ -16,7 +16,7 @@ from model.device import DTYPES
 from model.differential import FEED_FORWARDS, KINDS
 from model.source import local_path, preset_of
 from model.system_configs import read_config
-from train.flags import FlagParser, RunArguments, flag, read_run
+from train.flags import RunArguments, flag, read_run
 from train.loop import LoopSettings
 from train.optim import OPTIMIZERS
 
@@ -289,8 +289,7 @@ def parse(argv: Sequence[str] | Mapping[str, object] | None, description: str = 
         patience = {"patience": 0} if given.get("evaluate") is False or given.get("eval_every") == 0 else {}
         return stage | RECIPES.get(recipe, {}) | {"recipe": recipe} | patience
 
-    parser = FlagParser(prog="python -m train.finetune", description=description)
-    settings, arguments = read_run(parser, Settings, Arguments, argv, defaults, GROUPS)
+    settings, arguments = read_run("train.finetune", description, Settings, Arguments, argv, defaults, GROUPS)
     if arguments.resume is None:
         check(settings)
     return settings, arguments

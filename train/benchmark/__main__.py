@@ -143,7 +143,7 @@ def write_folder(base: str, folder: Path, dtype: torch.dtype) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = from_values(Options, given_flags(Options, "train.benchmark", __doc__, argv))
+    options = from_values(Options, given_flags([Options], "train.benchmark", __doc__, argv))
     device = choose_device(options.device)
     dtype, chosen = choose_dtype(options.dtype, device), [name for name in options.sections if name != "quantize"]
     rows = [Row(name, batch) for name in chosen for batch in options.batch or SECTIONS[name]]

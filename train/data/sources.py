@@ -1,7 +1,6 @@
 """The records that `--data` and `--eval-data` name: one source, or several together; or that a program has made.
 
-In: settings, and examples in memory. Out: a list of records, `Weighted` where the sources have shares of an epoch, or
-`Shards`.
+In: settings, and examples in memory. Out: a list of records, `Weighted` with shares of an epoch, or `Shards`.
 """
 
 import os

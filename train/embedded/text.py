@@ -66,8 +66,7 @@ def sentence(task: str, split: str, index: int, seed: int = 0) -> tuple[str, str
 
 def sentences(step: int, seed: int, processor: Processor) -> MicroBatch:
     """The ROWS sentences of a step, the tasks in turn. No token sees a later one, in the prompt too."""
-    numbers = range(step * ROWS, (step + 1) * ROWS)
-    turns = [sentence(LEARNED[n % len(LEARNED)], "train", n, seed) for n in numbers]
+    turns = [sentence(LEARNED[n % len(LEARNED)], "train", n, seed) for n in range(step * ROWS, (step + 1) * ROWS)]
     micro = collate([Record(turn[0], turn[0], (), (turn,)) for turn in turns], processor)
     return replace(micro, batch=replace(micro.batch, token_type_ids=torch.ones_like(micro.batch.input_ids)))
 

@@ -87,9 +87,8 @@ class Study:
 
 @dataclass
 class Run:
-    """tried: validation scores by row and rate. rates: the best ones, or those of another study. cells: by row at
-    these, seed by seed. tables: judged differences by title. used: all results behind the report. parts: studies
-    within."""
+    """tried: validation scores by row and rate. rates: the best ones, or those of another study. cells: by row, seed by
+    seed. tables: judged differences by title. used: all results behind the report. parts: studies within."""
 
     study: Study
     out: Path
@@ -126,8 +125,7 @@ class Run:
         return {row: [next(cells) for _ in seeds] for row in rates}
 
     def compute(self) -> None:
-        """Choose the rates, then make the cells of all rows at them, and judge their differences. Controls of the last
-        table train as long as their rows, too."""
+        """Choose the rates, make the cells of all rows at them, and of controls by time, and judge the differences."""
         self.rates = self.rates or dict.fromkeys(self.study.rows, 0.0)
         tuning_seeds = self.study.tuning_seeds[: self.seeds]
         if self.study.rates:

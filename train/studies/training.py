@@ -45,7 +45,7 @@ def read_given(
 ) -> dict:
     """The flags on the command line, and with --quick the values of `quick` where they have none. Raises UserError for
     a setting that the study decides: one of DECIDED or `decided`."""
-    given = given_flags(kind, program, doc, argv, allow_abbrev=False)
+    given = given_flags([kind], program, doc, argv, allow_abbrev=False)
     if refused := given.keys() & {*DECIDED, *decided}:
         raise UserError(f"{flag_name(min(refused))}: the study decides that itself: leave it out")
     return {**quick, **given} if given.get("quick") else given

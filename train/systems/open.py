@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from lora import adapter
@@ -138,7 +137,7 @@ def train_on(
 
     location = order.processor.tokenizer.piece_to_id("<loc0000>")
 
-    def loss(called: nn.Module, micro: MicroBatch) -> torch.Tensor:
+    def loss(called: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
         micro = micro.to(world.device)
         if settings.shift and not ((micro.targets >= location) & (micro.targets < location + 1024)).any():  # no boxes
             micro = replace(micro, batch=replace(micro.batch, pixel_values=shifted(micro.batch.pixel_values)))
@@ -147,7 +146,7 @@ def train_on(
     return fit(model, optimizer, order, loss, settings, run, world, **options)
 
 
-def supervised_loss(model: nn.Module, micro: MicroBatch) -> torch.Tensor:
+def supervised_loss(model: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
     """The sum of cross-entropies over the supervised tokens."""
     return model(**inputs(micro), positions_to_keep=micro.positions, targets=micro.targets)
 

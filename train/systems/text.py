@@ -17,7 +17,6 @@ from itertools import chain, islice
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from eval.text.corpus import BOS, Corpus, kept_corpus, open_corpus
 from eval.text.tasks import MOST_ASKED, SYMBOLS, Tasks
@@ -28,7 +27,7 @@ from model.system_configs import TEXT_PRESETS
 from train.checkpoint import Progress, newest_progress
 from train.data.batches import load
 from train.distributed import World, joined_world, whole_model
-from train.flags import FlagParser, RunArguments, flag, read_run
+from train.flags import RunArguments, flag, read_run
 from train.loop import LoopSettings, fit
 from train.optim import SCALARS, Rule, count, make_adamw, matching, parameter_groups
 from train.run import draw_loss, run_folder, set_origin
@@ -161,7 +160,7 @@ def learn(
     model.set_checkpointing(settings.checkpointing)
     optimizer, order = make_optimizer(model, settings), TextOrder(corpus, settings, "train", world.rank, world.size)
 
-    def loss(called: nn.Module, micro: TextBatch) -> torch.Tensor:
+    def loss(called: torch.nn.Module, micro: TextBatch) -> torch.Tensor:
         micro = micro.to(world.device)
         return called(micro.input_ids, documents=micro.documents, targets=micro.targets)
 
@@ -170,8 +169,7 @@ def learn(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = FlagParser(prog=f"python -m {PROGRAM}", description=__doc__)
-    settings, arguments = read_run(parser, TextSettings, RunArguments, argv)
+    settings, arguments = read_run(PROGRAM, __doc__, TextSettings, RunArguments, argv)
     stem = f"text-{settings.attention}"
     with joined_world(settings.device) as world, run_folder(arguments, settings, stem, PROGRAM, world) as run:
         folder, progress = Path(settings.corpus or run / "corpus"), newest_progress(run) or Progress(world.size)
