@@ -132,7 +132,7 @@ def answerability(is_unanswerable: Sequence[bool], scores: Sequence[float]) -> d
     return {"AP": round(100 * precision / max(1, found), 2), "F1": round(f1, 2)}
 
 
-def record_scores(record: Record, answer: str, score: Callable[[Annotation, str], float] = official) -> dict:
+def record_scores(record: Record, answer: str, score: Callable[..., float] = official) -> dict[str, float]:
     """Exact match of an own example, and accuracy by `score`, 0 to 1, where ANNOTATORS or more people have answered."""
     scores = {"exact_match": float(exact_match(answer, truths_of(record)))}
     if len(record.answers) >= ANNOTATORS:

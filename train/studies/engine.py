@@ -199,7 +199,7 @@ class Run:
 
     def in_range(self, controls: Sequence[str]) -> list[str]:
         """The columns that can show a difference, by the controls' mean on the validation split; a measure that is no
-        share, or that this split does not have, always can. The last number of a ladder is harder than the first."""
+        share, or that this split does not have, always can. A ladder has to be harder at its end than at its start."""
         usable, validation = [], [self.validation(self.cells[row][:TUNING_SEEDS]) for row in controls]
         ladders = [facts.get("ladders", {}) for row in controls for facts in self.facts(row)]
         for name, measure in self.study.measures.items():
