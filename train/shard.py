@@ -90,8 +90,9 @@ def question(record: Record, pictures: Sequence[Picture]) -> dict:
     if len(record.turns) > 1:
         said = [{"from": role, "value": text} for turn in record.turns for role, text in zip(ROLES, turn, strict=True)]
         return entry | {"conversations": said}
-    answers = {"answers": record.answers} if record.answers else {}
-    return entry | answers | {"prefix": record.prefix, "suffix": record.suffix}
+    more = {"answers": record.answers, "type": record.kind}
+    more = {name: value for name, value in more.items() if value}
+    return entry | more | {"prefix": record.prefix, "suffix": record.suffix}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -206,7 +206,7 @@ def write_own(folder: Path) -> Path:
     for i in range(12):
         (folder / f"{i}.png").write_bytes(picture(i * 20, size=(16, 16)))
     says = [{"from": role, "value": text} for role, text in zip(("human", "gpt") * 2, "abcd", strict=True)]
-    rows = [{"image": f"{i}.png", "prefix": "count dog", "answers": [f"{i}", "no"]} for i in range(12)]
+    rows = [{"image": f"{i}.png", "prefix": "count dog", "answers": [f"{i}", "no"], "type": "how"} for i in range(12)]
     rows += [{"image": ["3.png", "1.png", "1.png"], "conversations": says}, {"prefix": "c", "suffix": "d"}]
     (folder / "own.json").write_text(json.dumps(rows))
     return folder / "own.json"
@@ -214,7 +214,7 @@ def write_own(folder: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["vqav2", "own"])
 def test_shards_hold_what_their_source_holds(kind, tmp_path, processor):
-    """Breaks when a turn, an answer, or the order of pictures is lost in a shard, or a picture is written twice."""
+    """Breaks when a turn, an answer, a type or the order of pictures is lost, or a picture is written twice."""
     if kind == "vqav2":
         write_vqav2(tmp_path / "vqav2")
         expected = vqav2_records(tmp_path / "vqav2")
@@ -229,7 +229,8 @@ def test_shards_hold_what_their_source_holds(kind, tmp_path, processor):
     assert made.keys() == {record.name for record in expected}
     for record in expected:
         packed = made[record.name]
-        assert (packed.turns, packed.answers, packed.sampled) == (record.turns, record.answers, True)
+        assert (packed.turns, packed.answers, packed.kind) == (record.turns, record.answers, record.kind)
+        assert packed.sampled
         assert [one().read() for one in packed.pictures] == [path.read_bytes() for path in record.pictures]
 
 

@@ -160,7 +160,8 @@ class Shards(Sequence):
             pictures = tuple(partial(read_member, shard, *places[place]) for place in chosen)
             turns, answers = read_turns(entry)
             name = entry["name"] if isinstance(entry.get("name"), str) else name
-            return Record(name, f"{shard}: {sample} {chosen}", pictures, turns, answers, self.sampled)
+            kind = str(entry.get("type") or "")
+            return Record(name, f"{shard}: {sample} {chosen}", pictures, turns, answers, self.sampled, kind=kind)
         except WRONG as error:
             expected = 'one picture and one .json of {"prefix", "suffix"}, or of "pictures" beside them'
             problem = f"{problem_of(error)}; expected {expected}: make the shard again"
