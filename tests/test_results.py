@@ -37,20 +37,35 @@ def is_known(written: tuple[str, ...], known: list[tuple[float, ...]]) -> bool:
     )
 
 
+# Of the measures of grafts, in percent; of VQA the best answer to each question, without its picture
+GUESSES = {"VQA": 33.0, "n2o2": 25.0, "n3d8": 100 / 9, "n4o1": 6.25, "e16": 50.0}
+
+
 def from_cells(page: Path) -> list[tuple[float, ...]]:
-    """Every row minus another, and minus the mean of the two plain rows, of the CSV beside a page, by measure."""
+    """Every row minus another, and minus the mean of plain rows, of the CSV beside a page, by measure; of grafts the
+    mean of the measures in range too."""
     sums, scores, known = defaultdict(lambda: np.zeros(2)), defaultdict(dict), []
+    validation = defaultdict(list)
     with page.with_suffix(".csv").open(encoding="utf-8", newline="") as text:
         for line in csv.DictReader(text):
+            if line["split"] == "validation" and (line["row"] == "fine-tuned" or line["row"].startswith("LoRA")):
+                validation[line["measure"]].append(100 * float(line["right"]) / float(line["n"]))
             if line["split"] == "test" and int(line["seed"]) < 100:
                 for measure in {line["measure"], f"{line['measure']}/{line['rung']}"}:
                     place = line["study"], measure, line["row"], line["rate"], line["seed"]
                     sums[place] += float(line["right"]), float(line["n"])
     for (*place, seed), (right, n) in sums.items():
         scores[tuple(place)][seed] = 100 * right / n
-    for study, measure, row, rate in [place for place in scores if place[2] == "plain again"]:
-        plain, again = scores[study, measure, "plain", rate], scores[study, measure, row, rate]
-        scores[study, measure, "both", rate] = {seed: (plain[seed] + again[seed]) / 2 for seed in again}
+    shares = {m: (np.mean(of) - GUESSES[m]) / (100 - GUESSES[m]) for m, of in validation.items()}
+    inside = [measure for measure, share in shares.items() if 0.15 <= share <= 0.95]
+    for study, row, rate in {(s, r, rate) for s, _, r, rate in scores if inside}:
+        of_measures = [scores[study, measure, row, rate] for measure in inside]
+        scores[study, "mean", row, rate] = {n: np.mean([of[n] for of in of_measures]) for n in of_measures[0]}
+    for study, measure, rate in {(s, m, rate) for s, m, _, rate in scores}:
+        for pool in (("plain", "plain again"), ("fine-tuned", *(f"LoRA r{rank}" for rank in range(17, 21)))):
+            if all((study, measure, row, rate) in scores for row in pool):
+                of_rows = [scores[study, measure, row, rate] for row in pool]
+                scores[study, measure, "pool", rate] = {n: np.mean([of[n] for of in of_rows]) for n in of_rows[-1]}
     for (place, of_row), (other, of_control) in permutations(scores.items(), 2):
         if place[:2] == other[:2] and len(seeds := of_row.keys() & of_control.keys()) > 2:
             gaps = np.array([of_row[seed] - of_control[seed] for seed in seeds])

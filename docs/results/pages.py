@@ -1,14 +1,17 @@
 """The tables and figures of RESULTS.md, from the CSV files in this folder: `python docs/results/pages.py`.
 
 A line of a CSV is a cell on one measure. Intervals are 95 % of Student's t over runs, paired by seed; questions are the
-same for all. Of a row that was tried at several rates those runs count that are the most.
+same for all. Of a row that was tried at several rates those runs count that are the most. "mean" is of the measures of
+which plain rows are from 15 to 95 % of the way from guessing to perfect, on the validation split.
 """
 
 import csv
 import json
+import math
 import re
 import sys
 from collections import Counter, defaultdict
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -22,23 +25,34 @@ from model.common import write_text  # noqa: E402
 from train.chart import line_chart  # noqa: E402
 from train.estimates import Estimate, estimate  # noqa: E402
 from train.studies import built, dose  # noqa: E402
+from train.studies.rules import is_inside  # noqa: E402
 
 Scores = dict[tuple[str, str, str], dict[int, float]]  # percent by seed, of (study, row, measure)
+GRAFTS = ("shared", "split", "twin-small", "v2", "dex")
+LORA, SIZES = "fine-tuned", ("LoRA r17", "LoRA r18", "LoRA r19", "LoRA r20")
+BUDGETS = (100, 400, 1600)  # steps
 # The row or rows that each row is subtracted from, by file
 BESIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "scratch": {"split": ("plain",), "narrow": ("plain",)},
     "wings-quick": {"wings": ("full",)},
     "qmamba-quick": {"global": ("local",), "4 queries": ("local",), "16 queries": ("local",)},
     "dose": {row: dose.PLAIN for row in dose.ROWS if row not in dose.PLAIN} | {"plain again": ("plain",)},
+    "attention": dict.fromkeys(GRAFTS, (LORA, *SIZES)) | dict.fromkeys(SIZES, (LORA,)),
+    **{f"budget-{steps}": dict.fromkeys(GRAFTS[2:], (LORA,)) for steps in BUDGETS},
+    "text": {"differential, 0.6m": ("plain, 0.6m",), "wide, 0.6m": ("plain, 0.6m",)},
 }
+BESIDE = {name: beside for name, beside in BESIDE.items() if (HERE / f"{name}.csv").exists()}
+# Of the measures of grafts, in percent; of VQA by the best answer to each question, no picture
+GUESSING = {"VQA": 33.0, "n2o2": 25.0, "n3d8": 100 / 9, "n4o1": 6.25, "e16": 50.0}
 CHANCE = 6.25  # of a 4×4 needle, in percent
 DISTRACTORS = (0, 1, 3, 7, 11, 15)
 
 
-def read(name: str) -> Scores:
-    """The scores of a file on the test split, without the runs that chose the rates; rungs as measure/rung as well."""
+def read(name: str, split: str = "test") -> Scores:
+    """The scores of a file on a split, without the runs that chose the rates; rungs as measure/rung as well, and of
+    grafts the mean."""
     with (HERE / f"{name}.csv").open(encoding="utf-8", newline="") as text:
-        lines = [line for line in csv.DictReader(text) if line["split"] == "test"]
+        lines = [line for line in csv.DictReader(text) if line["split"] == split]
     lines = [line for line in lines if int(line["seed"]) not in dose.TUNING_SEEDS]
     places = {(line["study"], line["row"], line["rate"], line["seed"]) for line in lines}
     counts = Counter((study, row, rate) for study, row, rate, _ in places)
@@ -51,7 +65,25 @@ def read(name: str) -> Scores:
             rung = [f"{line['measure']}/{line['rung']}"] if line["rung"] else []
             for measure in (line["measure"], *rung):
                 sums[study, row, measure][int(line["seed"])] += float(line["right"]), float(line["n"])
-    return {place: {seed: 100 * right / n for seed, (right, n) in sorted(of.items())} for place, of in sums.items()}
+    scores = {place: {seed: 100 * right / n for seed, (right, n) in sorted(of.items())} for place, of in sums.items()}
+    if split == "test" and name.startswith(("attention", "budget")):
+        inside = in_range(read(name, "validation"))
+        for study, row in dict.fromkeys(place[:2] for place in scores):
+            known = [scores[study, row, measure] for measure in inside]
+            scores[study, row, "mean"] = {seed: float(np.mean([of[seed] for of in known])) for seed in known[0]}
+    return scores
+
+
+def in_range(scores: Scores) -> list[str]:
+    """The measures of grafts that can show a difference."""
+    of_plain = {
+        m: [mean(of) for (_, row, name), of in scores.items() if name == m and row in (LORA, *SIZES)] for m in GUESSING
+    }
+    return [measure for measure, means in of_plain.items() if is_inside(float(np.mean(means)), GUESSING[measure])]
+
+
+def mean(by_seed: dict[int, float]) -> float:
+    return float(np.mean([*by_seed.values()]))
 
 
 def gap(scores: Scores, study: str, row: str, controls: tuple[str, ...], measure: str) -> Estimate:
@@ -127,25 +159,59 @@ def draw_seeds() -> None:
     save(sheet.finish(), HERE / "seeds.png")
 
 
-def draw_forest() -> None:
-    """The grafts of commit 531252b minus the mean of five plain rows, which themselves lie within the band."""
-    report = json.loads((HERE / "attention-full.json").read_text(encoding="utf-8"))
-    (pooled,) = [t for t in report["tables"] if "5 rows, r 16 to 20" in t[2] and "in range" in t[0]]
-    numbers = [re.findall(r"[+-][\d.]+", line.split("|")[-2]) for line in pooled[2:]]
-    rows = {line.split("|")[1].strip(): list(map(float, n)) for line, n in zip(pooled[2:], numbers, strict=True)}
-    sheet, left, wide = Canvas(600, 90 + 24 * len(rows), "Grafts minus the mean of five plain rows, points"), 150, 11.0
-    at = lambda value: left + wide * (value + 34)  # noqa: E731
-    bottom = 62 + 24 * len(rows)
-    sheet.box(at(-1.5), 50, at(1.7), bottom, fill=(222, 235, 247))  # the plain rows: 66.1 to 69.3, mean 67.6
-    for mark in range(-30, 6, 5):
+def draw_intervals(title: str, gaps: dict[str, Estimate], file: str, band: tuple[float, float] | None = None) -> None:
+    """A line for each difference with its interval, in points. band: what equal rows differ by."""
+    sheet, left, bottom = Canvas(600, 90 + 24 * len(gaps), title), 170, 62 + 24 * len(gaps)
+    lowest = 5 * math.floor(min(gap.low for gap in gaps.values()) / 5)
+    highest = 5 * math.ceil(max(gap.high for gap in gaps.values()) / 5)
+    at = lambda value: left + (580 - left) * (value - lowest) / (highest - lowest)  # noqa: E731
+    if band:
+        sheet.box(at(band[0]), 50, at(band[1]), bottom, fill=(222, 235, 247))
+    for mark in range(lowest, highest + 1, 5):
         sheet.line([(at(mark), 50), (at(mark), bottom)], SOFT if mark == 0 else GRID, 0.7)
         sheet.text(at(mark), bottom + 14, f"{mark}", 11, SOFT, "mm")
-    for number, (row, (mean, low, high)) in enumerate(rows.items()):
+    for number, (row, gap) in enumerate(gaps.items()):
         y = 66 + 24 * number
-        sheet.text(left - 20, y, row, 12, anchor="rm")
-        sheet.line([(at(low), y), (at(high), y)], SERIES[0], 2)
-        sheet.dot(at(mean), y, 4, SERIES[0])
-    save(sheet.finish(), HERE / "grafts.png")
+        sheet.text(left - 12, y, row, 12, anchor="rm")
+        sheet.line([(at(gap.low), y), (at(gap.high), y)], SERIES[0], 2)
+        sheet.dot(at(gap.mean), y, 4, SERIES[0])
+    save(sheet.finish(), HERE / file)
+
+
+def draw_grafts() -> None:
+    """Grafts minus the mean of all plain rows, with the band of these; and each pair of plain rows."""
+    scores, plain = read("attention"), (LORA, *SIZES)
+    means = [mean(scores["attention", row, "mean"]) for row in plain]
+    band = min(means) - float(np.mean(means)), max(means) - float(np.mean(means))
+    gaps = {row: gap(scores, "attention", row, plain, "mean") for row in GRAFTS}
+    draw_intervals("Grafts minus the mean of five plain rows, points", gaps, "grafts.png", band)
+    pairs = {f"{a} - {b}": gap(scores, "attention", a, (b,), "mean") for a, b in combinations(plain, 2)}
+    draw_intervals("A/A: plain rows minus each other, points", pairs, "calibration.png")
+
+
+def draw_budget() -> None:
+    """The mean of the measures over the steps of a run."""
+    lines, bars = defaultdict(list), defaultdict(list)
+    for steps in BUDGETS:
+        scores = read(f"budget-{steps}")
+        for row in (LORA, *GRAFTS[2:]):
+            of_row = estimate([[value] for value in scores["attention", row, "mean"].values()])
+            lines[row].append((math.log2(steps / 100), of_row.mean))
+            bars[row].append((math.log2(steps / 100), of_row.low, of_row.high))
+    labels = "Grafts by the length of a run", "binary logarithm of steps / 100", "mean of the measures in range, %"
+    save(line_chart(lines, *labels, marked=lines, bars=bars), HERE / "budget.png")
+
+
+def draw_text() -> None:
+    """Accuracy by the number of examples in context, on the validation split, of every run."""
+    report, lines, bars = json.loads((HERE / "text.json").read_text(encoding="utf-8")), {}, {}
+    for row, facts in report["rows"].items():
+        if "×" not in row:
+            ladders = np.array([of_run["ladders"]["examples"] for of_run in facts["facts"]])
+            known = [(math.log2(4 << n), estimate(100 * values[:, None])) for n, values in enumerate(ladders.T)]
+            lines[row], bars[row] = [(x, e.mean) for x, e in known], [(x, e.low, e.high) for x, e in known]
+    labels = "Language models: right answers after examples", "binary logarithm of the examples", "right answers, %"
+    save(line_chart(lines, *labels, marked=lines, bars=bars), HERE / "text.png")
 
 
 if __name__ == "__main__":
@@ -154,5 +220,10 @@ if __name__ == "__main__":
     draw_doses()
     draw_distractors()
     draw_seeds()
-    draw_forest()
+    if "attention" in BESIDE:
+        draw_grafts()
+    if {f"budget-{steps}" for steps in BUDGETS} <= BESIDE.keys():
+        draw_budget()
+    if "text" in BESIDE:
+        draw_text()
     save(built.draw_bound(dose.head_bounds(), dose.OTHERS), HERE / "bound.png")
