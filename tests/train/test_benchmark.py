@@ -1,6 +1,7 @@
 """The benchmark: both sides do the same work, each in a process of its own, and ratios follow from times."""
 
 import json
+from contextlib import nullcontext
 from importlib import metadata
 
 import pytest
@@ -21,42 +22,49 @@ def test_ratios_are_taken_within_a_round():
     assert row.ratio() == (0.5, 0.2, 0.8)  # of nine, P(fewer than two are below the median) = 10 / 512
 
 
+@pytest.fixture(scope="module")
+def sides():
+    """A process of each side, whose imports take seconds; nothing is timed here, so that none waits for the other."""
+    with pytest.MonkeyPatch.context() as patch, Process("ours") as ours, Process("peer") as peer:
+        patch.setattr("train.benchmark.__main__.PAUSE", 0)
+        yield {"ours": ours, "peer": peer}
+
+
 @pytest.mark.long
-def test_both_sides_do_the_same_work_apart(tmp_path, monkeypatch):
+def test_both_sides_do_the_same_work_apart(sides, tmp_path):
     """Breaks when sides have other weights, inputs or adapters, or a setting of ours can reach the peer."""
-    monkeypatch.setattr("train.benchmark.__main__.PAUSE", 0)  # nothing is timed here
-    folder = tmp_path / "model"
-    write_folder("embedded", folder, torch.float32)
-    with Process("ours") as ours, Process("peer") as peer:
-        sides, settings, numbers = (ours, peer), SETTINGS | {"folder": str(folder), "quantize": None}, {}
-        opened = [side.ask("open", **settings) for side in sides]
-        assert opened[0]["weights"] == pytest.approx(opened[1]["weights"], rel=1e-3)  # but position tables
-        for work in ("prefill", "eval", "decode", "train"):
-            for side in sides:
-                side.ask("prepare", work=work, batch=2)
-            answers = [[side.ask("run") for _ in range(2)] for side in sides]
-            numbers[work] = [sum((answer["numbers"] for answer in of_side), []) for of_side in answers]
-            assert all(answer["seconds"] > 0 and answer["peak"] > 0 for of_side in answers for answer in of_side)
-        assert numbers["prefill"][0] == pytest.approx(numbers["prefill"][1], abs=1e-4)
-        assert numbers["eval"][0] == numbers["eval"][1] and len({*numbers["eval"][0]}) > 3
-        assert numbers["decode"][0] == numbers["decode"][1] and len(numbers["decode"][0]) == 2 * 2 * SETTINGS["tokens"]
-        # B = 0 at first: the second loss is the first that depends on LoRA
-        assert numbers["train"][0] == pytest.approx(numbers["train"][1], abs=1e-5)
-        assert numbers["train"][0][0] != numbers["train"][0][1]
-        imported = [{*side.ask("hello")["imports"]} for side in sides]
-        assert {"model", "lora", "weights", "eval"} <= imported[0] and not {"transformers", "peft"} & imported[0]
-        assert {"transformers", "peft"} <= imported[1] and not {"model", "lora", "weights", "eval"} & imported[1]
-        ours.ask("open", **settings | {"quantize": "int8"})
-        ours.ask("prepare", work="train", batch=2)
-        assert ours.ask("run")["numbers"] == pytest.approx(numbers["train"][0][:1], rel=0.02)
+    write_folder("embedded", tmp_path / "model", torch.float32)
+    settings, numbers = SETTINGS | {"folder": str(tmp_path / "model"), "quantize": None}, {}
+    opened = [side.ask("open", **settings) for side in sides.values()]
+    assert opened[0]["weights"] == pytest.approx(opened[1]["weights"], rel=1e-3)  # but position tables
+    for work, batch in {"prefill": 2, "eval": 20, "decode": 2, "train": 2}.items():  # 24 questions: 20, and 4
+        for side in sides.values():
+            side.ask("prepare", work=work, batch=batch)
+        answers = [[side.ask("run") for _ in range(2)] for side in sides.values()]
+        numbers[work] = [sum((answer["numbers"] for answer in of_side), []) for of_side in answers]
+        assert all(answer["seconds"] > 0 and answer["peak"] > 0 for of_side in answers for answer in of_side)
+    assert numbers["prefill"][0] == pytest.approx(numbers["prefill"][1], abs=1e-4)
+    assert numbers["eval"][0] == numbers["eval"][1] and len({*numbers["eval"][0]}) > 3
+    assert numbers["decode"][0] == numbers["decode"][1] and len(numbers["decode"][0]) == 2 * 2 * SETTINGS["tokens"]
+    # B = 0 at first: the second loss is the first that depends on LoRA
+    assert numbers["train"][0] == pytest.approx(numbers["train"][1], abs=1e-5)
+    assert numbers["train"][0][0] != numbers["train"][0][1]
+    imported = [{*of_side[-1]["imports"]} for of_side in answers]
+    assert {"model", "lora", "weights", "eval"} <= imported[0] and not {"transformers", "peft"} & imported[0]
+    assert {"transformers", "peft"} <= imported[1] and not {"model", "lora", "weights", "eval"} & imported[1]
+    sides["ours"].ask("open", **settings | {"quantize": "int8"})
+    sides["ours"].ask("prepare", work="train", batch=2)
+    assert sides["ours"].ask("run")["numbers"] == pytest.approx(numbers["train"][0][:1], rel=0.02)
 
 
 @pytest.mark.long
-def test_the_command_writes_its_report_or_one_line(tmp_path, capfd, monkeypatch):
+def test_the_command_writes_its_report_or_one_line(sides, tmp_path, capfd, monkeypatch):
     """Breaks when the command cannot run, its report lacks what the numbers depend on, or a broken or missing library
     ends in a traceback, or in numbers of one side."""
     command = f"--base embedded --sections load --rounds 1 --out {tmp_path / 'report.md'}".split()
-    main(command)
+    with monkeypatch.context() as patch:
+        patch.setattr("train.benchmark.__main__.Process", lambda name: nullcontext(sides[name]))
+        main(command)
     result = json.loads((tmp_path / "report.json").read_text())
     assert {"base", "dtype", "commit", "processor", "threads", "torch", "transformers", "peft"} <= result.keys()
     (row,) = result["rows"]

@@ -8,6 +8,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -161,7 +162,7 @@ def test_rates_are_chosen_in_the_unit_of_the_score(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL])
-def test_a_killed_study_goes_on_in_other_processes(number, tmp_path, done):
+def test_a_killed_study_goes_on_in_other_processes(number, tmp_path, done, monkeypatch):
     """Breaks when a finished cell is lost or half-written, a process goes on alone, or processes change a result."""
     script, out = tmp_path / "slow.py", tmp_path / "out"
     script.write_text(
@@ -178,6 +179,7 @@ def test_a_killed_study_goes_on_in_other_processes(number, tmp_path, done):
     before = {file: file.read_text() for file in out.glob("cells/*/cell.json")}
     assert len(before) < len(list(done.out.glob("cells/*/cell.json")))  # it was interrupted
     assert all(json.loads(text)["scores"] for text in before.values())
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # nothing kills the rest
     report.write(run(out, rows=SLOW))
     assert all(file.read_text() == text for file, text in before.items())
     tables, alone = (json.loads((folder / "comparison.json").read_text())["tables"] for folder in (out, done.out))
@@ -197,7 +199,7 @@ def test_changed_source_makes_new_cells(tmp_path, monkeypatch):
     def changed(old, new):
         for file, text in files.items():
             (tmp_path / file).write_text(text.replace(old, new))
-        return cells.source_hash.__wrapped__(names["make"])
+        return cells.source_hash.__wrapped__(partial(names["make"], 1))
 
     first = changed("", "")
     assert [changed("draws", "paints"), changed("= 2", "= 2  # pixels"), changed("= 5", "= 6")] == [first] * 3
