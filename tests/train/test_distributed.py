@@ -34,7 +34,7 @@ def spread_run(tmp_path_factory):
     write_vqav2(folder / "vqav2")
     data = f"--base tiny --data vqav2:{folder}/vqav2 --validation 0.2 --fraction 0.9 --batch-size 2 --step-batch 12"
     rest = "--full --attention softmax --shard --lr 1e-3 --warmup 0 --checkpoint-every 2 --device cpu"
-    torchrun(2, data, rest, "--epochs 1 --eval-every 1 --out", folder / "run")
+    torchrun(2, data, rest, "--epochs 1 --eval-every 2 --out", folder / "run")
     return folder / "run"
 
 
@@ -53,7 +53,8 @@ def test_another_number_of_processes_goes_on(number, spread_run, tmp_path):
     for before, after in zip(whole, resumed, strict=True):
         assert after["loss"] == pytest.approx(before["loss"], rel=2e-6)
         assert after["gradient_norm"] == pytest.approx(before["gradient_norm"], rel=1e-4)
-        assert after["held_out_loss"] == pytest.approx(before["held_out_loss"], rel=2e-5)  # each process scores a share
+    for before, after in zip(whole[1::2], resumed[1::2], strict=True):  # each process scores a share
+        assert after["held_out_loss"] == pytest.approx(before["held_out_loss"], rel=2e-5)
     models = [load_model(folder / "model").state_dict() for folder in (spread_run, cut)]
     assert all(torch.allclose(tensor, models[1][name], rtol=1e-3, atol=1e-4) for name, tensor in models[0].items())
     first, second = (json.loads((folder / "summary.json").read_text()) for folder in (spread_run, cut))

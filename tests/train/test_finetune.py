@@ -172,12 +172,21 @@ def test_examples_of_a_program_are_those_of_a_file(tmp_path):
 # Interruptions
 
 
+TWELVE = "--steps 12 --step-batch 4 --samples 40 --checkpoint-every 4 --attention shared"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing interrupts."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(TWELVE, out=folder / "run")
+    return folder / "run"
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGINT])
-def test_resumed_metrics_are_equal_to_the_bit(number, tmp_path, monkeypatch, capsys):
+def test_resumed_metrics_are_equal_to_the_bit(number, whole, tmp_path, monkeypatch, capsys):
     """Breaks when a state that the next step depends on is lost, or a signal loses steps or has another exit code."""
-    flags = "--steps 12 --step-batch 4 --samples 40 --checkpoint-every 4 --attention shared"
-    run(flags, out=tmp_path / "whole")
     loss, calls = systems.supervised_loss, []
 
     def interrupted(*args):
@@ -190,14 +199,14 @@ def test_resumed_metrics_are_equal_to_the_bit(number, tmp_path, monkeypatch, cap
 
     with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, SystemExit)) as ended:
         patch.setattr(systems, "supervised_loss", interrupted)
-        run(flags, out=tmp_path / "cut")
+        run(TWELVE, out=tmp_path / "cut")
     assert number is None or ended.value.code == 128 + number and f"--resume {tmp_path}" in capsys.readouterr().err
     saved = sorted(path.name for path in (tmp_path / "cut/checkpoints").iterdir())
     assert saved == (["step-4"] if number is None else ["step-4", "step-7"])
     finetune.main(["--resume", str(tmp_path / "cut")])
-    assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
-    ours, whole = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("cut", "whole"))
-    assert ours.keys() == whole.keys() and all(torch.equal(ours[name], whole[name]) for name in whole)
+    assert metrics(tmp_path / "cut") == metrics(whole)
+    ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "cut", whole))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.long
