@@ -59,9 +59,8 @@ def test_official_files_and_finished_runs(tmp_path, capsys, monkeypatch):
     coco = write_mmneedle(tmp_path / "coco")
     flags = ["--data", f"vqav2:{tmp_path / 'vqa'}", "--coco", str(coco), "--captions", str(coco / "C")]
     flags += "--vqa-limit 4 --needle-limit 4 --rows paper-1 paper-4 --diff-in decoder --device cpu --jobs 1".split()
-    monkeypatch.setattr(
-        "train.plan.step_costs", lambda *_: [StepCost(1, 1, 1, 1, 1)] * 2
-    )  # test_plan has the true ones
+    costs = [StepCost(1, 1, 1, 1, 1)] * 2  # test_plan has the true ones
+    monkeypatch.setattr("train.plan.step_costs", lambda *_: costs)
     main([*flags, "--plan", "--gpu", "L4"])
     rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| paper")]
     planned = {row[1].strip(): [int(text) for text in row[3:6]] for row in rows}
