@@ -7,6 +7,7 @@ import dataclasses
 import typing
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ def flag_name(name: str) -> str:
     return "--" + name.rstrip("_").replace("_", "-")
 
 
+@cache
 def field_kind(settings: type, field: dataclasses.Field) -> type:
     """The type of a field's value, None apart: int, float, bool, str, Path, or tuple for several texts."""
     hint = typing.get_type_hints(settings)[field.name]

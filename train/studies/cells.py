@@ -44,14 +44,19 @@ def digest(*parts) -> str:
     return sha256(repr(parts).encode()).hexdigest()[:16]
 
 
-@cache
 def source_hash(make: Callable) -> str:
+    """The hash of the file of `make`; what a `partial` binds is no source."""
+    return hash_of(inspect.getfile(make.func if isinstance(make, partial) else make))
+
+
+@cache
+def hash_of(file: str) -> str:
     """A hash of the source that decides a cell, so that changed code never meets old cells.
 
-    The file of `make` counts, and so do the project's files that it imports, and that those import in turn: all but
-    comments, docstrings, and files that only judge. What a `partial` binds is no source.
+    The file counts, and so do the project's files that it imports, and that those import in turn: all but comments,
+    docstrings, and files that only judge.
     """
-    waiting, texts = {Path(inspect.getfile(make.func if isinstance(make, partial) else make))}, {}
+    waiting, texts = {Path(file)}, {}
     while waiting:
         tree = ast.parse((file := waiting.pop()).read_text(encoding="utf-8"))
         for node in ast.walk(tree):
