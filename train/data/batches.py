@@ -21,7 +21,7 @@ from model.processor import Batch, Movable, Processor
 from train.distributed import World
 from train.settings import Settings, step_layout
 
-LEAST_STEPS, MOST_EPOCHS = 400, 32  # of a run whose --epochs is not given
+STEPS, MOST_EPOCHS = 400, 32  # of a run whose --epochs is not given, about
 BUCKET = 32  # tokens of text: rows of one batch have lengths of the same bucket
 CHARACTERS = 4  # in a token, roughly
 
@@ -186,8 +186,8 @@ class Order:
             problem = f"{len(records)} records make {self.micro_batches} micro-batches, but a step takes {of_step}"
             raise UserError(f"{problem}: lower --step-batch or --batch-size, or give more data")
         self.steps_per_epoch = -(-self.micro_batches // of_step)
-        longest = 1 if settings.is_embedded else min(MOST_EPOCHS, -(-LEAST_STEPS // self.steps_per_epoch))
-        self.epochs = settings.epochs or longest
+        nearest = 1 if settings.is_embedded else min(MOST_EPOCHS, round(STEPS / self.steps_per_epoch))
+        self.epochs = settings.epochs or max(1, nearest)
         self.total = settings.steps or self.steps_per_epoch * self.epochs
 
     def plan(self, epoch: int, first: int) -> Iterable[list[int]]:
