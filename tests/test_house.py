@@ -15,6 +15,7 @@ FLOORS |= {f"train.{name}": 5 for name in ("validation", "summary", "plan", "sho
 FLOORS |= {"train.studies": 6, "train.benchmark": 6}
 FLOORS |= {f"train.{name}": 7 for name in COMMANDS}
 MAX_FILE, MAX_FUNCTION = 460, 72
+MAX_LINES = {"model": 3900, "lora": 650, "weights": 900, "eval": 4900, "train": 6600, "train/studies": 2300}
 # modules of the project that a reader of this one has to know; eval.pope imports what asks a model when it asks
 MAX_MODULES = {"train.finetune": 45, "weights.load": 25, "eval.pope": 20}
 
@@ -74,3 +75,11 @@ def test_files_and_functions_stay_short():
     assert not [name for name, tree in MODULES.items() if tree.body and tree.body[-1].end_lineno > MAX_FILE]
     functions = [node for tree in MODULES.values() for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     assert not [node.name for node in functions if node.end_lineno - node.lineno >= MAX_FUNCTION]
+
+
+@pytest.mark.parametrize("room", [*MAX_LINES, "tests", ""])
+def test_rooms_stay_small(room):
+    """Breaks when a room outgrows its budget of lines, or all of them together theirs."""
+    folders = [ROOT / room] if room else [ROOT / package for package in PACKAGES]
+    lines = sum(file.read_text(encoding="utf-8").count("\n") for folder in folders for file in folder.rglob("*.py"))
+    assert 0 < lines <= {**MAX_LINES, "tests": 13_000, "": 17_000}[room]
