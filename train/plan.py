@@ -83,7 +83,8 @@ class PlanRow:
 
 
 def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
-    """What the run takes on `gpus` GPUs. `device` decides dtypes; "auto" is a GPU. Raises UserError as it would."""
+    """What the run of `settings` on `gpus` GPUs takes. `device` decides dtypes; "auto" is a GPU here. Raises UserError
+    for all that the run would refuse."""
     rows, micro_batches = step_layout(settings, gpus)
     records = read_records(settings)
     device = torch.device("cuda" if settings.device == "auto" else settings.device)
@@ -214,18 +215,9 @@ def report(settings: Settings, gpu: str | None, gpus: int) -> str:
         table, seconds = plan_table([plan(replace(settings, device="cpu"))], None), cpu_seconds(settings)
         return f"{table}\n\nabout {seconds:,.0f} CPU seconds on {processor_name()}, and up to a third for evaluations"
     row, cards, lines, fits = plan(settings, gpus=gpus), {GPUS[gpu][1]: gpu} if gpu else CARDS, [], {}
-    # ways to take the steps of the run: by flags, the GB of one GPU by rows of a micro-batch
-    ways, share = {"": {row.rows: row.memory(settings.checkpointing)}}, row.step_rows // gpus
-    kinds = [(settings.quantize, ""), ("nf4", "--quantize nf4 ")]
-    is_fixed = settings.quantize or settings.writes_model or settings.shard
-    for quantize, note in kinds[: 1 if is_fixed else 2] if gpu is None or ways[""][row.rows] > GPUS[gpu][1] else ():
-        chosen = replace(settings, quantize=quantize, step_batch=row.step_rows)
-        few, many = (plan(replace(chosen, batch_size=rows), gpus=gpus) for rows in (1, share))
-        for on, flag in ((False, "--no-checkpointing"), (True, "--checkpointing")):
-            # a peak is convex in rows, so none between one and all of them is above the line of both
-            slope = (many.memory(on) - few.memory(on)) / max(1, share - 1)
-            memory = {n: few.memory(on) + slope * (n - 1) for n in range(1, share + 1) if share % n == 0}
-            ways[(note + flag * (on != settings.checkpointing)).strip()] = memory
+    ways = {"": {row.rows: row.memory(settings.checkpointing)}}
+    if gpu is None or ways[""][row.rows] > GPUS[gpu][1]:
+        ways |= ways_of(settings, row)
     for flags, memory in ways.items():
         lines.append([flags or "as it is"])
         for size in cards:
@@ -241,6 +233,23 @@ def report(settings: Settings, gpu: str | None, gpus: int) -> str:
     lines.append(["hours", *map(row.hours, cards.values())])
     table = "\n".join(markdown_table(head, lines))
     return "\n\n".join([plan_table([row], gpu), table, fits[min(fits)] if fits else no])
+
+
+def ways_of(settings: Settings, row: PlanRow) -> dict[str, dict[int, float]]:
+    """Other ways to take the steps of `row`: by flags, the GB of one GPU by rows of a micro-batch.
+
+    One row and all rows of a step are traced. A peak is convex in rows, so none between is above the line of both.
+    """
+    share, ways = row.step_rows // row.gpus, {}
+    is_fixed = settings.quantize or settings.writes_model or settings.shard
+    for quantize, note in ((settings.quantize, ""), ("nf4", "--quantize nf4 "))[: 1 if is_fixed else 2]:
+        chosen = replace(settings, quantize=quantize, step_batch=row.step_rows)
+        few, many = (plan(replace(chosen, batch_size=rows), gpus=row.gpus) for rows in (1, share))
+        for on, flag in ((False, "--no-checkpointing"), (True, "--checkpointing")):
+            slope = (many.memory(on) - few.memory(on)) / max(1, share - 1)
+            memory = {n: few.memory(on) + slope * (n - 1) for n in range(1, share + 1) if share % n == 0}
+            ways[(note + flag * (on != settings.checkpointing)).strip()] = memory
+    return ways
 
 
 def cpu_seconds(settings: Settings) -> float:
