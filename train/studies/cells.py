@@ -111,5 +111,12 @@ def prepare_process() -> None:
     torch.set_num_threads(1)
     os.setpgrp()  # Ctrl-C on a terminal reaches the first process alone, which ends the others
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115  its progress bars would overwrite those of the others
-    # a killed parent can tell its processes nothing: they would compute on, in a folder whose lock is gone
-    threading.Thread(target=lambda: multiprocessing.parent_process().join() or os._exit(1), daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """A killed parent can tell its processes nothing: they would compute on, in a folder whose lock is gone."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

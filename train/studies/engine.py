@@ -125,23 +125,13 @@ class Run:
         return {row: [next(cells) for _ in seeds] for row in rates}
 
     def compute(self) -> None:
-        """Choose the rates, make the cells of all rows at them, and of controls by time, and judge the differences."""
+        """Choose the rates, then make the cells of all rows at them, and judge their differences."""
         self.rates = self.rates or dict.fromkeys(self.study.rows, 0.0)
         tuning_seeds = self.study.tuning_seeds[: self.seeds]
         if self.study.rates:
             self.tune(tuning_seeds)
         if self.study.lengthen:
-            (title, table), rows, beside = list(self.study.beside.items())[-1], dict(self.study.rows), {}
-            setting, value, ratios = self.study.lengthen
-            for row, (control, *_) in table.items():
-                name = control
-                if ratio := ratios.get(row):
-                    name = f"{control}, {ratio} × steps"
-                    changes = (*rows[control], (setting, round(value * ratio)))
-                    rows[name], self.rates[name] = changes, self.rates[control]
-                beside[row] = (name,)
-            tables = {**self.study.beside, f"{title}, trained as long": beside}
-            self.study = replace(self.study, rows=rows, beside=tables)
+            self.add_controls_by_time(*self.study.lengthen)
         self.cells = self.at_rates(self.rates, range(self.seeds))
         self.tables = {title: self.table(beside) for title, beside in self.study.beside.items()}
 
@@ -176,6 +166,17 @@ class Run:
         mean = float(np.mean([means[name] for name in means if name in names]))
         return -mean if self.study.columns[main].less_is_better else mean
 
+    def add_controls_by_time(self, setting: str, value: float, ratios: Mapping[str, float]) -> None:
+        """Controls of the last table that train as long as their rows."""
+        (title, table), rows, beside = list(self.study.beside.items())[-1], dict(self.study.rows), {}
+        for row, (control, *_) in table.items():
+            name = control
+            if ratio := ratios.get(row):
+                name = f"{control}, {ratio} × steps"
+                rows[name], self.rates[name] = (*rows[control], (setting, round(value * ratio))), self.rates[control]
+            beside[row] = (name,)
+        self.study = replace(self.study, rows=rows, beside={**self.study.beside, f"{title}, trained as long": beside})
+
     # Scores and differences
 
     def scores(self, row: str) -> Scores:
@@ -199,16 +200,19 @@ class Run:
 
     def in_range(self, controls: Sequence[str]) -> list[str]:
         """The columns that can show a difference, by the controls' mean on the validation split; a measure that is no
-        share, or that this split does not have, always can. A ladder has to be harder at its end than at its start."""
+        share, or that this split does not have, always can."""
         usable, validation = [], [self.validation(self.cells[row][:TUNING_SEEDS]) for row in controls]
-        ladders = [facts.get("ladders", {}) for row in controls for facts in self.facts(row)]
         for name, measure in self.study.measures.items():
             known = [scores[name] for scores in validation if name in scores]
-            ladder = np.mean([of_cell[name] for of_cell in ladders if name in of_cell] or [(1.0, 0.0)], axis=0)
-            is_known = measure.is_share and known
-            if ladder[-1] < ladder[0] and (not is_known or is_inside(float(np.mean(known)), measure.chance)):
-                usable.append(name)
+            if not measure.is_share or not known or is_inside(float(np.mean(known)), measure.chance):
+                usable += [name] * self.falls(name, controls)
         return usable + [MEAN] * any(name in usable for name in self.study.averaged)
+
+    def falls(self, name: str, controls: Sequence[str]) -> bool:
+        """Whether the last number of a ladder is harder for the controls than the first, or the measure has none."""
+        facts = [of_cell.get("ladders", {}) for row in controls for of_cell in self.facts(row)]
+        ladder = np.mean([of_cell[name] for of_cell in facts if name in of_cell] or [(1.0, 0.0)], axis=0)
+        return bool(ladder[-1] < ladder[0])
 
     def with_margins(self, controls: Sequence[str]) -> dict[str, Measure]:
         """The columns; if margins are relative, with that share of what the controls have above guessing."""
