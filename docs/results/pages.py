@@ -124,7 +124,7 @@ def draw_doses() -> None:
         known = {row: beside for row, beside in BESIDE["dose"].items() if (study, row, task) in scores}
         gaps = {row: gap(scores, study, row, beside, task) for row, beside in known.items()}
         found[task, times][None if cap == "None" else float(cap)] = {row: g._asdict() for row, g in gaps.items()}
-    for (task, times), by_cap in found.items():
+    for (task, times), by_cap in [(place, by_cap) for place, by_cap in found.items() if len(by_cap) > 1]:
         title = f"{'Built task' if task == 'built' else 'Needle in the embedded base'}, {times} x the steps"
         save(dose.draw_gaps(title, by_cap), HERE / f"dose-{task}-{times}.png")
 
