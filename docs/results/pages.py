@@ -108,7 +108,13 @@ def tables(name: str) -> str:
         for row, controls in BESIDE[name].items():
             if row in rows:
                 gaps = [gap(scores, study, row, controls, measure) for measure in measures]
-                body.append([row, " and ".join(controls), *(interval_text(g, 1, signed=True) for g in gaps)])
+                body.append(
+                    [
+                        row,
+                        " and ".join(controls[:2]) if len(controls) < 3 else f"all {len(controls)} plain rows",
+                        *(interval_text(g, 1, signed=True) for g in gaps),
+                    ]
+                )
         blocks.append("\n".join(markdown_table(["points", "minus", *measures], body)))
     return "\n\n".join(blocks) + "\n"
 
