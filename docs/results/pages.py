@@ -67,7 +67,7 @@ def read(name: str, split: str = "test") -> Scores:
     scores = {place: {seed: 100 * right / n for seed, (right, n) in sorted(of.items())} for place, of in sums.items()}
     if split == "test" and name.startswith(("attention", "budget")):
         inside = in_range(read(name, "validation"))
-        for study, row in dict.fromkeys(place[:2] for place in scores):
+        for study, row in dict.fromkeys(place[:2] for place in scores) if inside else ():
             known = [scores[study, row, measure] for measure in inside]
             scores[study, row, "mean"] = {seed: float(np.mean([of[seed] for of in known])) for seed in known[0]}
     return scores
@@ -194,19 +194,6 @@ def draw_grafts() -> None:
     draw_intervals("A/A: plain rows minus each other, points", pairs, "calibration.png")
 
 
-def draw_budget() -> None:
-    """The mean of the measures over the steps of a run."""
-    lines, bars = defaultdict(list), defaultdict(list)
-    for steps in BUDGETS:
-        scores = read(f"budget-{steps}")
-        for row in (LORA, *GRAFTS[2:]):
-            of_row = estimate([[value] for value in scores["attention", row, "mean"].values()])
-            lines[row].append((math.log2(steps / 100), of_row.mean))
-            bars[row].append((math.log2(steps / 100), of_row.low, of_row.high))
-    labels = "Grafts by the length of a run", "binary logarithm of steps / 100", "mean of the measures in range, %"
-    save(line_chart(lines, *labels, marked=lines, bars=bars), HERE / "budget.png")
-
-
 def draw_text() -> None:
     """Right answers of the language models of commit 531252b by the number of examples in context."""
     report = json.loads((HERE / "text-full.json").read_text(encoding="utf-8"))
@@ -228,7 +215,5 @@ if __name__ == "__main__":
     draw_seeds()
     if "attention" in BESIDE:
         draw_grafts()
-    if {f"budget-{steps}" for steps in BUDGETS} <= BESIDE.keys():
-        draw_budget()
     draw_text()
     save(built.draw_bound(dose.head_bounds(), dose.OTHERS), HERE / "bound.png")
