@@ -87,12 +87,12 @@ def write_shard(path: Path, samples: Sequence[Sequence[Record]], first: int) -> 
 def question(record: Record, pictures: Sequence[Picture]) -> dict:
     """A record as a .json holds it; `pictures` are those of the sample."""
     entry = {"name": record.name, "pictures": list(map(pictures.index, record.pictures))}
+    more = {"answers": record.answers, "type": record.kind}
+    entry |= {name: value for name, value in more.items() if value}
     if len(record.turns) > 1:
         said = [{"from": role, "value": text} for turn in record.turns for role, text in zip(ROLES, turn, strict=True)]
         return entry | {"conversations": said}
-    more = {"answers": record.answers, "type": record.kind}
-    more = {name: value for name, value in more.items() if value}
-    return entry | more | {"prefix": record.prefix, "suffix": record.suffix}
+    return entry | {"prefix": record.prefix, "suffix": record.suffix}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -207,7 +207,10 @@ def write_own(folder: Path) -> Path:
         (folder / f"{i}.png").write_bytes(picture(i * 20, size=(16, 16)))
     says = [{"from": role, "value": text} for role, text in zip(("human", "gpt") * 2, "abcd", strict=True)]
     rows = [{"image": f"{i}.png", "prefix": "count dog", "answers": [f"{i}", "no"], "type": "how"} for i in range(12)]
-    rows += [{"image": ["3.png", "1.png", "1.png"], "conversations": says}, {"prefix": "c", "suffix": "d"}]
+    rows += [
+        {"image": ["3.png", "1.png", "1.png"], "conversations": says, "type": "talk", "answers": ["d", "e"]},
+        {"prefix": "c", "suffix": "d"},
+    ]
     (folder / "own.json").write_text(json.dumps(rows))
     return folder / "own.json"
 
