@@ -26,6 +26,7 @@ from model.device import autocast_of
 from model.images import to_pixels
 from model.paligemma import PaliGemma, initialize
 from model.siglip import Siglip
+from train.data.batches import shifted
 from train.distributed import World
 from train.optim import MuonAdamW, Rule, make_adamw, matching, parameter_groups, rate_factor, set_rates
 from train.settings import Settings
@@ -69,14 +70,6 @@ def new_tower(model: PaliGemma, seed: int = 0) -> None:
     waves = torch.cat((angles.sin(), angles.cos()), 1)  # (side, width / 2)
     places = torch.cat((waves.repeat_interleave(side, 0), waves.repeat(side, 1)), 1)
     model.vision_tower.embeddings.position_embedding.weight.copy_(places)
-
-
-def shifted(pixels: torch.Tensor) -> torch.Tensor:
-    """Pictures (B, 3, R, R), each moved by up to a sixteenth of its side; borders are repeated."""
-    count, size = len(pixels), pixels.shape[-1]
-    moves = torch.randint(-(size // 16), size // 16 + 1, (2, count, 1))
-    rows, columns = (torch.arange(size) + moves).clamp(0, size - 1).to(pixels.device)  # (B, R)
-    return pixels[torch.arange(count)[:, None, None], :, rows[:, :, None], columns[:, None]].movedim(-1, 1)
 
 
 class AnswerHead(nn.Module):

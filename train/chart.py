@@ -41,7 +41,11 @@ def line_chart(
     """Named series of (x, y) as lines, a single point as a dot; those named in `pale` are thin, those in `marked` have
     a dot at each point. bars: of some series, intervals (x, low, high) to draw upright. Points that are not finite
     break the line. Raises UserError if no point is left."""
-    drawn = [point for points in series.values() for point in points if math.isfinite(sum(point))]
+
+    def visible(point: Point) -> bool:
+        return all(map(math.isfinite, point))
+
+    drawn = [point for points in series.values() for point in points if visible(point)]
     if not drawn:
         raise UserError(f"nothing to draw in {title or 'the chart'!r}: no series has a finite point")
     legend = max(text_width(name, 12) for name in series) + 34 if len(series) > 1 else 0
@@ -66,7 +70,7 @@ def line_chart(
         color, thick = SERIES[number % len(SERIES)], 2.0
         if name in pale:
             color, thick = tuple(round(0.35 * part + 0.65 * 255) for part in color), 1.0
-        for is_visible, group in groupby(points, lambda point: math.isfinite(sum(point))):
+        for is_visible, group in groupby(points, visible):
             line = [(to_x(x), to_y(y)) for x, y in group if is_visible]
             if len(line) > 1:
                 sheet.line(line, color, thick)

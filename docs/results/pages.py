@@ -40,10 +40,8 @@ BESIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "attention": dict.fromkeys(GRAFTS, (LORA, *SIZES)) | dict.fromkeys(SIZES, (LORA,)),
     **{f"budget-{steps}": dict.fromkeys(GRAFTS[2:], (LORA,)) for steps in BUDGETS},
 }
-BESIDE = {name: beside for name, beside in BESIDE.items() if (HERE / f"{name}.csv").exists()}
 # Of the measures of grafts, in percent; of VQA by the best answer to each question, no picture
 GUESSING = {"VQA": 33.0, "n2o2": 25.0, "n3d8": 100 / 9, "n4o1": 6.25, "e16": 50.0}
-CHANCE = 6.25  # of a 4×4 needle, in percent
 DISTRACTORS = (0, 1, 3, 7, 11, 15)
 
 
@@ -136,7 +134,7 @@ def draw_doses() -> None:
 
 def kept(scores: Scores, row: str) -> list[tuple[int, float]]:
     """What is left of the score of a row without distractors, above guessing, by their number; in percent."""
-    means = [np.mean([*scores["scratch", row, f"dose/{number}"].values()]) - CHANCE for number in DISTRACTORS]
+    means = [np.mean([*scores["scratch", row, f"dose/{number}"].values()]) - GUESSING["n4o1"] for number in DISTRACTORS]
     return [(number, 100 * float(mean / means[0])) for number, mean in zip(DISTRACTORS, means, strict=True)]
 
 
@@ -213,7 +211,6 @@ if __name__ == "__main__":
     draw_doses()
     draw_distractors()
     draw_seeds()
-    if "attention" in BESIDE:
-        draw_grafts()
+    draw_grafts()
     draw_text()
     save(built.draw_bound(dose.head_bounds(), dose.OTHERS), HERE / "bound.png")

@@ -135,6 +135,14 @@ def plan_epoch(
     return batches
 
 
+def shifted(pixels: torch.Tensor) -> torch.Tensor:
+    """Pictures (B, 3, R, R), each moved by up to a sixteenth of its side; borders are repeated."""
+    count, size = len(pixels), pixels.shape[-1]
+    moves = torch.randint(-(size // 16), size // 16 + 1, (2, count, 1))
+    rows, columns = (torch.arange(size) + moves).clamp(0, size - 1).to(pixels.device)  # (B, R)
+    return pixels[torch.arange(count)[:, None, None], :, rows[:, :, None], columns[:, None]].movedim(-1, 1)
+
+
 class Weighted(list):
     """The records of several sources, `parts`; of an epoch's samples each source gives a share, its weight."""
 

@@ -21,7 +21,7 @@ from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.tokenizer import find_tokenizer, load_tokenizer
 from train.checkpoint import Progress
-from train.data.batches import MicroBatch, Order
+from train.data.batches import MicroBatch, Order, shifted
 from train.distributed import World, whole_model
 from train.loop import fit
 from train.optim import OPTIMIZERS, SCALARS, MuonAdamW, Rule, matching, parameter_groups, trainable
@@ -133,8 +133,6 @@ def train_on(
     order: Order, model: PaliGemma, optimizer: Optimizer, settings: Settings, run: Path, world: World, **options
 ) -> Progress:
     """Train `model` in place on `order`; returns the run's progress. options: of `fit`."""
-    from train.align import shifted
-
     location = order.processor.tokenizer.piece_to_id("<loc0000>")
 
     def loss(called: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
