@@ -85,10 +85,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     # the compiler chooses a product itself; a test of sizes would make it recompile for every new size
     if torch.compiler.is_compiling() or not ("products" in ways and onednn_can(x, weight)):
         return F.linear(x, weight, bias)
-    if needs_gradient(x, weight, bias):
-        return _Linear.apply(x, weight, bias)
     if not (weight.is_contiguous() or weight.T.is_contiguous()):  # oneDNN is very slow for a weight with strides
         weight = weight.contiguous()
+    if needs_gradient(x, weight, bias):
+        return _Linear.apply(x, weight, bias)
     return onednn_linear(x, weight, bias, "none", [], "")
 
 

@@ -27,13 +27,18 @@ from weights.load import load_model
 
 @pytest.fixture
 def onednn(monkeypatch):
-    """oneDNN takes every product in fp32, however small, and is counted."""
+    """oneDNN takes every product in fp32, however small; for each, whether its weight has no gaps: 40 times faster."""
     if cpu.onednn_linear is None or not torch.backends.mkldnn.is_available():
         pytest.skip("this PyTorch has no oneDNN")
     original, calls = cpu.onednn_linear, []
     monkeypatch.setattr(cpu, "MIN_OPERATIONS", 0)
     monkeypatch.setattr(cpu, "ways", frozenset(cpu.ONEDNN))
-    monkeypatch.setattr(cpu, "onednn_linear", lambda *args: calls.append(1) or original(*args))
+
+    def counted(x, weight, *others):
+        calls.append(weight.is_contiguous() or weight.T.is_contiguous())
+        return original(x, weight, *others)
+
+    monkeypatch.setattr(cpu, "onednn_linear", counted)
     return calls
 
 
@@ -87,7 +92,7 @@ def test_onednn_multiplies_as_f_linear_does(shape, out, bias, onednn):
         assert relative_error(y, exact) < 1e-6
         for mine, theirs in zip(gradients(y, *leaves), gradients(exact, *leaves), strict=True):
             assert mine.shape == theirs.shape and relative_error(mine, theirs) < 1e-6
-    assert onednn
+    assert onednn and all(onednn)
 
 
 @pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "silu"])
