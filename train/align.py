@@ -138,6 +138,7 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
             optimizer.zero_grad()
         model.zero_grad()  # the projector's too
         bar.set_postfix({"loss": f"{losses[-1]:.3f}"}, refresh=False)
+    tower.requires_grad_(False)
     for parameter in tower.parameters() if world.size > 1 else ():  # GPUs need not agree to the bit
         dist.broadcast(parameter.detach(), 0)
     return losses

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from eval.data import problems_at
 from model.common import UserError, file_errors, read_json, shown, sync_files, sync_folder
 from train.distributed import World, is_sharded
-from train.optim import trainable
+from train.optim import changed_by
 
 STATE, MANIFEST = "state.json", "manifest.json"
 BLOCK = 1 << 18  # bytes that are hashed at a time
@@ -83,8 +83,8 @@ def save_checkpoint(
     run: Path, progress: Progress, model: nn.Module, optimizer: Optimizer, world: World, keep: int = 2
 ) -> None:
     """Write `run/checkpoints/step-N`, and delete all but the newest `keep`. Every process must call it."""
-    weights, moments = {name: parameter.detach() for name, parameter in trainable(model).items()}, {}
-    for name, parameter in trainable(model).items():
+    weights, moments = {name: parameter.detach() for name, parameter in changed_by(optimizer).items()}, {}
+    for name, parameter in changed_by(optimizer).items():
         moments |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
 
     with atomic_folder(run / "checkpoints" / f"step-{progress.step}", world) as folder:
@@ -166,10 +166,10 @@ def newest_progress(run: Path) -> Progress | None:
     return progress
 
 
-def load_checkpoint(run: Path, progress: Progress, model: nn.Module, optimizer: Optimizer) -> None:
-    """Restore model and optimizer in place from the checkpoint of `progress`; every process must call it. Raises
-    UserError if it belongs to other parameters, or is not whole."""
-    folder, parameters = run / "checkpoints" / f"step-{progress.step}", trainable(model)
+def load_checkpoint(run: Path, progress: Progress, optimizer: Optimizer) -> None:
+    """Restore an optimizer and its parameters in place from the checkpoint of `progress`; every process must call it.
+    Raises UserError if it belongs to other parameters, or is not whole."""
+    folder, parameters = run / "checkpoints" / f"step-{progress.step}", changed_by(optimizer)
     reader = HuggingFaceStorageReader(str(folder))
     sizes = {name: tensor.size for name, tensor in reader.read_metadata().state_dict_metadata.items()}
     fused = {name: group.get("fused", False) for group in optimizer.param_groups for name in group["names"]}

@@ -75,7 +75,7 @@ def fit(
     called = spread(model, world, settings.shard, dtype, settings.compile)
     reconnect(optimizer, model)
     if progress.step:
-        load_checkpoint(run, progress, model, optimizer)
+        load_checkpoint(run, progress, optimizer)
         scaler.load_state_dict(progress.scaler or scaler.state_dict())
     with catch_signals() as received, closing(Log(run, order.total, progress, world)) as log:
         steps = order.steps(progress.step, settings.workers, pin=world.device.type == "cuda")

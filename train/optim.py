@@ -114,6 +114,12 @@ def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
         group["lr"] = group["base_lr"] * factor
 
 
+def changed_by(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The parameters of `optimizer` by name, with those of a vision tower that was aligned and is frozen since."""
+    groups = optimizer.param_groups
+    return {name: p for group in groups for name, p in zip(group["names"], group["params"], strict=True)}
+
+
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are trained, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

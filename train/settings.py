@@ -52,7 +52,7 @@ RECIPES: dict[str, dict] = {
     "paligemma": _WHOLE
     | {"lr": 1e-5, "beta2": 0.999, "schedule": "cosine", "warmup": 0.05, "clip": 1.0}
     | {"epochs": 10, "batch_size": 16, "step_batch": 256, "prompt": "answer en {question}", "answers": "sampled"},
-    # The embedded base on other pictures than its 40 emojis: its vision tower starts anew, and every weight learns.
+    # The embedded base on other pictures than its 40 emojis: its vision tower starts anew, then all else learns.
     # Questions of one picture in one batch make the picture matter, and share its encoding.
     "own": _WHOLE
     | {"new_tower": True, "shift": True, "align": 400, "validation": 0.05, "warmup": 0.04}
@@ -162,7 +162,7 @@ class Settings(LoopSettings):
     r: int = flag(16, "LoRA rank, also of a variant's second branch", least=1, most=65536)
     alpha: float = flag(32.0, "LoRA alpha: updates are scaled by alpha / r", least=1e-6, most=1e6)
     dropout: float = flag(0.0, "LoRA dropout", least=0, most=0.9999)
-    align: int = flag(0, "with --full: steps in which the vision tower learns alone, see train/align.py", least=0)
+    align: int = flag(0, "with --full: steps in which the vision tower learns alone, first (train/align.py)", least=0)
     shift: bool = flag(False, "move the pictures of training by up to a sixteenth of their side, at random")
     new_tower: bool = flag(False, "with --align: the tower starts anew, on 8×8 patches of pictures of 64 pixels")
     lr: float = flag(1.5e-3, "peak learning rate", least=0, most=1e6)

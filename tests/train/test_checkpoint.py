@@ -50,7 +50,7 @@ def test_resumed_equals_uninterrupted_to_the_bit(make_optimizer, tmp_path):
     resumed[2].bias.data.copy_(model[2].bias)  # frozen: not in the checkpoint
     progress = newest_progress(tmp_path)
     assert progress == saved
-    load_checkpoint(tmp_path, progress, resumed, resumed_optimizer)
+    load_checkpoint(tmp_path, progress, resumed_optimizer)
     for number in range(3, 5):
         step(resumed, resumed_optimizer, number)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))
@@ -79,7 +79,7 @@ def test_state_that_does_not_fit_is_one_line(name, tmp_path):
         (folder / "state.json").write_text('{"steps": 1}')
     digests = {file.name: file_digest(file) for file in folder.iterdir() if file.name != "manifest.json"}
     (folder / "manifest.json").write_text(json.dumps(digests))
-    refused(lambda: load_checkpoint(tmp_path, newest_progress(tmp_path), model, optimizer), "step-1")
+    refused(lambda: load_checkpoint(tmp_path, newest_progress(tmp_path), optimizer), "step-1")
 
 
 def test_the_newest_are_kept_in_numeric_order(tmp_path):
