@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from model import cpu
 from model.linear import Linear
 
 
@@ -233,8 +232,6 @@ class Attention(nn.Module):
 def fused_attention(q, k, v, mask, scale: float) -> torch.Tensor:
     """softmax(qkᵀ·scale)·v (B, N, S, D) without tap or softcap, by the fastest function for the device."""
     groups = q.shape[1] // k.shape[1]
-    if cpu.rows_are_faster(q, k):
-        return cpu.row_attention(q, k, v, mask, scale)
     if q.shape[2] == 1:  # one query: the query heads of a key head are treated as its queries, which is faster
         by_key_head = q.reshape(*k.shape[:2], groups, -1)
         heads = F.scaled_dot_product_attention(by_key_head, k, v, mask, scale=scale)

@@ -2,12 +2,11 @@
 
     products     fp32 by oneDNN: F.linear is Intel's MKL, which does not use the AVX-512 units of AMD's processors
     gelu         GELU inside oneDNN's product, where no gradient is needed
-    rows         attention of one key head after the other by these products; needs `products`
     reversed     a step of decoding as (W·xᵀ)ᵀ: MKL then reads W in order
     bf16         products of many bf16 rows in fp32, a block of W at a time, where x86 cannot multiply in bf16
 
 The processor decides, by vendor and instruction set, never by timing: a resumed run must be equal to the bit. The
-environment variable DMT_CPU_PATH overrides it: "torch" takes none, "onednn" the first four, "gelu" that one.
+environment variable DMT_CPU_PATH overrides it: "torch" takes none, "onednn" the first three, "gelu" that one.
 """
 
 import contextlib
@@ -22,12 +21,11 @@ from torch.autograd.function import once_differentiable
 
 from model.common import UserError, cpuinfo, shown
 
-ONEDNN = ("products", "gelu", "rows", "reversed")
+ONEDNN = ("products", "gelu", "reversed")
 # Multiplications from which oneDNN is faster than MKL. Below, its set-up costs more than it saves, unless the weight
 # has at least an eighth of this number of elements and so has to be read from memory.
 MIN_OPERATIONS = 1 << 21
 MAX_DECODE_ROWS, MIN_WEIGHT_ELEMENTS = 4, 1 << 16  # rows of x, and elements of a weight, of a reversed product
-MAX_MAP_ELEMENTS = 1 << 18  # queries times keys of `row_attention`, which holds all maps
 # oneDNN's x·Wᵀ + b, with an optional activation. A private operator: PyTorch's compiler emits it too.
 onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
@@ -129,22 +127,3 @@ def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     can = "gelu" in ways and not (torch.compiler.is_compiling() or needs_gradient(x, weight, bias))
     can = can and onednn_can(x, weight) and not is_reversed(x, weight, bias)
     return onednn_linear(x, weight, bias, "gelu", [], "tanh") if can else None
-
-
-def rows_are_faster(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether `row_attention` is faster than the fused kernel, for queries (B, N, S, D) and keys (B, K, Sk, D)."""
-    can = {"rows", "products"} <= ways and not torch.compiler.is_compiling()
-    fits = can and q.shape[2] > 1 and q.shape[2] * k.shape[2] <= MAX_MAP_ELEMENTS
-    return fits and onednn_can(q[0, : q.shape[1] // k.shape[1]], k[0, 0])
-
-
-def row_attention(q, k, v, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """softmax(qkᵀ·scale)·v (B, N, S, D) for q (B, N, S, D), k and v (B, K, Sk, D), mask (B or 1, 1, S, Sk)."""
-    heads, keys = [], k * scale  # the keys have fewer heads
-    bias = None if mask is None else torch.zeros_like(mask, dtype=v.dtype).masked_fill_(~mask, -torch.inf)
-    for row in range(len(q)):
-        for head, queries in enumerate(q[row].chunk(k.shape[1])):  # (N/K, S, D), which read this key head
-            logits = linear(queries, keys[row, head])
-            logits = logits if bias is None else logits + bias[row % len(bias)]
-            heads.append(linear(logits.softmax(-1), v[row, head].T))
-    return torch.cat(heads).view(*q.shape[:-1], -1)

@@ -16,7 +16,7 @@ from model.differential import graft
 from model.gemma import RMSNorm
 from model.generate import CompiledStep, generate
 from model.linear import ACTIVATIONS, Linear, activated, linear
-from tests.model.test_differential import TARGETS, inputs, sibling
+from tests.model.test_differential import TARGETS, sibling
 from tests.reference import batch, hf_model, ours, relative_error, right_padded
 from tests.runs import refused
 from train.data.batches import collate
@@ -134,24 +134,6 @@ def test_few_rows_are_multiplied_the_other_way_round(shape, monkeypatch):
     torch._dynamo.reset()
     with torch.no_grad():  # a compiled step of decoding goes the same way, and the compiler must see all of it
         assert torch.equal(torch.compile(linear, backend="eager", fullgraph=True)(x, weight), y)
-
-
-@pytest.mark.parametrize(("heads", "keys"), [(4, 1), (4, 2), (3, 3)])
-@pytest.mark.parametrize("queries", [10, 4])
-def test_rows_equal_the_fused_kernel(heads, keys, queries, onednn):
-    """Breaks when a head meets another's keys or mask, a row of the batch another's, or a gradient goes astray."""
-    torch.manual_seed(heads)
-    q = torch.randn(2, heads, queries, 8, requires_grad=True)
-    k, v = (torch.randn(2, keys, 10, 8, requires_grad=True) for _ in range(2))
-    for mask in (None, inputs(width=10)[2][:, :, -queries:]):
-        rows = cpu.row_attention(q, k, v, mask, 0.3)
-        exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), mask, scale=0.3, enable_gqa=True)
-        assert rows.shape == exact.shape and relative_error(rows, exact) < 1e-6
-        for mine, theirs in zip(gradients(rows, q, k, v), gradients(exact, q, k, v), strict=True):
-            assert relative_error(mine, theirs) < 2e-6
-    long = torch.empty(1, 1, 1024, 8, device="meta")
-    assert onednn and cpu.rows_are_faster(q, k)
-    assert not cpu.rows_are_faster(q[:, :, :1], k) and not cpu.rows_are_faster(long, long)  # decoding; too many maps
 
 
 def test_norms_stay_in_fp32_under_autocast():
