@@ -13,11 +13,13 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from eval.progress import Bar
 from eval.records import Record
@@ -32,6 +34,7 @@ from train.optim import MuonAdamW, Rule, make_adamw, matching, parameter_groups,
 from train.settings import Settings
 
 PICTURES, MOST_PASSES = 64, 50  # of a step; over the data
+CACHED = 1 << 28  # bytes of pictures that are kept in memory
 COMMON = 1000  # questions, and answers, that have a number of their own
 MUON_LR, ADAMW_RATIO, HEAD_LR = 0.02, 0.05, 3e-3
 TOWER_SIDE, TOWER_PATCH = 64, 8  # pixels of a new tower's pictures and patches
@@ -73,7 +76,7 @@ def new_tower(model: PaliGemma, seed: int = 0) -> None:
 
 
 class AnswerHead(nn.Module):
-    """Logits of the answers (N, A) from patches (B, I, H), for N questions their pictures (N,) and numbers (N,).
+    """Logits of the answers (B, Q, A) from patches (B, I, H) and the numbers of their questions (B, Q).
 
     Each question attends to the patches of its picture: from their mean alone, places are hard to learn.
     """
@@ -87,10 +90,10 @@ class AnswerHead(nn.Module):
         nn.init.normal_(self.question.weight, 1.0, 0.5)
         nn.init.zeros_(self.prior.weight)
 
-    def forward(self, patches: torch.Tensor, pictures: torch.Tensor, questions: torch.Tensor) -> torch.Tensor:
-        parts = self.query(questions)[:, None], self.key(patches)[pictures], self.value(patches)[pictures]
+    def forward(self, patches: torch.Tensor, questions: torch.Tensor) -> torch.Tensor:
+        parts = self.query(questions), self.key(patches), self.value(patches)
         q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
-        seen = F.scaled_dot_product_attention(q, k, v).flatten(1) + self.mean(patches.mean(1))[pictures]
+        seen = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2) + self.mean(patches.mean(1))[:, None]
         return self.answer(F.gelu(seen) * self.question(questions)) + self.prior(questions)
 
 
@@ -113,20 +116,24 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
     passes = min(MOST_PASSES, -(-settings.align * PICTURES // max(1, len(asked))))
     order = [key for _ in range(passes) for key in rng.sample(sorted(asked), len(asked))]
     steps = [order[start : start + PICTURES] for start in range(0, len(order), PICTURES)][: settings.align]
+    side = model.config.vision.image_size
+
+    @lru_cache(CACHED // (12 * side**2))  # every pass reads each picture
+    def pixels_of(key: str) -> torch.Tensor | None:
+        with contextlib.suppress(UserError):
+            return to_pixels(pictures[key], side)
+
     bar = Bar(steps, "alignment", disable=not world.is_first)
     for step, keys in enumerate(bar):
-        opened = {}
-        for key in keys:
-            with contextlib.suppress(UserError):
-                opened[key] = to_pixels(pictures[key], model.config.vision.image_size)
+        opened = {key: pixels for key in keys if (pixels := pixels_of(key)) is not None}
         if not opened:
             continue
-        triples = [(place, *pair) for place, key in enumerate(opened) for pair in asked[key]]
-        place, question, answer = torch.tensor(triples, device=device).T
+        numbers = [torch.tensor(asked[key], device=device) for key in opened]  # (questions of the picture, 2) each
+        questions, answers = pad_sequence(numbers, batch_first=True, padding_value=-100).unbind(2)
         pixels = shifted(torch.stack([*opened.values()]))
         with autocast_of(autocast, device):
             patches = model.encode_images(pixels.to(device)).float()
-        loss = F.cross_entropy(head(patches, place, question), answer)
+        loss = F.cross_entropy(head(patches, questions.clamp(min=0)).flatten(0, 1), answers.flatten())  # -100: none
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
             raise UserError(f"alignment, step {step}: the loss is {losses[-1]}: leave --align or --autocast out")

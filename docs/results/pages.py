@@ -11,7 +11,7 @@ import math
 import re
 import sys
 from collections import Counter, defaultdict
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 import numpy as np
@@ -192,6 +192,17 @@ def draw_grafts() -> None:
     draw_intervals("A/A: plain rows minus each other, points", pairs, "calibration.png")
 
 
+def draw_budget() -> None:
+    """Grafts minus plain LoRA over the steps of a run."""
+    lines, bars = defaultdict(list), defaultdict(list)
+    for steps, row in product(BUDGETS, GRAFTS[2:]):
+        of_row, x = gap(read(f"budget-{steps}"), "attention", row, (LORA,), "mean"), math.log2(steps / 100)
+        lines[row].append((x, of_row.mean))
+        bars[row].append((x, of_row.low, of_row.high))
+    labels = "Grafts minus plain LoRA by the length of a run", "binary logarithm of steps / 100", "mean, points"
+    save(line_chart(lines, *labels, marked=lines, bars=bars), HERE / "budget.png")
+
+
 def draw_text() -> None:
     """Right answers of the language models of commit 531252b by the number of examples in context."""
     report = json.loads((HERE / "text-full.json").read_text(encoding="utf-8"))
@@ -212,5 +223,6 @@ if __name__ == "__main__":
     draw_distractors()
     draw_seeds()
     draw_grafts()
+    draw_budget()
     draw_text()
     save(built.draw_bound(dose.head_bounds(), dose.OTHERS), HERE / "bound.png")

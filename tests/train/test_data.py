@@ -76,7 +76,7 @@ def test_order_can_start_at_any_step(processor, workers):
 
 def test_processes_share_the_steps_of_one(processor):
     """Breaks when two processes together do not read exactly what one process reads, no whole step ends as a run, the
-    questions of a picture are parted, or a run without --epochs is shorter or longer than 400 steps or 32 epochs."""
+    questions of a picture are parted, or a run without --epochs is shorter or longer than 360 steps or 32 epochs."""
     settings = Settings(batch_size=4, step_batch=8, seed=5)
     alone = Order(records(), processor, settings, WORLD)
     pair = [Order(records(), processor, settings, World(rank, 2, WORLD.device)) for rank in range(2)]
@@ -86,7 +86,7 @@ def test_processes_share_the_steps_of_one(processor):
     together = Order(records(), processor, Settings(batch_size=4, per_picture=4), WORLD).steps(0)
     assert [len(micro.batch.pixel_values) for step in together for micro in step] == [1] * 10
     own = [Settings(batch_size=size, data=("jsonl:own.jsonl",)) for size in (1, 3, 4)]
-    assert [Order(records(), processor, settings, WORLD).epochs for settings in own] == [10, 29, 32]
+    assert [Order(records(), processor, settings, WORLD).total for settings in own] == [360, 360, 320]
 
 
 def test_bad_records_are_left_out_and_named(processor, tmp_path):

@@ -21,7 +21,7 @@ from model.processor import Batch, Movable, Processor
 from train.distributed import World
 from train.settings import Settings, step_layout
 
-STEPS, MOST_EPOCHS = 400, 32  # of a run whose --epochs is not given, about
+STEPS, MOST_EPOCHS = 360, 32  # of a run whose --epochs is not given, unless one epoch has more steps
 BUCKET = 32  # tokens of text: rows of one batch have lengths of the same bucket
 CHARACTERS = 4  # in a token, roughly
 
@@ -194,9 +194,11 @@ class Order:
             problem = f"{len(records)} records make {self.micro_batches} micro-batches, but a step takes {of_step}"
             raise UserError(f"{problem}: lower --step-batch or --batch-size, or give more data")
         self.steps_per_epoch = -(-self.micro_batches // of_step)
-        nearest = 1 if settings.is_embedded else min(MOST_EPOCHS, round(STEPS / self.steps_per_epoch))
-        self.epochs = settings.epochs or max(1, nearest)
-        self.total = settings.steps or self.steps_per_epoch * self.epochs
+        default = max(self.steps_per_epoch, 0 if settings.is_embedded else STEPS)
+        if settings.epochs or default > MOST_EPOCHS * self.steps_per_epoch:
+            default = (settings.epochs or MOST_EPOCHS) * self.steps_per_epoch
+        self.total = settings.steps or default
+        self.epochs = -(-self.total // self.steps_per_epoch)
 
     def plan(self, epoch: int, first: int) -> Iterable[list[int]]:
         """The numbers of the records of an epoch's micro-batches, of all processes, from number `first` on."""
