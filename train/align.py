@@ -76,7 +76,7 @@ def new_tower(model: PaliGemma, seed: int = 0) -> None:
 
 
 class AnswerHead(nn.Module):
-    """Logits of the answers (B, Q, A) from patches (B, I, H) and the numbers of their questions (B, Q).
+    """Logits of the answers (N, A) from patches (B, I, H) and the numbers of questions (B, Q), of which N are `asked`.
 
     Each question attends to the patches of its picture: from their mean alone, places are hard to learn.
     """
@@ -90,10 +90,11 @@ class AnswerHead(nn.Module):
         nn.init.normal_(self.question.weight, 1.0, 0.5)
         nn.init.zeros_(self.prior.weight)
 
-    def forward(self, patches: torch.Tensor, questions: torch.Tensor) -> torch.Tensor:
+    def forward(self, patches: torch.Tensor, questions: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
         parts = self.query(questions), self.key(patches), self.value(patches)
         q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
         seen = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2) + self.mean(patches.mean(1))[:, None]
+        seen, questions = seen[asked], questions[asked]
         return self.answer(F.gelu(seen) * self.question(questions)) + self.prior(questions)
 
 
@@ -128,12 +129,13 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
         opened = {key: pixels for key in keys if (pixels := pixels_of(key)) is not None}
         if not opened:
             continue
-        numbers = [torch.tensor(asked[key], device=device) for key in opened]  # (questions of the picture, 2) each
-        questions, answers = pad_sequence(numbers, batch_first=True, padding_value=-100).unbind(2)
+        numbers = [torch.tensor(asked[key]) for key in opened]  # (Q, 2): of each question and its answer
+        questions, answers = pad_sequence(numbers, batch_first=True, padding_value=-1).to(device).unbind(2)
         pixels = shifted(torch.stack([*opened.values()]))
         with autocast_of(autocast, device):
             patches = model.encode_images(pixels.to(device)).float()
-        loss = F.cross_entropy(head(patches, questions.clamp(min=0)).flatten(0, 1), answers.flatten())  # -100: none
+        is_asked = answers >= 0
+        loss = F.cross_entropy(head(patches, questions.clamp(min=0), is_asked), answers[is_asked])
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
             raise UserError(f"alignment, step {step}: the loss is {losses[-1]}: leave --align or --autocast out")
@@ -145,20 +147,25 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
             optimizer.zero_grad()
         model.zero_grad()  # the projector's too
         bar.set_postfix({"loss": f"{losses[-1]:.3f}"}, refresh=False)
-    tower.requires_grad_(False)
     for parameter in tower.parameters() if world.size > 1 else ():  # GPUs need not agree to the bit
         dist.broadcast(parameter.detach(), 0)
     return losses
 
 
 def examples(records: Sequence[Record]) -> dict[str, list[tuple[int, int]]]:
-    """For each picture its questions and answers, by number, boxes left out. Question 0 are all that are not common."""
+    """For each picture its questions and answers, by number, boxes and answers that occur once left out. Question 0 are
+    all that are not common."""
     usable = [r for r in records if len(r.pictures) == 1 and r.suffix and "<loc" not in r.suffix]
     questions, answers = Counter(record.prefix for record in usable), Counter(record.suffix for record in usable)
     question = {text: number for number, (text, _) in enumerate(questions.most_common(COMMON), 1)}
-    answer = {text: number for number, (text, _) in enumerate(answers.most_common(COMMON))}
+    answer = {text: number for number, (text, times) in enumerate(answers.most_common(COMMON)) if times > 1}
     asked = defaultdict(list)
     for record in usable:
         if record.suffix in answer:
             asked[record.key].append((question.get(record.prefix, 0), answer[record.suffix]))
     return asked
+
+
+def is_taught(records: Sequence[Record]) -> bool:
+    """Whether most of the records teach the tower here. It then stays as it is; else it learns on with the decoder."""
+    return 2 * sum(map(len, examples(records).values())) > len(records)

@@ -27,7 +27,7 @@ from model.device import DTYPES, autocast_dtype, processor_name
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.source import preset_of
-from train.align import align
+from train.align import align, is_taught
 from train.data.batches import MicroBatch, Order
 from train.data.sources import read_records
 from train.distributed import World, layers_of, reads_bf16
@@ -101,7 +101,8 @@ def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
     disk = (4 * trained + costs[0].moments) * (settings.keep + 1) + result * (2 if settings.keep_best else 1)
     if gpus > 1:
         costs = [spread_cost(cost, gpus, model, settings.shard, autocast) for cost in costs]
-    samples = min(order.total * rows * micro_batches, order.epochs * len(records))
+    epochs, rest = divmod(order.total, order.steps_per_epoch)
+    samples = epochs * len(records) + rest * rows * micro_batches
     tokens = samples * sum(m.batch.input_ids.numel() for m in micros) / sum(len(m.names) for m in micros)
     flops = costs[settings.checkpointing].flops * tokens / widest.batch.input_ids.numel()
     sizes = (trained, rows, rows * micro_batches, samples, order.total, round(tokens))
@@ -257,6 +258,8 @@ def cpu_seconds(settings: Settings) -> float:
     settings, world = replace(settings, base="tiny", device="cpu"), World(0, 1, torch.device("cpu"))
     (model, optimizer), records = open_model(settings, world.device), read_records(settings)
     order, marks = Order(records, processor_of(settings, model), settings, world), []
+    if settings.align and is_taught(records):
+        model.vision_tower.requires_grad_(False)
     for micro in chain.from_iterable(islice(order.steps(0, 0), 5)):
         (supervised_loss(model, micro) / max(1, micro.tokens)).backward()
         optimizer.step()

@@ -198,7 +198,6 @@ class Order:
         if settings.epochs or default > MOST_EPOCHS * self.steps_per_epoch:
             default = (settings.epochs or MOST_EPOCHS) * self.steps_per_epoch
         self.total = settings.steps or default
-        self.epochs = -(-self.total // self.steps_per_epoch)
 
     def plan(self, epoch: int, first: int) -> Iterable[list[int]]:
         """The numbers of the records of an epoch's micro-batches, of all processes, from number `first` on."""

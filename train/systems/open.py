@@ -83,8 +83,9 @@ def open_model(settings: Settings, device: torch.device, start: PaliGemma | None
         graft(model, settings.attention, **options | settings.options)
     if settings.stage is not None:
         rules = rules_of(model, settings, STAGES[settings.arch][settings.stage].rates)
-    elif settings.full:
-        rules = rules_of(model, settings, {".*": 1.0})
+    elif settings.full:  # the decoder's gradients undid at the full rate what an aligned tower had learned
+        tower = {r"vision_tower\..*": 0.1} if settings.align else {}
+        rules = rules_of(model, settings, tower | {".*": 1.0})
     else:
         torch.manual_seed(settings.seed)  # LoRA's A is drawn here
         adapter.inject(model, settings.targets, settings.r, settings.alpha, settings.dropout)
@@ -96,10 +97,7 @@ def open_model(settings: Settings, device: torch.device, start: PaliGemma | None
     model.set_checkpointing(settings.checkpointing)
     if settings.quantize:
         adapter.quantize(model, settings.quantize)
-    optimizer = make_optimizer(model, rules, settings)
-    if settings.align:  # an aligned tower stays as it is: the decoder's gradients make it no better, and take time
-        model.vision_tower.requires_grad_(False)
-    return model, optimizer
+    return model, make_optimizer(model, rules, settings)
 
 
 def rules_of(model: PaliGemma, settings: Settings, factors: Mapping[str, float]) -> list[Rule]:
