@@ -176,7 +176,7 @@ class Settings(LoopSettings):
     step_batch: int | None = flag(None, "rows of a step over all processes (default: --batch-size on each)", least=1)
     epochs: int | None = flag(
         None,
-        "passes over the data (default: 1; of other data than the scenes as many as take 360 steps, at most 32)",
+        "passes over the data (default: 1; of other data than the scenes as many as take 320 steps, at most 32)",
         least=1,
     )
     steps: int | None = flag(None, "stop after so many steps (default: all epochs)", least=1)

@@ -87,7 +87,7 @@ def test_processes_share_the_steps_of_one(processor, monkeypatch):
     together = Order(records(), processor, Settings(batch_size=4, per_picture=4), WORLD).steps(0)
     assert [len(micro.batch.pixel_values) for step in together for micro in step] == [1] * 10
     own = [Settings(batch_size=size, data=("jsonl:own.jsonl",)) for size in (1, 3, 4)]
-    for steps, totals in ((360, [360, 360, 320]), (12, [40, 14, 12])):
+    for steps, totals in ((320, [320, 320, 320]), (12, [40, 14, 12])):
         monkeypatch.setattr(batches, "STEPS", steps)
         assert [Order(records(), processor, settings, WORLD).total for settings in own] == totals
 

@@ -21,7 +21,7 @@ from model.processor import Batch, Movable, Processor
 from train.distributed import World
 from train.settings import Settings, step_layout
 
-STEPS, MOST_EPOCHS = 360, 32  # of a run whose --epochs is not given, unless one epoch has more steps
+STEPS, MOST_EPOCHS = 320, 32  # of a run whose --epochs is not given, unless one epoch has more steps
 BUCKET = 32  # tokens of text: rows of one batch have lengths of the same bucket
 CHARACTERS = 4  # in a token, roughly
 
