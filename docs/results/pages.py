@@ -36,6 +36,7 @@ BESIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "scratch": {"split": ("plain",), "narrow": ("plain",)},
     "wings-quick": {"wings": ("full",)},
     "qmamba-quick": {"global": ("local",), "4 queries": ("local",), "16 queries": ("local",)},
+    "text": {f"{kind}, 0.6m": ("plain, 0.6m",) for kind in ("differential", "wide")},
     "dose": {row: dose.PLAIN for row in dose.ROWS if row not in dose.PLAIN} | {"plain again": ("plain",)},
     "attention": dict.fromkeys(GRAFTS, (LORA, *SIZES)) | dict.fromkeys(SIZES, (LORA,)),
     **{f"budget-{steps}": dict.fromkeys(GRAFTS[2:], (LORA,)) for steps in BUDGETS},
@@ -204,14 +205,12 @@ def draw_budget() -> None:
 
 
 def draw_text() -> None:
-    """Right answers of the language models of commit 531252b by the number of examples in context."""
-    report = json.loads((HERE / "text-full.json").read_text(encoding="utf-8"))
-    (table,) = [table for table in report["tables"] if table[0].startswith("| examples | chance")]
-    lines, bars = {}, {}
-    for column, row in ((3, "plain"), (4, "differential")):
-        known = [[float(n) for n in re.findall(r"[\d.]+", "|".join(line.split("|")[1:5]))] for line in table[2:-1]]
-        places = [(math.log2(of[0]), *(100 * part for part in of[3 * column - 7 : 3 * column - 4])) for of in known]
-        lines[row], bars[row] = [place[:2] for place in places], [(x, low, high) for x, _, low, high in places]
+    """Right answers of the language models by the number of examples in context, on the validation split."""
+    report, lines, bars = json.loads((HERE / "text.json").read_text(encoding="utf-8")), {}, {}
+    for row in [row for row in report["rows"] if "×" not in row]:
+        ladders = np.array([of_run["ladders"]["examples"] for of_run in report["rows"][row]["facts"]])
+        known = [(math.log2(4 << n), estimate(100 * values[:, None])) for n, values in enumerate(ladders.T)]
+        lines[row], bars[row] = [(x, e.mean) for x, e in known], [(x, e.low, e.high) for x, e in known]
     labels = "Language models: right answers after examples", "binary logarithm of the examples", "right answers, %"
     save(line_chart(lines, *labels, marked=lines, bars=bars), HERE / "text.png")
 
