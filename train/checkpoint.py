@@ -83,8 +83,9 @@ def save_checkpoint(
     run: Path, progress: Progress, model: nn.Module, optimizer: Optimizer, world: World, keep: int = 2
 ) -> None:
     """Write `run/checkpoints/step-N`, and delete all but the newest `keep`. Every process must call it."""
-    weights, moments = {name: parameter.detach() for name, parameter in changed_by(optimizer).items()}, {}
+    weights, moments = {}, {}
     for name, parameter in changed_by(optimizer).items():
+        weights[name] = parameter.detach()
         moments |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
 
     with atomic_folder(run / "checkpoints" / f"step-{progress.step}", world) as folder:

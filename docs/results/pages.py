@@ -11,7 +11,7 @@ import math
 import re
 import sys
 from collections import Counter, defaultdict
-from itertools import combinations, product
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -196,10 +196,12 @@ def draw_grafts() -> None:
 def draw_budget() -> None:
     """Grafts minus plain LoRA over the steps of a run."""
     lines, bars = defaultdict(list), defaultdict(list)
-    for steps, row in product(BUDGETS, GRAFTS[2:]):
-        of_row, x = gap(read(f"budget-{steps}"), "attention", row, (LORA,), "mean"), math.log2(steps / 100)
-        lines[row].append((x, of_row.mean))
-        bars[row].append((x, of_row.low, of_row.high))
+    for steps in BUDGETS:
+        scores, x = read(f"budget-{steps}"), math.log2(steps / 100)
+        for row in GRAFTS[2:]:
+            of_row = gap(scores, "attention", row, (LORA,), "mean")
+            lines[row].append((x, of_row.mean))
+            bars[row].append((x, of_row.low, of_row.high))
     labels = "Grafts minus plain LoRA by the length of a run", "binary logarithm of steps / 100", "mean, points"
     save(line_chart(lines, *labels, marked=lines, bars=bars), HERE / "budget.png")
 

@@ -194,10 +194,10 @@ class Order:
             problem = f"{len(records)} records make {self.micro_batches} micro-batches, but a step takes {of_step}"
             raise UserError(f"{problem}: lower --step-batch or --batch-size, or give more data")
         self.steps_per_epoch = -(-self.micro_batches // of_step)
-        default = max(self.steps_per_epoch, 0 if settings.is_embedded else STEPS)
-        if settings.epochs or default > MOST_EPOCHS * self.steps_per_epoch:
-            default = (settings.epochs or MOST_EPOCHS) * self.steps_per_epoch
-        self.total = settings.steps or default
+        whole = (settings.epochs or 1) * self.steps_per_epoch
+        if settings.epochs is None and not settings.is_embedded:
+            whole = max(whole, min(STEPS, MOST_EPOCHS * self.steps_per_epoch))
+        self.total = settings.steps or whole
 
     def plan(self, epoch: int, first: int) -> Iterable[list[int]]:
         """The numbers of the records of an epoch's micro-batches, of all processes, from number `first` on."""
