@@ -41,11 +41,16 @@ def idea(factor: float = 0.8) -> str:
             height, x = 400 * abs(weight), left + 18 * key
             shade = color if key == NEEDLE else "#b9bec6"
             y = 130 - height if weight > 0 else 130
-            parts.append(f'<rect x="{x}" y="{y:.1f}" width="14" height="{height:.1f}" fill="{shade}"/>')
+            parts.append(
+                f'<rect x="{x}" y="{y:.1f}" width="14" height="{height:.1f}" fill="{shade}"/>'
+            )
         parts.append(f'<line x1="{left}" x2="{left + 214}" y1="130" y2="130" stroke="#888"/>')
         parts.append(f'<text x="{left}" y="166" font-size="17" fill="{color}">{title}</text>')
         parts.append(f'<text x="{left}" y="186" font-size="13" fill="#666">{caption}</text>')
-    parts += [f'<text x="{x}" y="90" font-size="28" fill="#666">{sign}</text>' for x, sign in ((254, "−"), (524, "="))]
+    parts += [
+        f'<text x="{x}" y="90" font-size="28" fill="#666">{sign}</text>'
+        for x, sign in ((254, "−"), (524, "="))
+    ]
     head = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 196" font-family="sans-serif">'
     return "\n".join([head, '<rect width="800" height="196" fill="#fff"/>', *parts, "</svg>\n"])
 
@@ -68,8 +73,21 @@ def explorer(run: Path) -> None:
         picture, file = Path(folder, "scene.png"), Path(folder, "explore.html")
         sample = scenes.sample("vqa", "test", 310)
         sample.image.save(picture)
-        explore(["--adapter", str(run), "--image", str(picture), "--prompt", sample.prefix, "--out", str(file)])
-        browser = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        explore(
+            [
+                "--adapter",
+                str(run),
+                "--image",
+                str(picture),
+                "--prompt",
+                sample.prefix,
+                "--out",
+                str(file),
+            ]
+        )
+        browser = started.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
         page = browser.new_page(viewport={"width": 1200, "height": 1380})
         page.goto(file.as_uri())
         page.wait_for_selector("body[data-ready]")

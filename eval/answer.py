@@ -48,27 +48,46 @@ def ask_all(
     gets the answers; what it has, of the same model, tokenizer, picture and prompt, is not asked again. left_out: gets,
     by id, why a question cannot be asked (a picture, a long prompt), whose answer is then None; without it that is a
     UserError. compiled: decodes the full batches."""
-    marks = [""] * len(questions) if log is None else marks_of(model, processor, questions, max_new_tokens)
+    marks = (
+        [""] * len(questions)
+        if log is None
+        else marks_of(model, processor, questions, max_new_tokens)
+    )
     with contextlib.nullcontext((None, {})) if log is None else open_log(log) as (file, logged):
         answers: list[Answer | None] = [logged.get(mark) for mark in marks]
         # questions of one picture stay together
-        left = sorted((n for n, answer in enumerate(answers) if answer is None), key=lambda n: questions[n].key)
-        done, size, options = len(questions) - len(left), WINDOW * batch_size, (max_new_tokens, batch_size, compiled)
-        with Bar(total=len(questions), initial=done, desc=progress, disable=progress is None) as bar:
+        left = sorted(
+            (n for n, answer in enumerate(answers) if answer is None),
+            key=lambda n: questions[n].key,
+        )
+        done, size, options = (
+            len(questions) - len(left),
+            WINDOW * batch_size,
+            (max_new_tokens, batch_size, compiled),
+        )
+        with Bar(
+            total=len(questions), initial=done, desc=progress, disable=progress is None
+        ) as bar:
             for start in range(0, len(left), size):
                 window = {number: questions[number] for number in left[start : start + size]}
                 for number, answer in ask_window(model, processor, window, left_out, *options):
                     answers[number] = answer
                     bar.update()
                     if file is not None:
-                        record = {"id": questions[number].id, "answer": answer, "mark": marks[number]}
+                        record = {
+                            "id": questions[number].id,
+                            "answer": answer,
+                            "mark": marks[number],
+                        }
                         file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
                         file.flush()
     return answers
 
 
 @torch.no_grad()
-def ask_window(model, processor, window, left_out, max_new_tokens, batch_size, compiled) -> Iterator:
+def ask_window(
+    model, processor, window, left_out, max_new_tokens, batch_size, compiled
+) -> Iterator:
     """Encode the pictures of questions by number, each once, then ask in batches: numbers with their answers."""
     features, ready = encode(model, processor, list(window.values()), batch_size), []
     for number, question in window.items():
@@ -85,16 +104,25 @@ def ask_window(model, processor, window, left_out, max_new_tokens, batch_size, c
     for choices, group in groupby(ready, key=lambda item: item[0]):
         ordered, size = list(group), max(1, batch_size // max(1, choices))
         for start in range(0, len(ordered), size):
-            _, rows, numbers, asked = (list(column) for column in zip(*ordered[start : start + size], strict=True))
+            _, rows, numbers, asked = (
+                list(column) for column in zip(*ordered[start : start + size], strict=True)
+            )
             batch = processor.pad(rows).to(next(model.parameters()).device)
-            seen = [features[question.key] for question in asked if features[question.key] is not None]
-            pictures = {"image_features": torch.cat(seen) if seen else None, "image_index": batch.image_index}
+            seen = [
+                features[question.key] for question in asked if features[question.key] is not None
+            ]
+            pictures = {
+                "image_features": torch.cat(seen) if seen else None,
+                "image_index": batch.image_index,
+            }
             try:
                 if choices:
                     answers = choose(model, processor, asked, batch, pictures)
                 else:
                     prompt = batch.input_ids, None, batch.token_type_ids, batch.attention_mask
-                    step = compiled if len(asked) == batch_size else None  # other numbers of rows would compile anew
+                    step = (
+                        compiled if len(asked) == batch_size else None
+                    )  # other numbers of rows would compile anew
                     new = generate(model, *prompt, max_new_tokens, **pictures, compiled=step)
                     answers = [processor.decode(row) for row in new]
             except NonFiniteError as error:
@@ -106,9 +134,14 @@ def layout(processor: Processor, question: Question, n_images: int) -> TokenRow:
     """The row of a question, with the turns before it. Raises UserError, also where its longest choice is too long."""
     is_text, turns = isinstance(processor, TextReader), [*question.before, (question.prefix, None)]
     row = processor.row(question) if is_text else processor.row_of(n_images, turns)
-    longest = max((len(processor.continuation(question.prefix, choice)) for choice in question.choices), default=1)
+    longest = max(
+        (len(processor.continuation(question.prefix, choice)) for choice in question.choices),
+        default=1,
+    )
     if (length := len(row[0]) + longest - 1) > processor.max_length:
-        raise UserError(f"{length} tokens with the longest choice, more than {processor.max_length}: lower --shots")
+        raise UserError(
+            f"{length} tokens with the longest choice, more than {processor.max_length}: lower --shots"
+        )
     return row
 
 
@@ -128,14 +161,20 @@ def encode(model, processor, questions: list[Question], batch_size: int) -> dict
         for start in range(0, len(keys), batch_size):
             part = keys[start : start + batch_size]
             features |= zip(part, pool.map(prepare, part), strict=True)
-            if pixels := {key: features[key] for key in part if isinstance(features[key], torch.Tensor)}:
+            if pixels := {
+                key: features[key] for key in part if isinstance(features[key], torch.Tensor)
+            }:
                 chunks = torch.cat(list(pixels.values())).split(batch_size)
                 encoded = torch.cat([model.encode_images(chunk.to(device)) for chunk in chunks])
-                features |= zip(pixels, encoded.split([len(of_key) for of_key in pixels.values()]), strict=True)
+                features |= zip(
+                    pixels, encoded.split([len(of_key) for of_key in pixels.values()]), strict=True
+                )
     return features
 
 
-def choose(model, processor, questions: list[Question], batch: Batch, pictures: dict) -> list[Answer]:
+def choose(
+    model, processor, questions: list[Question], batch: Batch, pictures: dict
+) -> list[Answer]:
     """The likeliest choice of each question, or the log-probabilities of all; each has the same number of choices."""
     choices = []
     for q in questions:
@@ -146,14 +185,23 @@ def choose(model, processor, questions: list[Question], batch: Batch, pictures: 
 
 
 @torch.no_grad()
-def log_likelihoods(model, batch: Batch, choices, image_features=None, image_index=None) -> list[torch.Tensor]:
+def log_likelihoods(
+    model, batch: Batch, choices, image_features=None, image_index=None
+) -> list[torch.Tensor]:
     """log p, in nats, of each row's choices (token ids, with or without the end token) after its picture and prefix. A
     prompt is read once into the cache, whose rows are then repeated for the choices; choices of one token need no more
     than the prompt. Raises NonFiniteError."""
-    owner = torch.tensor([row for row, of_row in enumerate(choices) for _ in of_row], device=batch.input_ids.device)
-    targets = pad_sequence([torch.tensor(ids) for of_row in choices for ids in of_row], True, -100).to(owner)
+    owner = torch.tensor(
+        [row for row, of_row in enumerate(choices) for _ in of_row], device=batch.input_ids.device
+    )
+    targets = pad_sequence(
+        [torch.tensor(ids) for of_row in choices for ids in of_row], True, -100
+    ).to(owner)
     read = targets[:, :-1]  # the inputs that predict the rest of a choice
-    given = {"cache": model.new_cache(batch.input_ids.shape[1] + read.shape[1]), "pixel_values": None}
+    given = {
+        "cache": model.new_cache(batch.input_ids.shape[1] + read.shape[1]),
+        "pixel_values": None,
+    }
     pictures = {"image_features": image_features, "image_index": image_index}
     masks = {"token_type_ids": batch.token_type_ids, "attention_mask": batch.attention_mask}
     last = last_valid(batch.attention_mask)
@@ -169,28 +217,44 @@ def log_likelihoods(model, batch: Batch, choices, image_features=None, image_ind
     if not bool(finite.all()):
         raise NonFiniteError(owner[~finite].unique().tolist())
     each = known.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-    return list(each.masked_fill(targets == -100, 0).sum(1).split([len(of_row) for of_row in choices]))
+    return list(
+        each.masked_fill(targets == -100, 0).sum(1).split([len(of_row) for of_row in choices])
+    )
 
 
 def pick_rows(memory, rows: torch.Tensor) -> None:
     """Keep `rows`, in their order, of every tensor in a layer's cache, of whatever class it is."""
     for name, value in vars(memory).items():
-        if isinstance(value, torch.Tensor) and len(value):  # without a router, WINGS leaves the cache of text empty
+        if isinstance(value, torch.Tensor) and len(
+            value
+        ):  # without a router, WINGS leaves the cache of text empty
             setattr(memory, name, value[rows])
         elif hasattr(value, "__dict__"):  # WINGS nests caches
             pick_rows(value, rows)
 
 
-def marks_of(model, processor: Processor, questions: Sequence[Question], max_new_tokens: int) -> list[str]:
+def marks_of(
+    model, processor: Processor, questions: Sequence[Question], max_new_tokens: int
+) -> list[str]:
     """A hash for each question of all that decides its answer: the model and its LoRA strength, the tokens, the files
     of its pictures (a replaced file is another picture), its choices."""
-    strengths = [[path, layer.alpha] for path, layer in model.named_modules() if isinstance(layer, LoRALinear)]
+    strengths = [
+        [path, layer.alpha]
+        for path, layer in model.named_modules()
+        if isinstance(layer, LoRALinear)
+    ]
     of_model = [exact_fingerprint(model), str(model.config), max_new_tokens, strengths]
     versions, marks = {}, []
     for q in questions:
         if q.key not in versions:
-            paths = [path for path in (*q.files, *q.pictures) if isinstance(path, Path) and path.is_file()]
-            versions[q.key] = [(str(p.absolute()), p.stat().st_size, p.stat().st_mtime_ns) for p in paths]
+            paths = [
+                path
+                for path in (*q.files, *q.pictures)
+                if isinstance(path, Path) and path.is_file()
+            ]
+            versions[q.key] = [
+                (str(p.absolute()), p.stat().st_size, p.stat().st_mtime_ns) for p in paths
+            ]
         ids: list[int] = []
         with contextlib.suppress(UserError):  # a prompt that is refused is not answered, either
             ids = processor.encode(q.prefix)
@@ -209,7 +273,9 @@ def open_log(path: Path, anew: bool = False) -> Iterator[tuple[BinaryIO, dict[st
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{shown(path)}: another command writes its answers here: give another --out") from None
+            raise UserError(
+                f"{shown(path)}: another command writes its answers here: give another --out"
+            ) from None
         if anew:
             file.truncate(0)
         file.seek(0)

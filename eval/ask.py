@@ -36,13 +36,33 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_model_flags(parser)
     add_flag(parser, "--image", "pictures", [], nargs="+", metavar="FILE")
     add_flag(parser, "--prompt", "prompts, all for each picture", [], nargs="+", metavar="TEXT")
-    add_flag(parser, "--question", "questions, put into the prompt of the training", [], nargs="+", metavar="TEXT")
-    add_flag(parser, "--chat", "put the prompt into the turns that the language model was trained with", False)
-    add_flag(parser, "--max-new-tokens", "limit of an answer's tokens", 64, type=positive, metavar="N")
+    add_flag(
+        parser,
+        "--question",
+        "questions, put into the prompt of the training",
+        [],
+        nargs="+",
+        metavar="TEXT",
+    )
+    add_flag(
+        parser,
+        "--chat",
+        "put the prompt into the turns that the language model was trained with",
+        False,
+    )
+    add_flag(
+        parser, "--max-new-tokens", "limit of an answer's tokens", 64, type=positive, metavar="N"
+    )
     add_flag(parser, "--temperature", "0 is greedy", 0.0, type=float)
     add_flag(parser, "--top-p", "nucleus to sample from", 1.0, type=float)
     add_flag(parser, "--seed", "of sampling", 0, type=whole(0, 2**63 - 1))
-    add_flag(parser, "--draw", "draw the boxes of all answers on their pictures", type=Path, metavar="OUT.png")
+    add_flag(
+        parser,
+        "--draw",
+        "draw the boxes of all answers on their pictures",
+        type=Path,
+        metavar="OUT.png",
+    )
     add_flag(parser, "--json", "print one JSON list", False)
     args = parser.parse_args(argv)
     check_options(args.max_new_tokens, args.temperature, args.top_p)
@@ -50,47 +70,89 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.draw:
         figures.check_name(args.draw)
     subject = model_of(args)
-    prompts = args.prompt + [fill_prompt(stored_prompt(subject), question) for question in args.question]
+    prompts = args.prompt + [
+        fill_prompt(stored_prompt(subject), question) for question in args.question
+    ]
     if not prompts:
         raise UserError("give a --prompt, such as 'caption en', or a --question")
     is_text = kind_of(subject.source) == "text"
     if is_text and (args.image or args.question or args.draw or subject.run):
-        raise UserError(f"{shown(subject.name)} reads text alone: leave out --image, --question, --draw and --adapter")
+        raise UserError(
+            f"{shown(subject.name)} reads text alone: leave out --image, --question, --draw and --adapter"
+        )
     if not is_text and (args.chat or not args.image):
-        raise UserError(f"{shown(subject.name)} answers about pictures: give --image FILE, and leave out --chat")
+        raise UserError(
+            f"{shown(subject.name)} answers about pictures: give --image FILE, and leave out --chat"
+        )
     print(f"{shown(subject.name)} answers{toy_note(subject)}", file=sys.stderr)
     sampling = {"temperature": args.temperature, "top_p": args.top_p}
     if is_text:
-        model, tokenizer = load(args, subject), load_text_tokenizer(subject.source, max_length=args.max_length)
-        sampling["generator"] = torch.Generator(next(model.parameters()).device).manual_seed(args.seed)
+        model, tokenizer = (
+            load(args, subject),
+            load_text_tokenizer(subject.source, max_length=args.max_length),
+        )
+        sampling["generator"] = torch.Generator(next(model.parameters()).device).manual_seed(
+            args.seed
+        )
         texts = ask_text(model, tokenizer, prompts, args.max_new_tokens, args.chat, **sampling)
-        answers = [{"prompt": prompt, "answer": text} for prompt, text in zip(prompts, texts, strict=True)]
+        answers = [
+            {"prompt": prompt, "answer": text} for prompt, text in zip(prompts, texts, strict=True)
+        ]
     else:
-        (model, processor), asked, answers = open_model(args, subject), list(product(args.image, prompts)), []
-        sampling["generator"] = torch.Generator(next(model.parameters()).device).manual_seed(args.seed)
+        (model, processor), asked, answers = (
+            open_model(args, subject),
+            list(product(args.image, prompts)),
+            [],
+        )
+        sampling["generator"] = torch.Generator(next(model.parameters()).device).manual_seed(
+            args.seed
+        )
         for start in range(0, len(asked), BATCH):
             names, texts = zip(*asked[start : start + BATCH], strict=True)
             try:
-                said = ask(model, processor, [images[name] for name in names], texts, args.max_new_tokens, **sampling)
+                said = ask(
+                    model,
+                    processor,
+                    [images[name] for name in names],
+                    texts,
+                    args.max_new_tokens,
+                    **sampling,
+                )
             except NonFiniteError as error:
-                raise NonFiniteError(error.rows, f"question {shown(names[error.rows[0]])}") from None
+                raise NonFiniteError(
+                    error.rows, f"question {shown(names[error.rows[0]])}"
+                ) from None
             for name, prompt, text in zip(names, texts, said, strict=True):
                 boxes = parse_boxes(text, *images[name].size)
-                boxes = [{"label": label, "box": [round(side, 1) for side in box]} for label, box in boxes]
+                boxes = [
+                    {"label": label, "box": [round(side, 1) for side in box]}
+                    for label, box in boxes
+                ]
                 answers.append({"image": name, "prompt": prompt, "answer": text, "boxes": boxes})
     if args.draw:
         drawn = []
         for name in args.image:
-            boxes = [box for answer in answers if answer["image"] == name for box in answer["boxes"]]
+            boxes = [
+                box for answer in answers if answer["image"] == name for box in answer["boxes"]
+            ]
             sides, labels = [box["box"] for box in boxes], [box["label"] for box in boxes]
             drawn.append(figures.draw_boxes(images[name], sides, labels, least=448))
         titles = [Path(name).name for name in args.image]
-        figures.save(drawn[0] if len(drawn) == 1 else figures.contact_sheet(drawn, titles, size=448), args.draw)
+        figures.save(
+            drawn[0] if len(drawn) == 1 else figures.contact_sheet(drawn, titles, size=448),
+            args.draw,
+        )
     if args.json:
         print(json.dumps(answers, ensure_ascii=False, indent=1))
         return
     for answer in answers:
-        print(" | ".join(shown(answer[name], 10_000) for name in ("image", "prompt", "answer") if name in answer))
+        print(
+            " | ".join(
+                shown(answer[name], 10_000)
+                for name in ("image", "prompt", "answer")
+                if name in answer
+            )
+        )
         for box in answer.get("boxes", ()):
             left, top, right, bottom = box["box"]
             print(f"    {shown(box['label'])}: x {left} to {right}, y {top} to {bottom} pixels")

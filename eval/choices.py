@@ -29,7 +29,16 @@ from typing import Any
 from eval import vqa
 from eval.bench import PROMPT_FLAG, Benchmark, Row, run, write_records
 from eval.command import whole
-from eval.data import check, check_unique, fill_prompt, find_picture, read, records_in, rows_in, text
+from eval.data import (
+    check,
+    check_unique,
+    fill_prompt,
+    find_picture,
+    read,
+    records_in,
+    rows_in,
+    text,
+)
 from eval.pictures import Dice
 from eval.question import Question
 from eval.records import gray_picture, picture_names
@@ -40,47 +49,79 @@ TEXT_PROMPT = "Question: {question}\nAnswer:"
 EMBEDDED = 600  # questions, by default
 
 
-def question(id_, subject: str, prompt: str, choices: Iterable[str], right: int, pictures=(), picture="") -> Question:
+def question(
+    id_, subject: str, prompt: str, choices: Iterable[str], right: int, pictures=(), picture=""
+) -> Question:
     """right: number of the right choice. picture: names the pictures; questions about text alone are independent."""
     choices = tuple(choices)
-    check(all(text({"choice": choice}, "choice") for choice in choices), f"choices {quoted(choices)}: one is empty")
+    check(
+        all(text({"choice": choice}, "choice") for choice in choices),
+        f"choices {quoted(choices)}: one is empty",
+    )
     group, key = picture or str(id_), picture or "text"
-    return Question(str(id_), key, pictures, prompt, choices, scored=True, truth=right, kind=subject, group=group)
+    return Question(
+        str(id_),
+        key,
+        pictures,
+        prompt,
+        choices,
+        scored=True,
+        truth=right,
+        kind=subject,
+        group=group,
+    )
 
 
 def files_in(folder: Path, pattern: str) -> list[Path]:
     """The files of a pattern. Raises UserError if there are none."""
     if paths := sorted(folder.glob(pattern)):
         return paths
-    raise UserError(f"{shown(folder)}: holds no {pattern}: give the folder of the official files (--data DIR)")
+    raise UserError(
+        f"{shown(folder)}: holds no {pattern}: give the folder of the official files (--data DIR)"
+    )
 
 
-def exam(args: Namespace, head: str, ending: str, names: Mapping[str, str], columns: int = 6) -> list[Question]:
+def exam(
+    args: Namespace, head: str, ending: str, names: Mapping[str, str], columns: int = 6
+) -> list[Question]:
     """MMLU or CMMLU: test/SUBJECT.csv, and dev/, from which examples come. A row is a question, four options and the
     right letter; of 7 `columns` the first is a number, and the first line has their names. names: of the subjects."""
 
     def worded(row: list[str]) -> tuple[str, str]:
         is_right = len(row) == columns and row[-1] in LETTERS
         check(is_right, "expected a question, four options and the right letter")
-        options = "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, row[-5:-1], strict=True))
+        options = "\n".join(
+            f"{letter}. {option}" for letter, option in zip(LETTERS, row[-5:-1], strict=True)
+        )
         return f"{row[-6].strip()}\n{options}\n{ending}", row[-1]
 
     def rows_of(path: Path) -> list[tuple[str, str]]:
         rows = rows_in(path)
         if columns == 7 and rows and rows.pop(0)[1][-1] in LETTERS:
-            raise UserError(f"{shown(path)}:1: is a question, not the names of the columns: take the official file")
+            raise UserError(
+                f"{shown(path)}:1: is a question, not the names of the columns: take the official file"
+            )
         return read(path, worded, rows)
 
     questions = []
     for path in files_in(Path(args.data, "test"), "*.csv"):
-        subject, dev = path.stem.removesuffix("_test"), Path(args.data, "dev", path.name.replace("_test.", "_dev."))
+        subject, dev = (
+            path.stem.removesuffix("_test"),
+            Path(args.data, "dev", path.name.replace("_test.", "_dev.")),
+        )
         shots = rows_of(dev)[: args.shots] if args.shots else []
         if len(shots) < args.shots:
-            raise UserError(f"{shown(dev)}: holds {len(shots)} questions: lower --shots {args.shots}")
+            raise UserError(
+                f"{shown(dev)}: holds {len(shots)} questions: lower --shots {args.shots}"
+            )
         prompt = head.format(names.get(subject, subject.replace("_", " ")))
         prompt += "".join(f"{asked} {right}\n\n" for asked, right in shots)
         for number, (asked, right) in enumerate(rows_of(path)[: args.limit]):
-            questions.append(question(f"{subject}/{number}", subject, prompt + asked, LETTERS, LETTERS.index(right)))
+            questions.append(
+                question(
+                    f"{subject}/{number}", subject, prompt + asked, LETTERS, LETTERS.index(right)
+                )
+            )
     return questions
 
 
@@ -99,16 +140,26 @@ def race(args: Namespace) -> list[Question]:
 
     def of_passage(name: str, record: dict) -> Question:
         prompt = f"Article: {text(record, 'article')}\n\n"
-        *earlier, last = zip(*(record[key] for key in ("questions", "options", "answers")), strict=True)
+        *earlier, last = zip(
+            *(record[key] for key in ("questions", "options", "answers")), strict=True
+        )
         for asked, options, right in earlier:
             answer = options[LETTERS.index(right)]
             is_blank = asked.endswith("  _  .")
-            prompt += f"{asked[-5:]}{answer}\n" if is_blank else f"Question: {asked}\nAnswer: {answer}\n"
+            prompt += (
+                f"{asked[-5:]}{answer}\n" if is_blank else f"Question: {asked}\nAnswer: {answer}\n"
+            )
         return question(name, "race", prompt + last[0], last[1], LETTERS.index(last[2]))
 
-    folder = Path(args.data, "test", "high") if Path(args.data, "test", "high").is_dir() else Path(args.data)
+    folder = (
+        Path(args.data, "test", "high")
+        if Path(args.data, "test", "high").is_dir()
+        else Path(args.data)
+    )
     paths = files_in(folder, "*.txt")[: args.limit]
-    return [read(path, partial(of_passage, path.stem), [("", read_json(path))])[0] for path in paths]
+    return [
+        read(path, partial(of_passage, path.stem), [("", read_json(path))])[0] for path in paths
+    ]
 
 
 def arc(args: Namespace) -> list[Question]:
@@ -116,7 +167,9 @@ def arc(args: Namespace) -> list[Question]:
 
     def of_record(record: dict) -> Question:
         asked = record["question"]
-        labels, options = ([option[key] for option in asked["choices"]] for key in ("label", "text"))
+        labels, options = (
+            [option[key] for option in asked["choices"]] for key in ("label", "text")
+        )
         prompt = f"Question: {text(asked, 'stem')}\nAnswer:"
         return question(record["id"], "arc", prompt, options, labels.index(record["answerKey"]))
 
@@ -131,13 +184,30 @@ def own(args: Namespace) -> list[Question]:
     def of_record(record: dict) -> Question:
         choices, right, names = record["choices"], record["answer"], picture_names(record)
         if isinstance(right, str):
-            right = choices.index(right) if choices.count(right) == 1 else list(ascii_uppercase).index(right)
-        check(type(choices) is list and 0 <= right < len(choices) > 1, f"answer {quoted(right)} is none of two choices")
+            right = (
+                choices.index(right)
+                if choices.count(right) == 1
+                else list(ascii_uppercase).index(right)
+            )
+        check(
+            type(choices) is list and 0 <= right < len(choices) > 1,
+            f"answer {quoted(right)} is none of two choices",
+        )
         # the first of equally likely ones counts, which may be the other
-        check(choices.count(choices[right]) == 1, f"choices has {quoted(choices[right])}, the right one, twice")
+        check(
+            choices.count(choices[right]) == 1,
+            f"choices has {quoted(choices[right])}, the right one, twice",
+        )
         prompt = fill_prompt(args.template, text(record, "question"))
         pictures = tuple(find_picture(folder, name) for name in names)
-        about = str(record.get("subject", "own")), prompt, choices, right, pictures, "\n".join(names)
+        about = (
+            str(record.get("subject", "own")),
+            prompt,
+            choices,
+            right,
+            pictures,
+            "\n".join(names),
+        )
         return question(next(numbers), *about)
 
     return read(args.data, of_record, records_in(args.data)[: args.limit])
@@ -145,7 +215,11 @@ def own(args: Namespace) -> list[Question]:
 
 def embedded_scenes(args: Namespace) -> list[Question]:
     """Questions on the embedded pictures, as in `eval.vqa`, with up to three answers to others of their kind."""
-    asked, answers, questions = vqa.embedded(args.limit or EMBEDDED, "test", args.template), defaultdict(set), []
+    asked, answers, questions = (
+        vqa.embedded(args.limit or EMBEDDED, "test", args.template),
+        defaultdict(set),
+        [],
+    )
     for q in asked:
         answers[q.truth.question_type].add(q.truth.answer)
     for number, q in enumerate(asked):
@@ -158,56 +232,98 @@ def embedded_scenes(args: Namespace) -> list[Question]:
     return questions
 
 
-TASKS = {"scenes": embedded_scenes, "race": race, "arc": arc, "jsonl": own, "mmlu": mmlu, "cmmlu": cmmlu}
+TASKS = {
+    "scenes": embedded_scenes,
+    "race": race,
+    "arc": arc,
+    "jsonl": own,
+    "mmlu": mmlu,
+    "cmmlu": cmmlu,
+}
 
 
 class Choices(Benchmark):
     name = "choices"
     flags = {
         "--task": dict(help="scenes are embedded", default="scenes", choices=TASKS),
-        "--data": dict(help="folder of mmlu, cmmlu or race, file of arc or jsonl (default: none)", metavar="PATH"),
-        "--images": dict(help="folder of the pictures of a jsonl file (default: its own)", metavar="DIR"),
-        "--shots": dict(help="examples before a question of an exam", default=5, type=whole(0, 100), metavar="K"),
+        "--data": dict(
+            help="folder of mmlu, cmmlu or race, file of arc or jsonl (default: none)",
+            metavar="PATH",
+        ),
+        "--images": dict(
+            help="folder of the pictures of a jsonl file (default: its own)", metavar="DIR"
+        ),
+        "--shots": dict(
+            help="examples before a question of an exam", default=5, type=whole(0, 100), metavar="K"
+        ),
         "--prompt": dict(help=f"{PROMPT_FLAG['help'][:-1]}; of language models {TEXT_PROMPT!r})"),
     }
-    limit = f"questions, the first N, of each subject of an exam (default: all, {EMBEDDED} embedded)"
+    limit = (
+        f"questions, the first N, of each subject of an exam (default: all, {EMBEDDED} embedded)"
+    )
 
     def questions(self, args):
         if (args.data is None) != (args.task == "scenes"):
-            raise UserError(f"--task {args.task}: scenes take no --data, all other tasks need it: their official files")
+            raise UserError(
+                f"--task {args.task}: scenes take no --data, all other tasks need it: their official files"
+            )
         questions = TASKS[args.task](args)
         check_unique((question.id for question in questions), args.data or args.task)
         return questions
 
     def blind(self, question):
         """A question about text alone gets a gray picture, too."""
-        return replace(question, picture=(gray_picture,) * max(1, len(question.pictures)), key="gray").blind()
+        return replace(
+            question, picture=(gray_picture,) * max(1, len(question.pictures)), key="gray"
+        ).blind()
 
     def score(self, question, answer: Any):
-        by_character = [total / len(choice) for total, choice in zip(answer, question.choices, strict=True)]
-        measures = {"accuracy": answer, "normalised": by_character}  # by the log-probability of each choice
-        return {name: float(values.index(max(values)) == question.truth) for name, values in measures.items()}
+        by_character = [
+            total / len(choice) for total, choice in zip(answer, question.choices, strict=True)
+        ]
+        measures = {
+            "accuracy": answer,
+            "normalised": by_character,
+        }  # by the log-probability of each choice
+        return {
+            name: float(values.index(max(values)) == question.truth)
+            for name, values in measures.items()
+        }
 
     def summary(self, rows):
         lines = super().summary(rows)
         if len(subjects := list(lines.values())[1:]) > 1:
-            means = {name: sum(of[name] or 0 for of in subjects) / len(subjects) for name in subjects[0]}
+            means = {
+                name: sum(of[name] or 0 for of in subjects) / len(subjects) for name in subjects[0]
+            }
             lines["mean over subjects"] = means
         return lines
 
     def write(self, rows, out, subject):
         results = []
         for q, likelihoods, _ in rows:
-            written = {"id": q.id, "subject": q.kind, "picture": q.key if q.picture else "", "choices": q.choices}
+            written = {
+                "id": q.id,
+                "subject": q.kind,
+                "picture": q.key if q.picture else "",
+                "choices": q.choices,
+            }
             results.append(written | {"answer": q.truth, "log_likelihoods": likelihoods})
         write_records(out / "results.json", results)
 
     def read(self, file, args):
         def row(record: dict) -> Row:
-            key, truth = record["picture"] or record["id"], {"truth": record["answer"], "kind": record["subject"]}
-            check(abs(sum(record["log_likelihoods"])) < 1e30, "a log-likelihood is no finite number")
+            key, truth = (
+                record["picture"] or record["id"],
+                {"truth": record["answer"], "kind": record["subject"]},
+            )
+            check(
+                abs(sum(record["log_likelihoods"])) < 1e30, "a log-likelihood is no finite number"
+            )
             question = Question(record["id"], key, (), "", tuple(record["choices"]), **truth)
-            return Row(question, record["log_likelihoods"], self.score(question, record["log_likelihoods"]))
+            return Row(
+                question, record["log_likelihoods"], self.score(question, record["log_likelihoods"])
+            )
 
         rows = read(file, row)
         check_unique((row.question.id for row in rows), file)

@@ -1,6 +1,11 @@
 """Flags of the commands: the parser, whole numbers, and help that ends with the default. Needs no torch."""
 
-from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, RawDescriptionHelpFormatter
+from argparse import (
+    ArgumentParser,
+    ArgumentTypeError,
+    BooleanOptionalAction,
+    RawDescriptionHelpFormatter,
+)
 from collections.abc import Callable
 from typing import Any
 
@@ -21,10 +26,14 @@ positive = whole(1)
 
 def command_parser(name: str, doc: str | None) -> ArgumentParser:
     """The parser of `python -m name`, with the module's docstring as its help."""
-    return ArgumentParser(f"python -m {name}", description=doc, formatter_class=RawDescriptionHelpFormatter)
+    return ArgumentParser(
+        f"python -m {name}", description=doc, formatter_class=RawDescriptionHelpFormatter
+    )
 
 
-def add_flag(parser: ArgumentParser, name: str, help: str, default: Any = None, **argument: Any) -> None:
+def add_flag(
+    parser: ArgumentParser, name: str, help: str, default: Any = None, **argument: Any
+) -> None:
     """A flag, whose help ends with its default unless it says one. A bool is a switch, --name or --no-name."""
     if isinstance(default, bool):
         argument["action"] = BooleanOptionalAction

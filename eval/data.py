@@ -19,14 +19,27 @@ from model.common import UserError, file_errors, parse_json, quoted, read_json, 
 
 PROMPT = "answer en {question}"  # the prompt of PaliGemma's authors
 ABSENT = (-1, -1, -1)  # the place of a needle that is not in the haystack
-WRONG = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError, RecursionError, csv.Error)
-Places = list[tuple[str, Any]]  # records with their places in a file: ":12" for a line, "[3]" in a list
+WRONG = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    ArithmeticError,
+    OSError,
+    RecursionError,
+    csv.Error,
+)
+Places = list[
+    tuple[str, Any]
+]  # records with their places in a file: ":12" for a line, "[3]" in a list
 
 
 def check_prompt(template: str) -> str:
     """The template. Raises UserError if the text {question} is not in it."""
     if "{question}" not in template:
-        raise UserError(f"prompt template {quoted(template)}: must contain {{question}}, such as {PROMPT!r}")
+        raise UserError(
+            f"prompt template {quoted(template)}: must contain {{question}}, such as {PROMPT!r}"
+        )
     return template
 
 
@@ -38,7 +51,9 @@ def fill_prompt(template: str, question: str) -> str:
 # Files and records
 
 
-def read(path: str | Path, make: Callable, records: Places | None = None, refuse: Callable | None = None) -> list:
+def read(
+    path: str | Path, make: Callable, records: Places | None = None, refuse: Callable | None = None
+) -> list:
     """make(record) for each object of a JSON list or of JSON lines, or for `records` of the file. What `make` raises is
     a UserError with the place; with `refuse`, refuse(problem) stands in for the record. Raises UserError for a file
     without any good record."""
@@ -53,7 +68,11 @@ def read(path: str | Path, make: Callable, records: Places | None = None, refuse
             made.append(refuse(problem_of(error)))
     if len(problems) < len(made):
         return made
-    problem = f"none of its {len(made)} records can be used: {problems[0]}" if problems else "holds no records"
+    problem = (
+        f"none of its {len(made)} records can be used: {problems[0]}"
+        if problems
+        else "holds no records"
+    )
     raise UserError(f"{shown(path)}: {problem}: check that this is the right file")
 
 
@@ -62,8 +81,13 @@ def records_in(path: str | Path) -> Places:
     with file_errors(path):
         content = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf")
     if content.lstrip().startswith(b"["):
-        return [(f"[{number}]", record) for number, record in enumerate(parse_json(content, shown(path)))]
-    return [(f":{number}", line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+        return [
+            (f"[{number}]", record)
+            for number, record in enumerate(parse_json(content, shown(path)))
+        ]
+    return [
+        (f":{number}", line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip()
+    ]
 
 
 def rows_in(path: str | Path, delimiter: str = ",") -> Places:
@@ -80,11 +104,17 @@ def problems_at(path: str | Path) -> Iterator[None]:
     try:
         yield
     except WRONG as error:
-        raise UserError(f"{shown(path)}: {problem_of(error)}: check that this is the right file") from None
+        raise UserError(
+            f"{shown(path)}: {problem_of(error)}: check that this is the right file"
+        ) from None
 
 
 def problem_of(error: BaseException) -> str:
-    return f"{quoted(error.args[0])} is missing" if isinstance(error, KeyError) else shown(str(error), 500)
+    return (
+        f"{quoted(error.args[0])} is missing"
+        if isinstance(error, KeyError)
+        else shown(str(error), 500)
+    )
 
 
 def check(is_right: bool, problem: str) -> None:
@@ -109,7 +139,9 @@ def id_of(record: Mapping) -> int | str:
 def check_unique(ids: Iterable[int | str], where: str | Path) -> None:
     """Raise UserError that names the ids which occur more than once; 1 and "1" are the same id in a log or a result."""
     if repeated := [id_ for id_, count in Counter(map(str, ids)).items() if count > 1]:
-        raise UserError(f"{shown(where)}: {len(repeated)} duplicate id(s) ({some(repeated)}): keep one record of each")
+        raise UserError(
+            f"{shown(where)}: {len(repeated)} duplicate id(s) ({some(repeated)}): keep one record of each"
+        )
 
 
 def some(ids: Sequence) -> str:
@@ -120,14 +152,18 @@ def some(ids: Sequence) -> str:
 def find_image(folder: str | Path, name: str) -> Path:
     """The path of a picture in `folder`. COCO's, such as val2014/COCO_val2014_….jpg, may lie flat in it."""
     path = Path(folder, name)
-    is_flat = path.name.startswith("COCO_") and not path.exists() and Path(folder, path.name).exists()
+    is_flat = (
+        path.name.startswith("COCO_") and not path.exists() and Path(folder, path.name).exists()
+    )
     return Path(folder, path.name) if is_flat else path
 
 
 def find_picture(folder: str | Path, name: str) -> Path:
     """The path of a picture. Raises UserError if it is absent."""
     if not (path := find_image(folder, name)).is_file():
-        raise UserError(f"picture {quoted(name)} is not in {shown(folder)}: give its folder (--images DIR)")
+        raise UserError(
+            f"picture {quoted(name)} is not in {shown(folder)}: give its folder (--images DIR)"
+        )
     return path
 
 
@@ -150,18 +186,26 @@ class Annotation:
     image: str = ""
 
 
-def read_vqa(questions: str | Path, annotations: str | Path | None = None) -> tuple[str, list[Annotation]]:
+def read_vqa(
+    questions: str | Path, annotations: str | Path | None = None
+) -> tuple[str, list[Annotation]]:
     """Questions of VQAv2, GQA, TextVQA or VizWiz, and the scoring that fits: official, textvqa, vizwiz or gqa.
     annotations: by default the same file; if it holds no answers, there are none. A file with one answer per question
     can only be scored by exact match, as GQA is; one whose answers have no ids only by position, as TextVQA is. Raises
     UserError, also for an id that occurs twice and for a question without its annotation."""
     source = annotations or questions
-    (_, subset, asked), (layout, _, answered) = records_of(questions, "questions"), records_of(source, "annotations")
+    (_, subset, asked), (layout, _, answered) = (
+        records_of(questions, "questions"),
+        records_of(source, "annotations"),
+    )
     truths = {truth.question_id: truth for truth in read(source, annotation, answered)}
 
     def question(record: dict) -> Annotation:
         truth = truths.get(id_of(record), Annotation(id_of(record)))
-        check(truth.answers or not annotations, f"question {quoted(truth.question_id)} has no answers in {source}")
+        check(
+            truth.answers or not annotations,
+            f"question {quoted(truth.question_id)} has no answers in {source}",
+        )
         return replace(truth, question=text(record, "question"), image=image_of(record, subset))
 
     made = read(questions, question, asked)
@@ -169,7 +213,9 @@ def read_vqa(questions: str | Path, annotations: str | Path | None = None) -> tu
         check_unique((id_of(record) for _, record in records), path)
     if all(len(a.answers) == 1 for a in made):
         layout = "gqa"
-    elif layout == "official" and not any("answer_id" in answer for a in made for answer in a.answers):
+    elif layout == "official" and not any(
+        "answer_id" in answer for a in made for answer in a.answers
+    ):
         layout = "textvqa"
     return layout, made
 
@@ -183,8 +229,16 @@ def records_of(path: str | Path, key: str) -> tuple[str, str, Places]:
         subset = text({"data_subtype": ""} | value, "data_subtype")
         for part, layout in ((key, "official"), ("questions", "official"), ("data", "textvqa")):
             if part in value:
-                return layout, subset, [(f": {part}[{number}]", record) for number, record in enumerate(value[part])]
-        return "gqa", "", [(f": {shown(id_)}", record | {"question_id": id_}) for id_, record in value.items()]
+                return (
+                    layout,
+                    subset,
+                    [(f": {part}[{number}]", record) for number, record in enumerate(value[part])],
+                )
+        return (
+            "gqa",
+            "",
+            [(f": {shown(id_)}", record | {"question_id": id_}) for id_, record in value.items()],
+        )
 
 
 def image_of(record: Mapping, subset: str) -> str:
@@ -199,17 +253,27 @@ def image_of(record: Mapping, subset: str) -> str:
 
 
 def annotation(record: dict) -> Annotation:
-    if "answer" in record:  # GQA's own evaluation splits structural types into open (query) and binary (the others)
+    if (
+        "answer" in record
+    ):  # GQA's own evaluation splits structural types into open (query) and binary (the others)
         answer, structural = text(record, "answer"), text(record["types"], "structural")
         kinds = "open" if structural == "query" else "binary", structural
-        return Annotation(id_of(record), ({"answer": answer},), answer, *kinds, record.get("isBalanced", True))
+        return Annotation(
+            id_of(record), ({"answer": answer},), answer, *kinds, record.get("isBalanced", True)
+        )
     if "answers" not in record:
         return Annotation(id_of(record))
-    answers = tuple({"answer": a} if isinstance(a, str) else a for a in record["answers"])  # TextVQA: bare texts
+    answers = tuple(
+        {"answer": a} if isinstance(a, str) else a for a in record["answers"]
+    )  # TextVQA: bare texts
     most = Counter(text(answer, "answer") for answer in answers).most_common(1)[0][0]
     answer = text({"multiple_choice_answer": most} | record, "multiple_choice_answer")
-    kind, first = (text(record, name) if name in record else None for name in ("answer_type", "question_type"))
-    return Annotation(id_of(record), answers, answer, kind, first, answerable=record.get("answerable"))
+    kind, first = (
+        text(record, name) if name in record else None for name in ("answer_type", "question_type")
+    )
+    return Annotation(
+        id_of(record), answers, answer, kind, first, answerable=record.get("answerable")
+    )
 
 
 # MMNeedle
@@ -243,10 +307,16 @@ def read_captions(path: str | Path) -> dict[str, str]:
         if "annotations" not in value:
             return {name: text(value, name) for name in value}
         last = {record["image_id"]: text(record, "caption") for record in value["annotations"]}
-        return {text(record, "file_name"): last[record["id"]] for record in value["images"] if record["id"] in last}
+        return {
+            text(record, "file_name"): last[record["id"]]
+            for record in value["images"]
+            if record["id"] in last
+        }
 
 
-def read_needle_tests(metadata: str | Path, annotations: str | Path, captions: str | Path) -> list[NeedleTest]:
+def read_needle_tests(
+    metadata: str | Path, annotations: str | Path, captions: str | Path
+) -> list[NeedleTest]:
     """Tests from MMNeedle's `N_N.json`, `annotations_M_N_N.json` (K > 1: `K_annotations_…`) and a caption file. Raises
     UserError, also where the files contradict each other."""
     described, stitched, grids = read_captions(captions), read_json(metadata), {}
@@ -266,11 +336,21 @@ def read_needle_tests(metadata: str | Path, annotations: str | Path, captions: s
             names |= {(index, *divmod(at, isqrt(len(grid)))): name for at, name in enumerate(grid)}
         places = tuple(zip(*(listed(record[key]) for key in ("index", "row", "col")), strict=True))
         for place, target in zip(places, targets, strict=True):
-            is_there = target not in names.values() if place == ABSENT else names.get(place) == target
-            check(is_there, f"{quoted(target)} is not at {place}, take metadata and annotations of one release")
-            check(Path(target).name in described, f"{shown(captions)} lacks a caption of {quoted(target)}")
+            is_there = (
+                target not in names.values() if place == ABSENT else names.get(place) == target
+            )
+            check(
+                is_there,
+                f"{quoted(target)} is not at {place}, take metadata and annotations of one release",
+            )
+            check(
+                Path(target).name in described,
+                f"{shown(captions)} lacks a caption of {quoted(target)}",
+            )
         check(isinstance(record["id"], int), f"id is {quoted(record['id'])}, expected a number")
-        return NeedleTest(record["id"], haystack, places, targets, tuple(described[Path(t).name] for t in targets))
+        return NeedleTest(
+            record["id"], haystack, places, targets, tuple(described[Path(t).name] for t in targets)
+        )
 
     tests = read(annotations, test)
     check_unique((test.id for test in tests), annotations)

@@ -30,7 +30,10 @@ from model.processor import Processor, parse_boxes
 from model.source import EMBEDDED
 from weights.load import load_model
 
-EXAMPLES = [(192, "answer en Where is the dog?"), (192, "detect dog")]  # scenes of the test split, and prompts
+EXAMPLES = [
+    (192, "answer en Where is the dog?"),
+    (192, "detect dog"),
+]  # scenes of the test split, and prompts
 EXAMPLES += [(193, "answer en How many objects are there in the image?"), (200, "caption en")]
 STYLE = """
 .gradio-container { width: 100%; max-width: 1180px !important; margin: 0 auto !important; }
@@ -41,12 +44,16 @@ footer { display: none !important; }
 """
 
 
-def explored(subject: Subject, model: PaliGemma, processor: Processor, limit: int, image, prompt: str) -> str:
+def explored(
+    subject: Subject, model: PaliGemma, processor: Processor, limit: int, image, prompt: str
+) -> str:
     """The explorer's page for a question, beside the base of an adapter. Raises UserError."""
     case, weight = Case(image, prompt), next(model.parameters())
     case.ask(subject.title, model, processor, limit)
     if subject.run is not None:
-        plain = load_model(subject.source, dtype=weight.dtype, device=str(weight.device), quantize=subject.quantize)
+        plain = load_model(
+            subject.source, dtype=weight.dtype, device=str(weight.device), quantize=subject.quantize
+        )
         case.add_plain(subject.title, plain)
     return page([case], f"{prompt} · {subject.title}")
 
@@ -62,7 +69,12 @@ def load_gradio() -> Any:
 
 
 def serve(
-    subject: Subject, model: PaliGemma, processor: Processor, folder: Path, limit: int = 64, port: int | None = None
+    subject: Subject,
+    model: PaliGemma,
+    processor: Processor,
+    folder: Path,
+    limit: int = 64,
+    port: int | None = None,
 ) -> Any:
     """The page, a `gradio.Blocks`, started in threads of this process; `local_url` is its address, and the pictures of
     its examples are written to `folder`. Raises OSError if the port is taken."""
@@ -84,37 +96,71 @@ def serve(
             image = figures.draw_boxes(image, sides, names, least=448)
         return text, gradio.update(value=image, visible=bool(boxes)), ""
 
-    with gradio.Blocks(title="Ask the model", analytics_enabled=False, delete_cache=(600, 1800)) as blocks:
-        gradio.Markdown(f"# Ask about a picture\n`{shown(subject.name)}` answers on this machine{toy_note(subject)}.")
+    with gradio.Blocks(
+        title="Ask the model", analytics_enabled=False, delete_cache=(600, 1800)
+    ) as blocks:
+        gradio.Markdown(
+            f"# Ask about a picture\n`{shown(subject.name)}` answers on this machine{toy_note(subject)}."
+        )
         with gradio.Row():
             with gradio.Column():
-                picture = gradio.Image(type="filepath", sources=["upload", "clipboard"], label="Picture", height=380)
-                picture.preprocess = lambda payload: payload and payload.path  # only `load_image` decodes it
-                prompt = gradio.Textbox(label="Prompt", value=EXAMPLES[0][1], submit_btn="Ask", elem_id="prompt")
+                picture = gradio.Image(
+                    type="filepath", sources=["upload", "clipboard"], label="Picture", height=380
+                )
+                picture.preprocess = lambda payload: (
+                    payload and payload.path
+                )  # only `load_image` decodes it
+                prompt = gradio.Textbox(
+                    label="Prompt", value=EXAMPLES[0][1], submit_btn="Ask", elem_id="prompt"
+                )
             with gradio.Column():
                 said = gradio.Textbox(label="Answer", interactive=False, elem_id="answer")
-                boxes = gradio.Image(label="Boxes", visible=False, elem_id="boxes", height=380, interactive=False)
+                boxes = gradio.Image(
+                    label="Boxes", visible=False, elem_id="boxes", height=380, interactive=False
+                )
                 inside = gradio.Button("Where did it look?", elem_id="inside")
                 if subject.source == EMBEDDED:
                     for index, _ in EXAMPLES:
-                        scenes.sample("vqa", "test", index).image.save(folder / f"scene-{index}.png")
+                        scenes.sample("vqa", "test", index).image.save(
+                            folder / f"scene-{index}.png"
+                        )
                     rows = [[f"{folder}/scene-{index}.png", text] for index, text in EXAMPLES]
                     gradio.Examples(rows, [picture, prompt], label="Scenes of the embedded base")
         look = gradio.HTML(elem_id="look")
-        options: dict[str, Any] = {"concurrency_id": "model", "concurrency_limit": 1, "api_visibility": "private"}
+        options: dict[str, Any] = {
+            "concurrency_id": "model",
+            "concurrency_limit": 1,
+            "api_visibility": "private",
+        }
         prompt.submit(answer, [picture, prompt], [said, boxes, look], **options)
-        inside.click(lambda path, prompt: answer(path, prompt, True), [picture, prompt], look, **options)
-    theme = gradio.themes.Base(font=["system-ui", "sans-serif"], font_mono=["monospace"])  # none of the network
-    local = dict(server_name="127.0.0.1", server_port=port, share=False, max_file_size="20mb", ssr_mode=False)
-    blocks.queue(max_size=8).launch(**local, quiet=True, prevent_thread_lock=True, theme=theme, css=STYLE)
+        inside.click(
+            lambda path, prompt: answer(path, prompt, True), [picture, prompt], look, **options
+        )
+    theme = gradio.themes.Base(
+        font=["system-ui", "sans-serif"], font_mono=["monospace"]
+    )  # none of the network
+    local = dict(
+        server_name="127.0.0.1", server_port=port, share=False, max_file_size="20mb", ssr_mode=False
+    )
+    blocks.queue(max_size=8).launch(
+        **local, quiet=True, prevent_thread_lock=True, theme=theme, css=STYLE
+    )
     return blocks
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.demo", __doc__)
     add_model_flags(parser)
-    add_flag(parser, "--max-new-tokens", "limit of an answer's tokens", 64, type=positive, metavar="N")
-    add_flag(parser, "--port", "(default: the first free one from 7860)", type=whole(1, 65535), metavar="N")
+    add_flag(
+        parser, "--max-new-tokens", "limit of an answer's tokens", 64, type=positive, metavar="N"
+    )
+    add_flag(
+        parser,
+        "--port",
+        "(default: the first free one from 7860)",
+        type=whole(1, 65535),
+        metavar="N",
+    )
     args = parser.parse_args(argv)
     load_gradio()
     subject = model_of(args)

@@ -36,7 +36,12 @@ EMBEDDED = 300  # pictures, by default
 DRAWN = 12  # of them, on the sheet
 THRESHOLDS = np.linspace(0.5, 0.95, 10)  # of the overlap (IoU)
 RECALLS = np.linspace(0, 1, 101)
-SIZES = {"": (0, 1e10), " small": (0, 32**2), " medium": (32**2, 96**2), " large": (96**2, 1e10)}  # area, both ends
+SIZES = {
+    "": (0, 1e10),
+    " small": (0, 32**2),
+    " medium": (32**2, 96**2),
+    " large": (96**2, 1e10),
+}  # area, both ends
 MOST = 100  # detections of one class in one picture
 
 
@@ -58,7 +63,9 @@ class Detect(Benchmark):
     max_new_tokens = 256
     flags = {
         "--data": dict(help="coco:ANNOTATIONS.json or embedded (default: embedded)", metavar="SRC"),
-        "--images": dict(help="folder of the pictures of --data (default: that of its file)", metavar="DIR"),
+        "--images": dict(
+            help="folder of the pictures of --data (default: that of its file)", metavar="DIR"
+        ),
     }
     limit = f"pictures, the first N (default: all of a file, {EMBEDDED} of the embedded scenes)"
 
@@ -68,11 +75,15 @@ class Detect(Benchmark):
         else:
             records = read_data(args.data, args.images)[: args.limit]
         if bare := [record.name for record in records if record.turns and record.detection is None]:
-            raise UserError(f"{shown(args.data)}: {shown(bare[0])} has no boxes: give coco:ANNOTATIONS.json")
+            raise UserError(
+                f"{shown(args.data)}: {shown(bare[0])} has no boxes: give coco:ANNOTATIONS.json"
+            )
         return [question_of(record, truth=record.detection) for record in records]
 
     def rows(self, questions, answers):
-        return [Row(q, (a, []), {}) for q, a in zip(questions, answers, strict=True) if a is not None]
+        return [
+            Row(q, (a, []), {}) for q, a in zip(questions, answers, strict=True) if a is not None
+        ]
 
     def read(self, file, args):
         return read(file, row_of)
@@ -83,9 +94,13 @@ class Detect(Benchmark):
         classes = {f"  AP, {name}": value for name, value in values.pop("classes").items()}
         counts = sum(problems, Counter())
         parts, _ = max(1, counts.total()), counts.pop("", 0)
-        values |= {"malformed": counts.total() / parts} | {f"  {name}": n / parts for name, n in counts.items()}
+        values |= {"malformed": counts.total() / parts} | {
+            f"  {name}": n / parts for name, n in counts.items()
+        }
         values["answers without a box"] = problems.count(Counter()) / len(rows)
-        return {line: {"COCO": v if v is None else 100 * v} for line, v in (values | classes).items()}
+        return {
+            line: {"COCO": v if v is None else 100 * v} for line, v in (values | classes).items()
+        }
 
     def write(self, rows, out, subject):
         results = []
@@ -99,11 +114,18 @@ class Detect(Benchmark):
 
 def row_of(record: dict) -> Row:
     """The row of an entry of results.json. Raises LookupError, TypeError and ValueError."""
-    truth = Detection(record["width"], record["height"], tuple(Box(**box) for box in record["boxes"]))
+    truth = Detection(
+        record["width"], record["height"], tuple(Box(**box) for box in record["boxes"])
+    )
     id_, prefix, answer = (text(record, name) for name in ("question_id", "question", "answer"))
-    numbers = [n for box in truth.boxes for n in (box.x, box.y, box.width, box.height, box.area)] + record["scores"]
+    numbers = [
+        n for box in truth.boxes for n in (box.x, box.y, box.width, box.height, box.area)
+    ] + record["scores"]
     check(math.isfinite(sum(numbers) + truth.width + truth.height), "a number is not finite")
-    check(len(record["scores"]) in (0, len(answer.split(";"))), "scores: give one for each part of the answer, or none")
+    check(
+        len(record["scores"]) in (0, len(answer.split(";"))),
+        "scores: give one for each part of the answer, or none",
+    )
     return Row(Question(id_, id_, (), prefix, truth=truth), (answer, record["scores"]), {})
 
 
@@ -112,10 +134,14 @@ def boxes_of(row: Row) -> tuple[list[Found], Counter]:
     locations is no box; an empty box, or a name that was not asked for, is one that is wrong."""
     (answer, scores), truth, found, problems = row.answer, row.question.truth, [], Counter()
     asked = row.question.prefix.removeprefix("detect ").split(" ; ")
-    names = {name.lower(): name for name in asked} | {name: name for name in asked}  # some differ by case alone
+    names = {name.lower(): name for name in asked} | {
+        name: name for name in asked
+    }  # some differ by case alone
     for number, part in enumerate(answer.split(";")):
         problem = "not four locations and a name" if part.strip() else None
-        for label, (left, top, right, bottom) in parse_boxes(part, truth.width, truth.height, as_said=True):
+        for label, (left, top, right, bottom) in parse_boxes(
+            part, truth.width, truth.height, as_said=True
+        ):
             name = names.get(label, names.get(label.lower()))
             problem = "" if name else "a name that was not asked for"
             problem = problem if right > left and bottom > top else "an empty box"
@@ -137,20 +163,31 @@ def draw_row(row: Row) -> tuple[Image, str, bool]:
     size, found = row.question.truth, boxes_of(row)[0]
     truths = [box for box in size.boxes if not box.is_crowd]
     image = load_image(row.question.images()[0])
-    sheet = figures.draw_boxes(image, corners(truths, image, size), colors=[figures.HIT], width=5, least=448)
+    sheet = figures.draw_boxes(
+        image, corners(truths, image, size), colors=[figures.HIT], width=5, least=448
+    )
     names = [box.label for box in found]
-    drawn = figures.draw_boxes(sheet, corners(found, sheet, size), names, colors=[figures.SERIES[1]])
-    pairs = (([t for t in truths if t.label == name], [f for f in found if f.label == name]) for name in {*names})
+    drawn = figures.draw_boxes(
+        sheet, corners(found, sheet, size), names, colors=[figures.SERIES[1]]
+    )
+    pairs = (
+        ([t for t in truths if t.label == name], [f for f in found if f.label == name])
+        for name in {*names}
+    )
     matched = sum(int(match(*pair).hit[0].sum()) for pair in pairs)
     caption = f"{row.question.prefix}: {matched} of {len(truths)}, {len(found)} found"
     return drawn, caption, matched == len(truths) == len(found)
 
 
-def corners(boxes: Sequence[Box | Found], image, size: Detection) -> list[tuple[float, float, float, float]]:
+def corners(
+    boxes: Sequence[Box | Found], image, size: Detection
+) -> list[tuple[float, float, float, float]]:
     """The boxes as (left, top, right, bottom) in the pixels of `image`, which may have another size than annotated."""
     x, y = image.width / size.width, image.height / size.height
     sides = [((b.x * x, (b.x + b.width) * x), (b.y * y, (b.y + b.height) * y)) for b in boxes]
-    return [(min(across), min(down), max(across), max(down)) for across, down in sides]  # an answer may swap corners
+    return [
+        (min(across), min(down), max(across), max(down)) for across, down in sides
+    ]  # an answer may swap corners
 
 
 # COCO's measures
@@ -173,13 +210,20 @@ def score_boxes(truths: Sequence[Sequence[Box]], found: Sequence[Sequence[Found]
     pairs = {truth.label: [] for of_picture in truths for truth in of_picture}
     for of_picture, detections in zip(truths, found, strict=True):
         for label in {box.label for box in (*of_picture, *detections)} & pairs.keys():
-            best = sorted((f for f in detections if f.label == label), key=lambda f: -f.score)[:MOST]
+            best = sorted((f for f in detections if f.label == label), key=lambda f: -f.score)[
+                :MOST
+            ]
             pairs[label].append(([truth for truth in of_picture if truth.label == label], best))
     result, by_class = {}, {}
     for size, limits in SIZES.items():
-        pooled = {label: pool(match(*pair, limits) for pair in of_class) for label, of_class in pairs.items()}
+        pooled = {
+            label: pool(match(*pair, limits) for pair in of_class)
+            for label, of_class in pairs.items()
+        }
         pooled = {label: matches for label, matches in pooled.items() if matches.truths}
-        precision = np.array([average_precision(matches) for matches in pooled.values()]).reshape(-1, len(THRESHOLDS))
+        precision = np.array([average_precision(matches) for matches in pooled.values()]).reshape(
+            -1, len(THRESHOLDS)
+        )
         result[f"AP{size}"] = _mean(precision)
         if not size:
             result |= {"AP50": _mean(precision[:, 0]), "AP75": _mean(precision[:, 5])}
@@ -194,7 +238,9 @@ def _mean(values) -> float | None:
     return float(np.mean(values)) if len(values) else None
 
 
-def match(truths: Sequence[Box], found: Sequence[Found], limits: tuple[float, float] = SIZES[""]) -> Matches:
+def match(
+    truths: Sequence[Box], found: Sequence[Found], limits: tuple[float, float] = SIZES[""]
+) -> Matches:
     """Detections of one class in one picture, best first, each to the free truth with the largest overlap. At equal
     overlap the later truth is taken, and a real one before one that is ignored: a crowd, which many may match, or a
     truth of another size. Detections of ignored truths, and those of another size without a truth, are ignored."""
@@ -220,12 +266,18 @@ def match(truths: Sequence[Box], found: Sequence[Found], limits: tuple[float, fl
 def overlaps(found: Sequence[Found], truths: Sequence[Box]) -> np.ndarray:
     """IoU (found, truths); with a crowd, the share of the found box that lies in it."""
     boxes = ([(b.x, b.y, b.width, b.height) for b in boxes] for boxes in (found, truths))
-    (left, top, width, height), true = (np.array(sides, np.float64).reshape(-1, 4).T[..., None] for sides in boxes)
+    (left, top, width, height), true = (
+        np.array(sides, np.float64).reshape(-1, 4).T[..., None] for sides in boxes
+    )
     true_left, true_top, true_width, true_height = true[..., 0]
     across = np.minimum(left + width, true_left + true_width) - np.maximum(left, true_left)
     down = np.minimum(top + height, true_top + true_height) - np.maximum(top, true_top)
     common = np.where((across > 0) & (down > 0), across * down, 0.0)
-    whole = np.where([t.is_crowd for t in truths], width * height, width * height + true_width * true_height - common)
+    whole = np.where(
+        [t.is_crowd for t in truths],
+        width * height,
+        width * height + true_width * true_height - common,
+    )
     return np.divide(common, whole, out=np.zeros_like(common), where=common > 0)
 
 
@@ -244,7 +296,9 @@ def average_precision(matches: Matches) -> np.ndarray:
     precision = hits / (hits + misses + np.spacing(1))
     precision = np.maximum.accumulate(precision[:, ::-1], axis=1)[:, ::-1]
     reached = [np.searchsorted(row / matches.truths, RECALLS) for row in hits]
-    return np.array([np.append(row, 0.0)[at].mean() for row, at in zip(precision, reached, strict=True)])
+    return np.array(
+        [np.append(row, 0.0)[at].mean() for row, at in zip(precision, reached, strict=True)]
+    )
 
 
 main = partial(run, Detect())

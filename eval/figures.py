@@ -18,9 +18,21 @@ from model.common import UserError, atomic_path, shown
 DENSITY, SMOOTH = 2, 2
 INK, SOFT, GRID, PAPER = (34, 34, 34), (110, 110, 110), (226, 226, 226), (255, 255, 255)
 # Okabe and Ito's palette, which color-blind readers can distinguish
-SERIES = ((0, 114, 178), (213, 94, 0), (0, 158, 115), (204, 121, 167), (86, 180, 233), (230, 159, 0), (90, 90, 90))
+SERIES = (
+    (0, 114, 178),
+    (213, 94, 0),
+    (0, 158, 115),
+    (204, 121, 167),
+    (86, 180, 233),
+    (230, 159, 0),
+    (90, 90, 90),
+)
 HIT, MISS = SERIES[2], SERIES[1]
-ACCURACIES = ((255, 247, 200), (102, 190, 186), (18, 78, 138))  # 0, 1/2 and 1: ever darker, also without color
+ACCURACIES = (
+    (255, 247, 200),
+    (102, 190, 186),
+    (18, 78, 138),
+)  # 0, 1/2 and 1: ever darker, also without color
 
 Color = tuple[int, ...]
 Point = tuple[float, float]
@@ -47,7 +59,9 @@ class Canvas:
 
     def __init__(self, width: float, height: float, title: str = ""):
         self.scale = DENSITY * SMOOTH
-        self.image = Image.new("RGB", (round(width * self.scale), round(height * self.scale)), PAPER)
+        self.image = Image.new(
+            "RGB", (round(width * self.scale), round(height * self.scale)), PAPER
+        )
         self.draw = ImageDraw.Draw(self.image)
         self.text(width / 2, 22, title, 16)
 
@@ -55,16 +69,32 @@ class Canvas:
         return [round(value * self.scale) for value in points]
 
     def line(self, points: Sequence[Point], color: Color = INK, width: float = 1.0) -> None:
-        self.draw.line([tuple(self._px(x, y)) for x, y in points], color, *self._px(width), joint="curve")
+        self.draw.line(
+            [tuple(self._px(x, y)) for x, y in points], color, *self._px(width), joint="curve"
+        )
 
-    def box(self, *sides: float, fill: Color | None = None, outline: Color | None = None, width: float = 1.0) -> None:
+    def box(
+        self,
+        *sides: float,
+        fill: Color | None = None,
+        outline: Color | None = None,
+        width: float = 1.0,
+    ) -> None:
         """sides: left, top, right, bottom."""
         self.draw.rectangle(self._px(*sides), fill, outline, *self._px(width))
 
     def dot(self, x: float, y: float, radius: float, color: Color) -> None:
         self.draw.ellipse(self._px(x - radius, y - radius, x + radius, y + radius), color)
 
-    def text(self, x: float, y: float, text: str, size: float = 12, color: Color = INK, anchor: str = "mm") -> None:
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        size: float = 12,
+        color: Color = INK,
+        anchor: str = "mm",
+    ) -> None:
         """Text at (x, y); `anchor` is Pillow's: l, m or r, then a(scender), m or d(escender)."""
         x, y = self._px(x, y)
         self.draw.text((x, y), printable(text), color, _font(*self._px(size)), anchor)
@@ -75,9 +105,13 @@ class Canvas:
         (x, y), (_, _, wide, high) = self._px(x, y), font.getbbox(printable(text))
         self.draw.text((x - wide // 2, y - high // 2), printable(text), INK, font)
 
-    def picture(self, left: float, top: float, right: float, bottom: float, image: Image.Image) -> None:
+    def picture(
+        self, left: float, top: float, right: float, bottom: float, image: Image.Image
+    ) -> None:
         left, top, right, bottom = self._px(left, top, right, bottom)
-        resized = image.convert("RGB").resize((right - left, bottom - top), Image.Resampling.LANCZOS)
+        resized = image.convert("RGB").resize(
+            (right - left, bottom - top), Image.Resampling.LANCZOS
+        )
         self.image.paste(resized, (left, top))
 
     def finish(self) -> Image.Image:
@@ -91,7 +125,9 @@ _SPELLED = {"–": "-", "—": "-", "−": "-", "×": "x", "λ": "lambda", "≥"
 def printable(text: str) -> str:
     """`text` in the glyphs of Pillow's built-in font: accents dropped, a few signs in ASCII, all others "?"."""
     text = unicodedata.normalize("NFKD", " ".join(text.split()).translate(str.maketrans(_SPELLED)))
-    return "".join(c if c.isascii() or c in "±·°⁄‘’“”" else "?" for c in text if not unicodedata.combining(c))
+    return "".join(
+        c if c.isascii() or c in "±·°⁄‘’“”" else "?" for c in text if not unicodedata.combining(c)
+    )
 
 
 def text_width(text: str, size: float) -> float:
@@ -141,7 +177,9 @@ def heatmaps(grids: Mapping[str, Sequence[Sequence[float]]], title="") -> Image.
                 x, y = x0 + col * wide, top + row * high
                 sheet.box(x, y, x + wide, y + high, fill=color, outline=PAPER)
                 label = "-" if math.isnan(value) else f"{100 * value:.1f}"
-                sheet.text(x + wide / 2, y + high / 2, label, min(22, 0.3 * high + 3), _ink_on(color))
+                sheet.text(
+                    x + wide / 2, y + high / 2, label, min(22, 0.3 * high + 3), _ink_on(color)
+                )
         for col in range(len(grid[0])):
             sheet.text(x0 + (col + 0.5) * wide, top + side + 12, str(col + 1), 11, SOFT)
         sheet.text(x0 + side / 2, top + side + 32, "column of the needle")
@@ -153,13 +191,25 @@ def heatmaps(grids: Mapping[str, Sequence[Sequence[float]]], title="") -> Image.
 
 
 def contact_sheet(
-    images: Sequence[Image.Image], captions: Sequence[str], hits: Sequence | None = None, *, title="", size=180, lines=3
+    images: Sequence[Image.Image],
+    captions: Sequence[str],
+    hits: Sequence | None = None,
+    *,
+    title="",
+    size=180,
+    lines=3,
 ) -> Image.Image:
     """Pictures in rows of four, their longer side `size` points, their captions below in at most `lines` lines. A green
     frame marks a hit, an orange one a miss; None has no frame."""
     columns, gap, text = min(4, len(images)), 14, 11.5
-    broken = [[line for part in c.splitlines() for line in wrap(part, size, text, lines)][:lines] for c in captions]
-    sizes = [(image.width * size / max(image.size), image.height * size / max(image.size)) for image in images]
+    broken = [
+        [line for part in c.splitlines() for line in wrap(part, size, text, lines)][:lines]
+        for c in captions
+    ]
+    sizes = [
+        (image.width * size / max(image.size), image.height * size / max(image.size))
+        for image in images
+    ]
     tall, below = max(high for _, high in sizes), max(map(len, broken)) * (text + 4) + 6
     top, rows = 42 if title else gap, math.ceil(len(images) / columns)
     sheet = Canvas(gap + columns * (size + gap), top + rows * (tall + below + gap), title)
@@ -169,10 +219,14 @@ def contact_sheet(
         y = top + row * (tall + below + gap)
         left, upper = gap + col * (size + gap) + (size - wide) / 2, y + (tall - high) / 2
         if hit is not None:
-            sheet.box(left - 4, upper - 4, left + wide + 4, upper + high + 4, fill=HIT if hit else MISS)
+            sheet.box(
+                left - 4, upper - 4, left + wide + 4, upper + high + 4, fill=HIT if hit else MISS
+            )
         sheet.picture(left, upper, left + wide, upper + high, image)
         if hit is not None:  # what the color of the frame says, without color
-            sheet.box(left + wide - 22, upper - 4, left + wide + 4, upper + 9, fill=HIT if hit else MISS)
+            sheet.box(
+                left + wide - 22, upper - 4, left + wide + 4, upper + 9, fill=HIT if hit else MISS
+            )
             sheet.text(left + wide - 9, upper + 2, "hit" if hit else "miss", 9, PAPER)
         for line, words in enumerate(caption):
             sheet.text(left + wide / 2, y + tall + 12 + line * (text + 4), words, text)
@@ -180,7 +234,13 @@ def contact_sheet(
 
 
 def draw_boxes(
-    image: Image.Image, boxes: Sequence[tuple], labels: Sequence[str] = (), *, colors=SERIES, width=1.5, least=1
+    image: Image.Image,
+    boxes: Sequence[tuple],
+    labels: Sequence[str] = (),
+    *,
+    colors=SERIES,
+    width=1.5,
+    least=1,
 ) -> Image.Image:
     """A copy of `image` with boxes (left, top, right, bottom), in its own pixels, and their labels. Lines are `width`
     points wide in a picture of 640 pixels, and in proportion in others. A picture whose longer side is shorter than
@@ -197,7 +257,9 @@ def draw_boxes(
         if label:
             size, pad = 7.5 * points, 2 * points
             high = size + 2 * pad
-            base = top if top >= high else top + high  # above the box, or in it at the picture's edge
+            base = (
+                top if top >= high else top + high
+            )  # above the box, or in it at the picture's edge
             sheet.box(left, base - high, left + text_width(label, size) + 2 * pad, base, fill=color)
             sheet.text(left + pad, base - high / 2, label, size, _ink_on(color), "lm")
     return sheet.finish()

@@ -39,15 +39,21 @@ REFUSALS += "I'm sorry, but without the image provided", "Cannot determine the a
 NOT_SUBMITTED = ("hint", "category", "source", "image", "comment", "l2-category")
 # What pandas, with which the official scripts read, takes for no value. "None", which pandas 2 adds by accident
 # (pandas-dev/pandas issue 52493), and "none" are the texts of options.
-ABSENT = "#N/A #NA -1.#IND -1.#QNAN -NaN -nan 1.#IND 1.#QNAN <NA> N/A NA NULL NaN n/a nan null".split()
+ABSENT = (
+    "#N/A #NA -1.#IND -1.#QNAN -NaN -nan 1.#IND 1.#QNAN <NA> N/A NA NULL NaN n/a nan null".split()
+)
 ABSENT += ["", "#N/A N/A"]
 
 
 class MMBench(Benchmark):
     name = "mmbench"
     flags = {
-        "--tsv": dict(help="MMBench's file for CircularEval, with the pictures in it", metavar="FILE"),
-        "--wording": dict(help="as these models are asked", default="llava", choices=("llava", "paligemma")),
+        "--tsv": dict(
+            help="MMBench's file for CircularEval, with the pictures in it", metavar="FILE"
+        ),
+        "--wording": dict(
+            help="as these models are asked", default="llava", choices=("llava", "paligemma")
+        ),
     }
     limit = "questions, the first N, all their rotations (default: all)"
 
@@ -58,7 +64,12 @@ class MMBench(Benchmark):
         for lines in read_lines(args.tsv)[: args.limit]:
             keys = [hashlib.sha256(line["image"].encode()).hexdigest()[:16] for line in lines]
             for line, key in zip(lines, keys, strict=True):
-                asked = int(line["index"]), key, partial(open_picture, line), prompt_of(args.wording, line)
+                asked = (
+                    int(line["index"]),
+                    key,
+                    partial(open_picture, line),
+                    prompt_of(args.wording, line),
+                )
                 questions.append(Question(*asked, truth=line, group=keys[0]))
         return questions
 
@@ -70,7 +81,10 @@ class MMBench(Benchmark):
             groups[question.id % BASE].append(rows[-1])
         for group in groups.values():
             if all(row.answer is not None and row.question.truth.get("answer") for row in group):
-                hits = [choose(r.answer, options_of(r.question.truth)) == r.question.truth["answer"] for r in group]
+                hits = [
+                    choose(r.answer, options_of(r.question.truth)) == r.question.truth["answer"]
+                    for r in group
+                ]
                 group[0].scores["CircularEval"] = float(all(hits))
         return rows
 
@@ -78,11 +92,23 @@ class MMBench(Benchmark):
         lines = defaultdict(list)
         for row in (row for row in rows if row.scores):
             line = row.question.truth
-            split, kinds = line.get("split") or "all", [line.get(name, "") for name in ("l2-category", "category")]
-            for name in ["overall", *dict.fromkeys(f"{split} {kind}".rstrip() for kind in ["", *kinds])]:
+            split, kinds = (
+                line.get("split") or "all",
+                [line.get(name, "") for name in ("l2-category", "category")],
+            )
+            for name in [
+                "overall",
+                *dict.fromkeys(f"{split} {kind}".rstrip() for kind in ["", *kinds]),
+            ]:
                 lines[name].append(row)
-        summary = {name: {"CircularEval": round(*means(of).values(), 2)} for name, of in lines.items()}
-        letters = [choose(row.answer, options_of(row.question.truth)) for row in rows if row.answer is not None]
+        summary = {
+            name: {"CircularEval": round(*means(of).values(), 2)} for name, of in lines.items()
+        }
+        letters = [
+            choose(row.answer, options_of(row.question.truth))
+            for row in rows
+            if row.answer is not None
+        ]
         if summary:  # in percent of the rotations
             summary["overall"]["undecided"] = round(100 * letters.count(None) / len(letters), 2)
         return summary
@@ -91,9 +117,16 @@ class MMBench(Benchmark):
         super().write([row for row in rows if row.answer is not None], out, subject)
         names = [name for name in rows[0].question.truth if name not in NOT_SUBMITTED]
         names.insert(6, "prediction")
-        lines = [{**r.question.truth, "index": r.question.id, "prediction": r.answer or ""} for r in rows]
-        with atomic_path(out / "submission.tsv") as path, path.open("w", encoding="utf-8", newline="") as file:
-            csv.writer(file, delimiter="\t").writerows([names, *([line[name] for name in names] for line in lines)])
+        lines = [
+            {**r.question.truth, "index": r.question.id, "prediction": r.answer or ""} for r in rows
+        ]
+        with (
+            atomic_path(out / "submission.tsv") as path,
+            path.open("w", encoding="utf-8", newline="") as file,
+        ):
+            csv.writer(file, delimiter="\t").writerows(
+                [names, *([line[name] for name in names] for line in lines)]
+            )
 
 
 def read_lines(path: str) -> list[list[dict[str, str]]]:
@@ -103,18 +136,31 @@ def read_lines(path: str) -> list[list[dict[str, str]]]:
 
     def values_of(row: list[str]) -> dict[str, str]:
         check(len(row) == len(names), f"{len(row)} values for {len(names)} columns")
-        values = {name: "" if value.strip() in ABSENT else value for name, value in zip(names, row, strict=True)}
+        values = {
+            name: "" if value.strip() in ABSENT else value
+            for name, value in zip(names, row, strict=True)
+        }
         options, answer = options_of(values), values.get("answer")
-        is_whole = values["index"].isdecimal() and values["question"] and values["image"] and len(options) > 1
+        is_whole = (
+            values["index"].isdecimal()
+            and values["question"]
+            and values["image"]
+            and len(options) > 1
+        )
         check(bool(is_whole), "expected an index, a question, two options and an image")
-        check(not answer or answer in options, f"answer is {quoted(answer)}, not one of {', '.join(options)}")
+        check(
+            not answer or answer in options,
+            f"answer is {quoted(answer)}, not one of {', '.join(options)}",
+        )
         return values
 
     lines, groups = read(path, values_of, table), defaultdict(list)
     check_unique((line["index"] for line in lines), path)
     images = {line["index"]: line["image"] for line in lines}
     for line in lines:
-        line["image"] = images.get(line["image"], line["image"])  # the index of a row with the same picture
+        line["image"] = images.get(
+            line["image"], line["image"]
+        )  # the index of a row with the same picture
         groups[int(line["index"]) % BASE].append(line)
     for base, group in groups.items():
         group.sort(key=lambda line: int(line["index"]))
@@ -134,14 +180,18 @@ def open_picture(line: Mapping[str, str]) -> io.BytesIO:
     try:
         return io.BytesIO(base64.b64decode(line["image"], validate=True))
     except ValueError:
-        raise UserError(f"index {line['index']}: image is no base64: download the file again") from None
+        raise UserError(
+            f"index {line['index']}: image is no base64: download the file again"
+        ) from None
 
 
 def prompt_of(wording: str, line: Mapping[str, str]) -> str:
     """LLaVA's prompt, or as in big_vision's transfers/aokvqa_mc.py, where the answer is the option's text."""
     hint, question, options = line.get("hint", ""), line["question"], options_of(line)
     if wording == "paligemma":
-        return f"answer en  {hint}{' ' * bool(hint)}{question} choose from: " + " \t ".join(options.values())
+        return f"answer en  {hint}{' ' * bool(hint)}{question} choose from: " + " \t ".join(
+            options.values()
+        )
     listed = "".join(f"{letter}. {text}\n" for letter, text in options.items())
     request = "Answer with the option's letter from the given choices directly."
     request = "请直接回答选项字母。" if re.search("[\u4e00-\u9fff]", question) else request

@@ -56,25 +56,45 @@ class Needle(Benchmark):
     protocol = "paper"
     flags = {
         "--protocol": dict(help=PROTOCOL_HELP, default="paper", choices=PROTOCOLS),
-        "--kind": dict(help=f"of embedded tests ({KINDS}; default: all)", nargs="+", choices=list(scenes.NEEDLES)),
-        "--coco": dict(help="folder of COCO val2014 pictures (default: the embedded scenes)", metavar="DIR"),
+        "--kind": dict(
+            help=f"of embedded tests ({KINDS}; default: all)",
+            nargs="+",
+            choices=list(scenes.NEEDLES),
+        ),
+        "--coco": dict(
+            help="folder of COCO val2014 pictures (default: the embedded scenes)", metavar="DIR"
+        ),
         "--captions": dict(help="with --coco: MMNeedle's or COCO's caption file", metavar="FILE"),
         "--metadata": dict(help=f"with --coco: {METADATA_HELP}", metavar="DIR"),
         "--needles": dict(help="needles a test", default=1, type=whole(1, 16), metavar="K"),
         "--negatives": dict(help="add as many tests whose needles are absent", default=False),
-        "--pictures": dict(help="with --metadata: pictures a test", default=1, type=whole(1, 100), metavar="M"),
-        "--side": dict(help="with --metadata: sub-images a side", default=2, type=whole(1, 64), metavar="N"),
-        "--limit": dict(help="tests of each kind", default=LIMIT, type=whole(1, FIRST_ABSENT_ID), metavar="N"),
+        "--pictures": dict(
+            help="with --metadata: pictures a test", default=1, type=whole(1, 100), metavar="M"
+        ),
+        "--side": dict(
+            help="with --metadata: sub-images a side", default=2, type=whole(1, 64), metavar="N"
+        ),
+        "--limit": dict(
+            help="tests of each kind", default=LIMIT, type=whole(1, FIRST_ABSENT_ID), metavar="N"
+        ),
     }
 
     def questions(self, args):
         self.protocol = args.protocol
         halves = (False, True)[: 1 + args.negatives]
         if bool(args.coco) != bool(args.captions) or args.metadata and not args.coco:
-            raise UserError("--coco, --captions and --metadata belong together: give at least the first two")
-        is_special = (args.pictures, args.side) != (1, 2) or args.coco and (args.needles > 1 or args.negatives)
+            raise UserError(
+                "--coco, --captions and --metadata belong together: give at least the first two"
+            )
+        is_special = (
+            (args.pictures, args.side) != (1, 2)
+            or args.coco
+            and (args.needles > 1 or args.negatives)
+        )
         if is_special and not args.metadata:
-            raise UserError("--pictures, --side, and more or absent needles on COCO's pictures: give --metadata too")
+            raise UserError(
+                "--pictures, --side, and more or absent needles on COCO's pictures: give --metadata too"
+            )
         if args.metadata:
             tests = official_tests(args, halves)
         elif args.coco:
@@ -82,8 +102,15 @@ class Needle(Benchmark):
         else:
             drawn = partial(embedded_tests, count=args.limit, needles=args.needles)
             kinds = args.kind or scenes.NEEDLES
-            tests = {kind: [test for half in halves for test in drawn(kind, absent=half)] for kind in kinds}
-        return [question for kind, of_kind in tests.items() for question in asks_of(of_kind, args.protocol, kind)]
+            tests = {
+                kind: [test for half in halves for test in drawn(kind, absent=half)]
+                for kind in kinds
+            }
+        return [
+            question
+            for kind, of_kind in tests.items()
+            for question in asks_of(of_kind, args.protocol, kind)
+        ]
 
     def rows(self, questions, answers):
         rows, pairs = [], zip(questions, answers, strict=True)
@@ -95,7 +122,10 @@ class Needle(Benchmark):
 
     def read(self, file, args):
         kind = Path(file).stem
-        return [row_of(Question(r["id"], str(r["id"]), (), "", kind=kind), r) for r in read_responses(file)]
+        return [
+            row_of(Question(r["id"], str(r["id"]), (), "", kind=kind), r)
+            for r in read_responses(file)
+        ]
 
     def summary(self, rows):
         lines: dict[str, dict] = {}
@@ -105,13 +135,24 @@ class Needle(Benchmark):
             mean = sum(by_place.values()) / len(by_place) if by_place else None
             lines[kind] = score_responses(records) | {"exact, mean over places": mean}
             if test is not None:  # K distinct ones of the P = M·N² places there are
-                lines[kind]["chance"] = 1 / math.perm(len(test.haystack) * test.side**2, len(test.places))
-            halves = [[r for r in records if r["ground_truth"].startswith("0, ") is absent] for absent in (False, True)]
+                lines[kind]["chance"] = 1 / math.perm(
+                    len(test.haystack) * test.side**2, len(test.places)
+                )
+            halves = [
+                [r for r in records if r["ground_truth"].startswith("0, ") is absent]
+                for absent in (False, True)
+            ]
             if all(halves):
                 names = f"  positives, {kind}", f"  negatives, {kind}"
                 lines |= zip(names, map(score_responses, halves), strict=True)
-            lines |= {f"  {kind}, row {r}, column {c}": {"exact": value} for (r, c), value in by_place.items()}
-        return {line: {name: v if v is None else 100 * v for name, v in of.items()} for line, of in lines.items()}
+            lines |= {
+                f"  {kind}, row {r}, column {c}": {"exact": value}
+                for (r, c), value in by_place.items()
+            }
+        return {
+            line: {name: v if v is None else 100 * v for name, v in of.items()}
+            for line, of in lines.items()
+        }
 
     def write(self, rows, out, subject):
         grids = {}
@@ -120,14 +161,22 @@ class Needle(Benchmark):
             title = f"{len(test.places)} needle(s) in {len(test.haystack)} picture(s) of {test.side}×{test.side}"
             title = scenes.NEEDLE_TITLES.get(kind, title)
             records = [response_record(q.truth, record["response"]) for q, record, _ in of_kind]
-            write_text(out / f"responses-{kind}.json", json.dumps(records, ensure_ascii=False, indent=1) + "\n")
+            write_text(
+                out / f"responses-{kind}.json",
+                json.dumps(records, ensure_ascii=False, indent=1) + "\n",
+            )
             by_place, numbers = accuracy_by_place(records), range(1, test.side + 1)
-            grids[title] = [[by_place.get((row, col), math.nan) for col in numbers] for row in numbers]
+            grids[title] = [
+                [by_place.get((row, col), math.nan) for col in numbers] for row in numbers
+            ]
             if scored := [row for row in of_kind if row.scores]:
                 exact = 100 * score_responses(records)["exact"]
                 heading = f"{subject.title}, {title}: {exact:.1f} % exact (blue: the needle)"
                 save(draw_sheet(scored, heading), out / f"sheet-{kind}.png")
-        save(heatmaps(grids, f"{subject.title}: needles found, {self.protocol} protocol"), out / "heatmap.png")
+        save(
+            heatmaps(grids, f"{subject.title}: needles found, {self.protocol} protocol"),
+            out / "heatmap.png",
+        )
 
 
 # Tests
@@ -146,7 +195,9 @@ def embedded_tests(
         name = f"{kind}-{needles}{'-absent' * absent}/{split}/{number}"
         names = tuple(f"{name}/{at // drawn.n}_{at % drawn.n}" for at in range(drawn.n**2))
         places = tuple(ABSENT if absent else (0, row, col) for row, col in drawn.targets)
-        targets = tuple(f"{name}/absent" if absent else names[row * drawn.n + col] for row, col in drawn.targets)
+        targets = tuple(
+            f"{name}/absent" if absent else names[row * drawn.n + col] for row, col in drawn.targets
+        )
         id_, pictures = number + FIRST_ABSENT_ID * absent, (drawn.scene.render,)
         tests.append(NeedleTest(id_, (names,), places, targets, drawn.captions, pictures))
     return tests
@@ -156,25 +207,39 @@ def official_tests(args: Namespace, halves: Sequence[bool]) -> dict[str, list[Ne
     """MMNeedle's own tests on COCO's pictures that the flags ask for, under its name for their kind; of each half those
     with the needles there or absent. Raises UserError."""
     few, size = f"{args.needles}_" if args.needles > 1 else "", f"{args.side}_{args.side}"
-    files = [Path(args.metadata, f"{name}{size}.json") for name in ("", f"{few}annotations_{args.pictures}_")]
+    files = [
+        Path(args.metadata, f"{name}{size}.json")
+        for name in ("", f"{few}annotations_{args.pictures}_")
+    ]
     listed = data.read_needle_tests(*files, args.captions)
     by_half = [[test for test in listed if (ABSENT in test.places) is absent] for absent in halves]
     chosen = [test for half in by_half for test in choose(half, args.limit, SEED)]
     return {f"{few}{args.pictures}_{size}": [on_pictures(test, args.coco) for test in chosen]}
 
 
-def drawn_tests(coco: str | Path, captions: str | Path, count: int, seed: int = SEED) -> list[NeedleTest]:
+def drawn_tests(
+    coco: str | Path, captions: str | Path, count: int, seed: int = SEED
+) -> list[NeedleTest]:
     """`count` tests of one needle in 2×2 pictures, drawn from all captioned ones of a folder: needles take all places
     in turn, no picture occurs twice in a test. Raises UserError if pictures are few."""
     listed = data.read_captions(captions)
-    listed = {name if Path(name).name != name else f"val2014/{name}": text for name, text in listed.items()}
-    names, draw, tests = sorted(name for name in listed if find_image(coco, name).is_file()), random.Random(seed), []
+    listed = {
+        name if Path(name).name != name else f"val2014/{name}": text
+        for name, text in listed.items()
+    }
+    names, draw, tests = (
+        sorted(name for name in listed if find_image(coco, name).is_file()),
+        random.Random(seed),
+        [],
+    )
     if len(names) < 4:
         problem = f"--captions: {len(names)} of its pictures are in --coco, too few for 2 by 2"
         raise UserError(f"{problem}: give the folder that holds them")
     for number in range(count):
         grid, spot = tuple(draw.sample(names, 4)), number % 4
-        test = NeedleTest(number, (grid,), ((0, *divmod(spot, 2)),), (grid[spot],), (listed[grid[spot]],))
+        test = NeedleTest(
+            number, (grid,), ((0, *divmod(spot, 2)),), (grid[spot],), (listed[grid[spot]],)
+        )
         tests.append(on_pictures(test, coco))
     return tests
 
@@ -182,7 +247,9 @@ def drawn_tests(coco: str | Path, captions: str | Path, count: int, seed: int = 
 def on_pictures(test: NeedleTest, folder: str | Path) -> NeedleTest:
     """The test on stitched pictures of a folder. Raises UserError for one that is not there."""
     grids = [[find_picture(folder, name) for name in grid] for grid in test.haystack]
-    return replace(test, pictures=tuple(partial(stitch, grid) for grid in grids), files=tuple(sum(grids, [])))
+    return replace(
+        test, pictures=tuple(partial(stitch, grid) for grid in grids), files=tuple(sum(grids, []))
+    )
 
 
 def choose(tests: Sequence[NeedleTest], count: int, seed: int) -> list[NeedleTest]:
@@ -195,8 +262,13 @@ def choose(tests: Sequence[NeedleTest], count: int, seed: int) -> list[NeedleTes
         pools = {(): tests}
     each = count // len(pools)
     if (least := min(map(len, pools.values()))) < each:
-        raise UserError(f"--limit: {each} tests of a place are asked for, {least} are there: lower it")
-    return sorted((test for _, pool in sorted(pools.items()) for test in draw.sample(pool, each)), key=lambda t: t.id)
+        raise UserError(
+            f"--limit: {each} tests of a place are asked for, {least} are there: lower it"
+        )
+    return sorted(
+        (test for _, pool in sorted(pools.items()) for test in draw.sample(pool, each)),
+        key=lambda t: t.id,
+    )
 
 
 def stitch(pictures: Sequence[Path]) -> Image.Image:
@@ -204,7 +276,9 @@ def stitch(pictures: Sequence[Path]) -> Image.Image:
     side, size = math.isqrt(len(pictures)), SUB_IMAGE
     canvas = Image.new("RGB", (side * size, side * size))
     for at, picture in enumerate(pictures):
-        canvas.paste(load_image(picture).resize((size, size)), (at % side * size, at // side * size))
+        canvas.paste(
+            load_image(picture).resize((size, size)), (at % side * size, at // side * size)
+        )
     return canvas
 
 
@@ -218,7 +292,9 @@ def official_prompt(captions: Sequence[str], pictures: int, side: int) -> str:
     example = "For example, '1, 2, 3' indicates the subimage in the first image, second row, and third column. "
     if len(captions) == 1:
         head += " that best matches the provided caption. Respond with 'index, row, column' and nothing else. "
-        return f"{head}{example}If no match is found, respond only with '-1'.\nCaption: {captions[0]}"
+        return (
+            f"{head}{example}If no match is found, respond only with '-1'.\nCaption: {captions[0]}"
+        )
     layout = "; ".join(f"index_{i}, row_{i}, column_{i}" for i in range(1, len(captions) + 1))
     head += f"s that best match the provided {len(captions)} captions. Respond in the format: {layout}. Only provide "
     head += f"this information. {example}If no subimage matches a caption, respond with '-1' for that caption."
@@ -230,16 +306,32 @@ def asks_of(tests: Sequence[NeedleTest], protocol: str, kind: str = "") -> list[
     protocol that cannot ask them."""
     questions = []
     for test in tests:
-        asked = [question for caption in test.captions for question in scenes.place_questions(caption, test.side)]
+        asked = [
+            question
+            for caption in test.captions
+            for question in scenes.place_questions(caption, test.side)
+        ]
         if protocol == "official":
             asked = [(official_prompt(test.captions, len(test.pictures), test.side), ())]
-        elif len(test.pictures) > 1 or test.side == 1 or protocol == "constrained" and ABSENT in test.places:
+        elif (
+            len(test.pictures) > 1
+            or test.side == 1
+            or protocol == "constrained"
+            and ABSENT in test.places
+        ):
             lacks = "several pictures, undivided ones, or (constrained) needles that are absent"
             raise UserError(f"--protocol {protocol} has no answer for {lacks}: take official")
         key = sha256(repr(test.haystack).encode()).hexdigest()  # several tests may share a haystack
         for number, (prompt, words) in enumerate(asked):
-            name, choices = f"{kind}/{test.id}/{number}".removeprefix("/"), words if protocol == "constrained" else ()
-            questions.append(Question(name, key, test.pictures, prompt, choices, test.files, truth=test, kind=kind))
+            name, choices = (
+                f"{kind}/{test.id}/{number}".removeprefix("/"),
+                words if protocol == "constrained" else (),
+            )
+            questions.append(
+                Question(
+                    name, key, test.pictures, prompt, choices, test.files, truth=test, kind=kind
+                )
+            )
     return questions
 
 
@@ -251,9 +343,13 @@ def respond(test: NeedleTest, answers: Sequence, protocol: str) -> str | None:
     words, places = [words for _, words in scenes.place_questions("", test.side)], []
     for at in range(0, len(answers), len(words)):
         said = [answer.strip().lower() for answer in answers[at : at + len(words)]]
-        numbers = [of.index(word) if word in of else -1 for word, of in zip(said, words, strict=True)]
+        numbers = [
+            of.index(word) if word in of else -1 for word, of in zip(said, words, strict=True)
+        ]
         place = numbers if test.side == 2 else divmod(numbers[0], test.side)
-        places.append("-1" if -1 in numbers else ", ".join(["1", *(str(number + 1) for number in place)]))
+        places.append(
+            "-1" if -1 in numbers else ", ".join(["1", *(str(number + 1) for number in place)])
+        )
     return "; ".join(places)
 
 
@@ -272,18 +368,28 @@ def evaluate_embedded(model, processor, kind: str, count: int, progress=None, *,
 
 def draw_sheet(rows: Sequence[Row], title: str) -> Image.Image:
     """A contact sheet of up to eight hits and eight misses: pictures with a frame around the needle, and answers."""
-    hits, misses = ([row for row in rows if any(row.scores.values()) is right][:8] for right in (True, False))
+    hits, misses = (
+        [row for row in rows if any(row.scores.values()) is right][:8] for right in (True, False)
+    )
     pictures, captions = [], []
     for question, record, _ in hits + misses:
         test = question.truth
         index, size = max(0, test.places[0][0]), 512 / test.side
-        here = {place: text for place, text in zip(test.places, test.captions, strict=True) if place[0] == index}
-        boxes = [(col * size, row * size, (col + 1) * size, (row + 1) * size) for _, row, col in here]
+        here = {
+            place: text
+            for place, text in zip(test.places, test.captions, strict=True)
+            if place[0] == index
+        }
+        boxes = [
+            (col * size, row * size, (col + 1) * size, (row + 1) * size) for _, row, col in here
+        ]
         picture = load_image(question.images()[index]).resize((512, 512))
         labels = list(here.values()) if len(test.places) > 1 else ()
         pictures.append(draw_boxes(picture, boxes, labels, width=4))
         captions.append(f"said {', '.join(record['said'])} | {' | '.join(test.captions)}")
-    return contact_sheet(pictures, captions, [True] * len(hits) + [False] * len(misses), title=title)
+    return contact_sheet(
+        pictures, captions, [True] * len(hits) + [False] * len(misses), title=title
+    )
 
 
 # Response files and measures
@@ -295,7 +401,13 @@ def response_record(test: NeedleTest, response: str | None) -> dict:
     targets, captions = [Path(target).name for target in test.targets], list(test.captions)
     if len(captions) == 1:
         (targets,), (captions,) = targets, captions
-    return {"id": test.id, "response": response, "ground_truth": truth, "target_path": targets, "caption": captions}
+    return {
+        "id": test.id,
+        "response": response,
+        "ground_truth": truth,
+        "target_path": targets,
+        "caption": captions,
+    }
 
 
 def read_responses(path: str | Path) -> list[dict]:
@@ -305,7 +417,10 @@ def read_responses(path: str | Path) -> list[dict]:
         truth = text(record, "ground_truth")
         expected = "'index, row, column', each from 1 to 99, or '0, 0, 0', joined by '; '"
         check(bool(TRUTH.fullmatch(truth)), f"ground_truth is {quoted(truth)}, expected {expected}")
-        check(isinstance(record["id"], int | str), f"id is {quoted(record['id'])}, expected a number or a text")
+        check(
+            isinstance(record["id"], int | str),
+            f"id is {quoted(record['id'])}, expected a number or a text",
+        )
         check(isinstance(record["response"], str | None), "response is no text")
         return record
 
@@ -320,12 +435,18 @@ def answers_of(record: dict) -> tuple[tuple[str, ...], tuple[str, ...]]:
     MMNeedle reads these as "none is there": -1, -1; -1, -1, -1, -1-1, and -1, -1, -1; -1, -1, -1."""
     if record["response"] is None:
         return (), ()
-    truth = tuple("-1" if part.startswith("0, ") else part for part in record["ground_truth"].split("; "))
+    truth = tuple(
+        "-1" if part.startswith("0, ") else part for part in record["ground_truth"].split("; ")
+    )
     given, count = record["response"].replace("\n", "").strip().strip(".").strip(), len(truth)
     if count == 1:
         return truth, (given,)
     parts = tuple(part.strip() for part in given.split("; "))
-    none = {"-1", "; ".join(["-1, -1, -1"] * count), *(mark.join(["-1"] * count) for mark in ("", ", ", "; "))}
+    none = {
+        "-1",
+        "; ".join(["-1, -1, -1"] * count),
+        *(mark.join(["-1"] * count) for mark in ("", ", ", "; ")),
+    }
     return truth, ("-1",) * count if "; ".join(parts) in none else parts
 
 
@@ -343,7 +464,9 @@ def judge(record: dict) -> tuple[bool, bool, bool] | None:
 
 def score_responses(records: Iterable[dict]) -> dict[str, float]:
     """Accuracies "existence", "index" and "exact", fractions of the responses that are not None; 0 without any."""
-    verdicts = [verdict for record in records if (verdict := judge(record)) is not None] or [(False,) * 3]
+    verdicts = [verdict for record in records if (verdict := judge(record)) is not None] or [
+        (False,) * 3
+    ]
     means = (sum(column) / len(verdicts) for column in zip(*verdicts, strict=True))
     return dict(zip(("existence", "index", "exact"), means, strict=True))
 

@@ -15,7 +15,13 @@ from model.common import UserError, file_errors, read_json, shown
 from model.device import DTYPES, choose_device, choose_dtype
 from model.processor import Processor
 from model.source import EMBEDDED, local_path, preset_of, resolve
-from model.system_configs import LanguageConfig, QMambaConfig, TextModelConfig, WingsConfig, read_config
+from model.system_configs import (
+    LanguageConfig,
+    QMambaConfig,
+    TextModelConfig,
+    WingsConfig,
+    read_config,
+)
 from weights.load import load_model
 
 TOY = ", a toy that knows forty emoji, and prompts such as 'answer en Where is the dog?', 'detect dog' and 'caption en'"
@@ -41,40 +47,73 @@ def add_model_flags(parser: ArgumentParser, many: bool = False) -> None:
     run = f"a run, or any folder with a PEFT adapter, or `none`{again} (default: without --model, the newest run)"
     add_flag(parser, "--model", source, metavar="SRC", **repeated)
     add_flag(parser, "--adapter", run, metavar="RUN", **repeated)
-    add_flag(parser, "--quantize", f"hold the weights in 8 or 4 bits{again}", choices=["none", *KINDS], **repeated)
-    add_flag(parser, "--dtype", "of the weights (default: bf16 on CUDA or in few bits, else fp32)", choices=[*DTYPES])
+    add_flag(
+        parser,
+        "--quantize",
+        f"hold the weights in 8 or 4 bits{again}",
+        choices=["none", *KINDS],
+        **repeated,
+    )
+    add_flag(
+        parser,
+        "--dtype",
+        "of the weights (default: bf16 on CUDA or in few bits, else fp32)",
+        choices=[*DTYPES],
+    )
     add_flag(parser, "--device", "cpu, cuda, mps, … (default: cuda or mps if there is one)", "auto")
-    add_flag(parser, "--max-length", "limit of a prompt's tokens, pictures too", 8192, type=positive, metavar="N")
+    add_flag(
+        parser,
+        "--max-length",
+        "limit of a prompt's tokens, pictures too",
+        8192,
+        type=positive,
+        metavar="N",
+    )
 
 
 def model_of(args: Namespace) -> Subject:
     """The model that the flags name; without flags the newest run, or else the embedded base. Raises UserError."""
-    source, run = args.model, last_run() if args.adapter is None and args.model is None else args.adapter
+    source, run = (
+        args.model,
+        last_run() if args.adapter is None and args.model is None else args.adapter,
+    )
     run, kind = None if run == "none" else run, None if args.quantize == "none" else args.quantize
     path = Path(run or source or EMBEDDED).absolute()
-    title = {"best": f"{path.parent.name}-best", "model": path.parent.name}.get(path.name, path.name)
+    title = {"best": f"{path.parent.name}-best", "model": path.parent.name}.get(
+        path.name, path.name
+    )
     title += f"-{kind}" if kind else ""
     if run is None or not Path(run, "model").is_dir():
-        source = source or (run and adapter.read_config(run).get("base_model_name_or_path")) or EMBEDDED
+        source = (
+            source or (run and adapter.read_config(run).get("base_model_name_or_path")) or EMBEDDED
+        )
         return Subject(source, Path(run) if run else None, title, kind)
     if source is not None:
-        raise UserError(f"--adapter {shown(run)} is a whole model, written by --full: leave --model out")
+        raise UserError(
+            f"--adapter {shown(run)} is a whole model, written by --full: leave --model out"
+        )
     return Subject(f"{run}/model", None, title, kind)
 
 
 def models_of(args: Namespace) -> list[Subject]:
     """The models that repeated flags name, each with each. Raises UserError."""
     flags = product(args.model or [None], args.adapter or [None], args.quantize or [None])
-    subjects = [model_of(Namespace(model=model, adapter=run, quantize=kind)) for model, run, kind in flags]
+    subjects = [
+        model_of(Namespace(model=model, adapter=run, quantize=kind)) for model, run, kind in flags
+    ]
     titles = [subject.title for subject in subjects]
     if twice := [title for title in titles if titles.count(title) > 1]:
-        raise UserError(f"two models are named {shown(twice[0])}: give each once, or --results of two calls")
+        raise UserError(
+            f"two models are named {shown(twice[0])}: give each once, or --results of two calls"
+        )
     return subjects
 
 
 def last_run(folder: Path = Path("runs")) -> str | None:
     """The newest finished run on the embedded base, if there is one."""
-    for file in sorted(folder.glob("*/summary.json"), key=lambda file: file.stat().st_mtime, reverse=True):
+    for file in sorted(
+        folder.glob("*/summary.json"), key=lambda file: file.stat().st_mtime, reverse=True
+    ):
         with suppress(UserError):  # a broken one is skipped
             if read_json(file.with_name("config.json")).get("base") == EMBEDDED:
                 return str(file.parent)
@@ -85,14 +124,23 @@ def kind_of(source: str) -> str:
     """How a model is asked: `text`, as a language model; `llava`, as WINGS and Q-Mamba; or `paligemma`."""
     if preset_of(source) or local_path(source).is_file():
         return "paligemma"
-    kinds = {LanguageConfig: "text", TextModelConfig: "text", QMambaConfig: "llava", WingsConfig: "llava"}
-    return kinds.get(type(read_config(resolve(source, ["config.json"]) / "config.json")), "paligemma")
+    kinds = {
+        LanguageConfig: "text",
+        TextModelConfig: "text",
+        QMambaConfig: "llava",
+        WingsConfig: "llava",
+    }
+    return kinds.get(
+        type(read_config(resolve(source, ["config.json"]) / "config.json")), "paligemma"
+    )
 
 
 def stored_prompt(subject: Subject, default: str = PROMPT) -> str:
     """The prompt template of a model's training; PROMPT for the embedded scenes, `default` if none is stored. That of a
     run's config.json counts for data that has questions: other data are complete prompts. Raises UserError."""
-    folder = subject.run or (Path(subject.source).parent if Path(subject.source).name == "model" else None)
+    folder = subject.run or (
+        Path(subject.source).parent if Path(subject.source).name == "model" else None
+    )
     for path in (folder / "config.json", folder / "adapter_config.json") if folder else ():
         stored = read_json(path) if path.is_file() else {}
         sources = stored.get("data", ["vqav2:"])
@@ -106,7 +154,9 @@ def stored_prompt(subject: Subject, default: str = PROMPT) -> str:
 def toy_note(subject: Subject) -> str:
     """TOY for the embedded base and its runs on the embedded scenes alone, "" for other models. Raises UserError."""
     folder = subject.run or Path(subject.source)
-    files = [path / "config.json" for path in (folder, folder.parent)]  # RUN/best and RUN/model have it beside them
+    files = [
+        path / "config.json" for path in (folder, folder.parent)
+    ]  # RUN/best and RUN/model have it beside them
     made = [read_json(file) for file in files if file.is_file()]
     made += [{"base": subject.source, "data": [EMBEDDED]}] * (subject.run is None)
     return TOY * any((run.get("base"), run.get("data")) == (EMBEDDED, [EMBEDDED]) for run in made)
@@ -122,8 +172,15 @@ def open_model(args: Namespace, subject: Subject, text: bool = False) -> tuple[A
 def load(args: Namespace, subject: Subject) -> Any:
     """The model of a subject with its adapter, in eval mode. Raises UserError."""
     device = choose_device(args.device)
-    dtype = args.dtype or ("bf16" if device.type == "cpu" and subject.quantize in BF16_KINDS else None)
-    model = load_model(subject.source, dtype=choose_dtype(dtype, device), device=str(device), quantize=subject.quantize)
+    dtype = args.dtype or (
+        "bf16" if device.type == "cpu" and subject.quantize in BF16_KINDS else None
+    )
+    model = load_model(
+        subject.source,
+        dtype=choose_dtype(dtype, device),
+        device=str(device),
+        quantize=subject.quantize,
+    )
     if subject.run is not None:
         adapter.load(model, subject.run)
     return model.eval()

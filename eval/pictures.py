@@ -33,7 +33,11 @@ CATEGORIES = {
 NAMES = [name for names in CATEGORIES.values() for name in names]
 NONE = "none"  # an empty square
 SPRITES = Path(__file__).parent / "sprites"
-SIDE, GRID, SQUARE = 112, 4, 28  # pixels of a picture's side, squares along a side, pixels of a square's side
+SIDE, GRID, SQUARE = (
+    112,
+    4,
+    28,
+)  # pixels of a picture's side, squares along a side, pixels of a square's side
 SPLITS = ("train", "validation", "test")
 
 # Compositions
@@ -63,7 +67,9 @@ def split_of(squares: Sequence[str]) -> str:
     return ("validation", "test")[bucket] if bucket < 2 else "train"
 
 
-_POPULARITY = list(accumulate(1 / (rank + 4) for names in CATEGORIES.values() for rank in range(len(names))))
+_POPULARITY = list(
+    accumulate(1 / (rank + 4) for names in CATEGORIES.values() for rank in range(len(names)))
+)
 
 
 def ordinary(dice: Dice, most: int = 5) -> Iterable[tuple[int, str]]:
@@ -74,7 +80,9 @@ def ordinary(dice: Dice, most: int = 5) -> Iterable[tuple[int, str]]:
         chance = dice.random()
         if names and chance < 0.25:
             names.append(dice.pick(names))
-        elif names and chance < 0.5:  # its neighbor in the list; categories have even lengths, so it is of the same one
+        elif (
+            names and chance < 0.5
+        ):  # its neighbor in the list; categories have even lengths, so it is of the same one
             names.append(NAMES[NAMES.index(dice.pick(names)) ^ 1])
         else:
             names.append(NAMES[bisect(_POPULARITY, dice.random() * _POPULARITY[-1])])
@@ -82,7 +90,12 @@ def ordinary(dice: Dice, most: int = 5) -> Iterable[tuple[int, str]]:
 
 
 def compose(
-    task: str, split: str, seed: int, index: int, draw: Callable = ordinary, usable: Callable = lambda squares: True
+    task: str,
+    split: str,
+    seed: int,
+    index: int,
+    draw: Callable = ordinary,
+    usable: Callable = lambda squares: True,
 ) -> tuple[Dice, tuple[str, ...]]:
     """The dice of one picture and the first composition they `draw`, as (square, name) of its objects, that is `usable`
     and belongs to `split`."""
@@ -147,7 +160,9 @@ _sprite = cache(lambda name: Image.open(SPRITES / f"{name}.webp").convert("RGBA"
 def _stamp(name: str, size: int, mirrored: bool) -> tuple[np.ndarray, np.ndarray]:
     """A sprite scaled to `size`: color times opacity (3, size, size), transparency 0–256 (size, size); uint16."""
     image = _sprite(name).resize((size, size), Image.Resampling.BICUBIC)
-    pixels = np.ascontiguousarray(np.asarray(image, np.uint16).transpose(2, 0, 1)[:, :, :: -1 if mirrored else 1])
+    pixels = np.ascontiguousarray(
+        np.asarray(image, np.uint16).transpose(2, 0, 1)[:, :, :: -1 if mirrored else 1]
+    )
     opacity = pixels[3]
     return pixels[:3] * opacity // 255, 256 - opacity - (opacity >> 7)
 
@@ -165,7 +180,9 @@ def paint(dice: Dice, squares: tuple[str, ...]) -> Scene:
     # 112–168 ± 14 for the tint ± 2·36 for both rises: within 0–255
     grey, down, across = 112 + dice.below(57), dice.below(61) - 30, dice.below(61) - 30
     levels = ((grey, 14), (down, 6), (across, 6))
-    tint = tuple(tuple(base + dice.below(2 * most + 1) - most for _ in "RGB") for base, most in levels)
+    tint = tuple(
+        tuple(base + dice.below(2 * most + 1) - most for _ in "RGB") for base, most in levels
+    )
     return Scene(squares, tuple(objects), tint)
 
 

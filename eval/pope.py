@@ -24,52 +24,84 @@ from model.common import UserError, quoted, run_command
 class Pope(Benchmark):
     name = "pope"
     flags = {
-        "--questions": dict(help="POPE's JSONL, one file or several (default: the embedded scenes)", nargs="+"),
+        "--questions": dict(
+            help="POPE's JSONL, one file or several (default: the embedded scenes)", nargs="+"
+        ),
         "--images": dict(help="folder of the pictures of --questions", metavar="DIR"),
-        "--probability": dict(help="compare P(yes) with P(no) too, in one more pass", default=False),
+        "--probability": dict(
+            help="compare P(yes) with P(no) too, in one more pass", default=False
+        ),
         "--prompt": PROMPT_FLAG,
     }
     limit = "questions of each set, the first N (default: all of a file, 600 of the embedded)"
 
     def questions(self, args):
         if (args.questions is None) != (args.images is None):
-            raise UserError("--questions and --images go together: give both, or neither for the embedded scenes")
+            raise UserError(
+                "--questions and --images go together: give both, or neither for the embedded scenes"
+            )
         questions, count = [], args.limit or 600
         self.kinds = [Path(name).stem for name in args.questions or scenes.STRATEGIES]
 
         def question(kind: str, record: dict, picture=None) -> Question:
-            check(record["label"] in ("yes", "no"), f"label is {quoted(record['label'])}, expected yes or no")
+            check(
+                record["label"] in ("yes", "no"),
+                f"label is {quoted(record['label'])}, expected yes or no",
+            )
             picture = picture or find_picture(args.images, text(record, "image"))
             id_, prompt = id_of(record), fill_prompt(args.template, text(record, "text"))
             id_ = f"{kind}/{id_}" if len(self.kinds) > 1 else id_  # the sets share their ids
             return Question(id_, record["image"], picture, prompt, truth=record["label"], kind=kind)
 
         for file in args.questions or ():
-            questions += read(file, partial(question, Path(file).stem), records_in(file)[: args.limit])
+            questions += read(
+                file, partial(question, Path(file).stem), records_in(file)[: args.limit]
+            )
         for kind in () if args.questions else scenes.STRATEGIES:
             for s in scenes.pope(kind, images=-(-count // 6))[:count]:
-                record = {"question_id": s.question_id, "image": f"pope/{s.image_id}", "text": s.question}
+                record = {
+                    "question_id": s.question_id,
+                    "image": f"pope/{s.image_id}",
+                    "text": s.question,
+                }
                 questions.append(question(kind, record | {"label": s.suffix}, s.scene.render))
         check_unique((question.id for question in questions), "--questions")
-        likely = [replace(q, id=f"{q.id}, P(yes)", choices=("yes", "no"), scored=True) for q in questions]
+        likely = [
+            replace(q, id=f"{q.id}, P(yes)", choices=("yes", "no"), scored=True) for q in questions
+        ]
         return questions + likely * args.probability
 
     def score(self, question, answer: Any):
         if question.scored:
-            return {f"P(yes), {question.kind}": float((question.truth == "yes") == (answer[0] >= answer[1]))}
+            return {
+                f"P(yes), {question.kind}": float(
+                    (question.truth == "yes") == (answer[0] >= answer[1])
+                )
+            }
         return {f"accuracy, {question.kind}": float(question.truth == parse_answer(answer))}
 
     def summary(self, rows):
         lines = {}
-        if lost := {*self.kinds} - by_kind(rows).keys():  # a mean without it would be of other questions
-            raise UserError(f"no question of {quoted(min(lost))} could be asked: mend its pictures, or leave it out")
+        if (
+            lost := {*self.kinds} - by_kind(rows).keys()
+        ):  # a mean without it would be of other questions
+            raise UserError(
+                f"no question of {quoted(min(lost))} could be asked: mend its pictures, or leave it out"
+            )
         for kind, of_kind in by_kind(rows).items():
-            said = [(row.question.truth, parse_answer(row.answer)) for row in of_kind if not row.question.scored]
+            said = [
+                (row.question.truth, parse_answer(row.answer))
+                for row in of_kind
+                if not row.question.scored
+            ]
             lines[kind] = score_answers(said)
             if likely := [row for row in of_kind if row.question.scored]:
                 lines[kind]["P(yes)"] = next(iter(means(likely).values()))
         if len(lines) > 1:
-            lines["mean"] = {name: sum(line[name] for line in lines.values()) / len(lines) for name in lines[kind]}
+            lines["mean"] = {
+                name: sum(line[name] for line in lines.values()) / len(lines)
+                for name in lines[kind]
+            }
         return lines
 
 
@@ -82,7 +114,11 @@ def parse_answer(text: str) -> str:
 def score_answers(pairs: list[tuple[str, str]]) -> dict[str, float]:
     """Measures in percent of (label, answer) pairs, each yes or no; positive is yes, and 0/0 counts as 0."""
     right, said = ([pair[side] for pair in pairs].count("yes") for side in (0, 1))
-    hits, agreed, size = pairs.count(("yes", "yes")), sum(label == answer for label, answer in pairs), len(pairs)
+    hits, agreed, size = (
+        pairs.count(("yes", "yes")),
+        sum(label == answer for label, answer in pairs),
+        len(pairs),
+    )
     shares = {"accuracy": (agreed, size), "precision": (hits, said), "recall": (hits, right)}
     shares |= {"F1": (2 * hits, said + right), "yes": (said, size)}
     return {name: 100 * part / max(1, whole) for name, (part, whole) in shares.items()}

@@ -11,7 +11,9 @@ class Bar(tqdm):
     def __init__(self, *args, **options):
         self.is_log, self.tenth = not sys.stderr.isatty(), 0
         layout = "{desc}: {percentage:3.0f} % {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-        super().__init__(*args, **options, **({"mininterval": 1, "bar_format": layout} if self.is_log else {}))
+        super().__init__(
+            *args, **options, **({"mininterval": 1, "bar_format": layout} if self.is_log else {})
+        )
 
     def display(self, msg=None, pos=None):
         if not self.is_log:

@@ -7,7 +7,9 @@ from typing import Any
 
 from eval.records import Picture, Record, gray_picture
 
-Answer = str | list[float]  # a text; or, of a question whose choices are `scored`, their log-probabilities in nats
+Answer = (
+    str | list[float]
+)  # a text; or, of a question whose choices are `scored`, their log-probabilities in nats
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,11 @@ class Question:
     def blind(self) -> "Question":
         """The same question with every picture gray; all of them share one encoding."""
         count = len(self.pictures)
-        return replace(self, key=f"gray {count}", picture=(gray_picture,) * count, files=()) if count else self
+        return (
+            replace(self, key=f"gray {count}", picture=(gray_picture,) * count, files=())
+            if count
+            else self
+        )
 
 
 def question_of(record: Record, **more: Any) -> Question:

@@ -28,10 +28,18 @@ from model.turns import SLOT, check_turns
 
 QUESTIONS_FILE = "v2_OpenEnded_mscoco_train2014_questions.json"
 ANNOTATIONS_FILE = "v2_mscoco_train2014_annotations.json"
-EMBEDDED_TASKS = ("vqa", "n2o1", "vqa", "n2o2")  # in turn; without questions the model forgets how to answer them
+EMBEDDED_TASKS = (
+    "vqa",
+    "n2o1",
+    "vqa",
+    "n2o2",
+)  # in turn; without questions the model forgets how to answer them
 ROLES = ("human", "gpt")  # of LLaVA's conversations, in turn
 SPEAKERS = {"user": "human", "assistant": "gpt"}  # of messages, in these words
-DIALOGUES = (("conversations", "from", "value"), ("messages", "role", "content"))  # LLaVA's; TRL's and ms-swift's
+DIALOGUES = (
+    ("conversations", "from", "value"),
+    ("messages", "role", "content"),
+)  # LLaVA's; TRL's and ms-swift's
 LAYOUTS = (
     '{"image", "prefix", "suffix"}, {"image", "conversations": [{"from": "human", "value"}, {"from": "gpt", …}]} or '
     '{"images", "messages": [{"role": "user", "content"}, {"role": "assistant", …}]}'
@@ -40,8 +48,12 @@ SOURCES = (
     "embedded, vqav2:DIR (official files), jsonl:FILE (lines or a list: image with prefix and suffix, LLaVA's "
     "conversations, or messages as TRL's and ms-swift's), csv:FILE (image,prefix,suffix), coco:FILE (boxes to detect)"
 )
-Picture = Path | Image.Image | Callable[[], Any]  # a file, an image, or a function that draws or opens one
-gray_picture = partial(Image.new, "RGB", (64, 64), (127, 127, 127))  # of whatever size, a model sees the same
+Picture = (
+    Path | Image.Image | Callable[[], Any]
+)  # a file, an image, or a function that draws or opens one
+gray_picture = partial(
+    Image.new, "RGB", (64, 64), (127, 127, 127)
+)  # of whatever size, a model sees the same
 
 
 @dataclass(frozen=True)
@@ -115,7 +127,9 @@ def read_data(source: str, images: str | Path | None = None, prompt: str = PROMP
     if kind == "vqav2":
         return vqav2_records(path, images, prompt)
     if kind == "shards":
-        raise UserError(f"{source}: tar shards can be trained on, not asked: give what they were made of")
+        raise UserError(
+            f"{source}: tar shards can be trained on, not asked: give what they were made of"
+        )
     return read_coco(path, images) if kind == "coco" else read_examples(path, images, kind)
 
 
@@ -138,7 +152,9 @@ def embedded_records(
 
     drawn = {task: itertools.count() for task in tasks}
     asked = itertools.islice(itertools.cycle(tasks), count)
-    return [sample_record(scenes.sample(task, split, next(drawn[task]), seed), split) for task in asked]
+    return [
+        sample_record(scenes.sample(task, split, next(drawn[task]), seed), split) for task in asked
+    ]
 
 
 def sample_record(s: Any, split: str) -> Record:
@@ -148,7 +164,9 @@ def sample_record(s: Any, split: str) -> Record:
     truth, side = None, SIDE // GRID
     if s.task == "detect":
         name = s.prefix.removeprefix("detect ")
-        places = [divmod(number, GRID) for number, shown in enumerate(s.scene.squares) if shown == name]
+        places = [
+            divmod(number, GRID) for number, shown in enumerate(s.scene.squares) if shown == name
+        ]
         boxes = tuple(Box(name, x * side, y * side, side, side, side * side) for y, x in places)
         truth = Detection(SIDE, SIDE, boxes)
     name, key = f"{s.task}/{split}/{s.question_id}", f"{s.task}/{s.image_id}"
@@ -167,16 +185,24 @@ def one_picture_records(source: str, limit: int, images: str | Path | None = Non
     records = [r for r in records if not any(SLOT in prompt for prompt, _ in r.turns[1:])][:limit]
     if not records:
         raise UserError(f"--data {source}: no example has one picture: give some that have")
-    return [replace(r, turns=r.turns[:1], answers=r.answers if len(r.turns) == 1 else ()) for r in records]
+    return [
+        replace(r, turns=r.turns[:1], answers=r.answers if len(r.turns) == 1 else ())
+        for r in records
+    ]
 
 
-def vqav2_records(folder: Path, images: str | Path | None = None, prompt: str = PROMPT) -> list[Record]:
+def vqav2_records(
+    folder: Path, images: str | Path | None = None, prompt: str = PROMPT
+) -> list[Record]:
     """Questions of VQAv2's train2014, in their official layout under `folder`; pictures there or under `images`.
     prompt: a template with {question}. The suffix is multiple_choice_answer. Raises UserError."""
     records, find = [], cache(partial(data.find_image, images or folder))
     data.check_prompt(prompt)
     for q in data.read_vqa(folder / QUESTIONS_FILE, folder / ANNOTATIONS_FILE)[1]:
-        turn, answers = (data.fill_prompt(prompt, q.question), q.answer), tuple(a["answer"] for a in q.answers)
+        turn, answers = (
+            (data.fill_prompt(prompt, q.question), q.answer),
+            tuple(a["answer"] for a in q.answers),
+        )
         records.append(Record(str(q.question_id), q.image, (find(q.image),), (turn,), answers))
     return records
 
@@ -184,29 +210,43 @@ def vqav2_records(folder: Path, images: str | Path | None = None, prompt: str = 
 # Your own: examples and conversations
 
 
-def read_examples(path: str | Path, images: str | Path | None = None, kind: str = "jsonl") -> list[Record]:
+def read_examples(
+    path: str | Path, images: str | Path | None = None, kind: str = "jsonl"
+) -> list[Record]:
     """The examples of JSON lines, a JSON list, or a CSV table (kind csv, or *.csv), whose first row names the columns.
     images: the folder of the pictures, by default the file's. Raises UserError for a file without any usable entry."""
     if kind != "csv" and Path(path).suffix != ".csv":
         places = data.records_in(path)
     else:  # an empty cell is absent; cells without a column are at None
         (_, names), *rows = data.rows_in(path) or [("", [])]
-        places = [(p, {name: cell for name, cell in itertools.zip_longest(names, row) if cell}) for p, row in rows]
+        places = [
+            (p, {name: cell for name, cell in itertools.zip_longest(names, row) if cell})
+            for p, row in rows
+        ]
     return read_records(path, partial(record_of, folder=images or Path(path).parent), places)
 
 
 def name_of(picture: Picture) -> str:
     """The path of a picture; of an open one a fingerprint."""
     is_open = isinstance(picture, Image.Image)
-    return sha256(f"{picture.width} ".encode() + picture.tobytes()).hexdigest() if is_open else str(picture)
+    return (
+        sha256(f"{picture.width} ".encode() + picture.tobytes()).hexdigest()
+        if is_open
+        else str(picture)
+    )
 
 
-def read_records(path: str | Path, make: Callable[[dict], Record], places: data.Places) -> list[Record]:
+def read_records(
+    path: str | Path, make: Callable[[dict], Record], places: data.Places
+) -> list[Record]:
     """The records of a file, with names by their places and keys by their pictures, also of what cannot be used."""
     records = data.read(path, make, places, lambda problem: Record("", "", (Refusal(problem),), ()))
     keys = ["\n".join(map(name_of, record.pictures)) for record in records]
     named = zip(records, keys, (place for place, _ in places), strict=True)
-    return [replace(r, name=f"{Path(path).name}{place}", key=key or f"{path}{place}") for r, key, place in named]
+    return [
+        replace(r, name=f"{Path(path).name}{place}", key=key or f"{path}{place}")
+        for r, key, place in named
+    ]
 
 
 def record_of(example: Mapping, folder: str | Path = ".") -> Record:
@@ -227,7 +267,11 @@ def picture_of(picture: Any, folder: str | Path) -> Picture:
 
     picture = picture["url"] if isinstance(picture, Mapping) else picture
     is_path = isinstance(picture, str | PathLike)
-    return find_picture(folder, str(picture).removeprefix("file://")) if is_path else load_image(picture)
+    return (
+        find_picture(folder, str(picture).removeprefix("file://"))
+        if is_path
+        else load_image(picture)
+    )
 
 
 def picture_names(record: Mapping) -> list[Any]:
@@ -236,11 +280,22 @@ def picture_names(record: Mapping) -> list[Any]:
     named = [key for key in ("image", "images") if key in record]
     unread = "video|audio|objects" + "|image|img|picture|photo" * (not named)
     strange = [key for key in record if re.match(unread, key, re.IGNORECASE) and record[key]]
-    check(not strange, f"has {data.some(strange)}: 'image' or 'images' names the pictures, other media are not learned")
+    check(
+        not strange,
+        f"has {data.some(strange)}: 'image' or 'images' names the pictures, other media are not learned",
+    )
     parts = [part for _, said in dialogue(record) if isinstance(said, list) for part in said]
-    own = [part[k] for part in parts for k in ("image", "image_url", "url", "path") if part.get(k) is not None]
+    own = [
+        part[k]
+        for part in parts
+        for k in ("image", "image_url", "url", "path")
+        if part.get(k) is not None
+    ]
     order = [part["index"] for part in parts if part.get("index") is not None]
-    check(order == [*range(len(order))], "its messages show the pictures in another order than 'images'")
+    check(
+        order == [*range(len(order))],
+        "its messages show the pictures in another order than 'images'",
+    )
     lists = [*(record[key] for key in named if record[key] is not None), *[own] * bool(own)]
     check(len(lists) < 2, "names its pictures in two places")
     return list(lists[0]) if lists and isinstance(lists[0], list | tuple) else lists
@@ -261,9 +316,14 @@ def read_turns(record: Mapping) -> tuple[tuple[tuple[str, str], ...], tuple[str,
     check(not isinstance(answers, str), "answers is a text, expected a list")
     answers = tuple(text({"answers": answer}, "answers") for answer in answers)
     if not (said := dialogue(record)):
-        check("prefix" in record, f"has {data.some(list(record))}, which is none of the layouts {LAYOUTS}")
+        check(
+            "prefix" in record,
+            f"has {data.some(list(record))}, which is none of the layouts {LAYOUTS}",
+        )
         most = {"suffix": Counter(answers).most_common(1)[0][0]} if answers else {}
-        said = list(zip(ROLES, (text(record, "prefix"), text(most | dict(record), "suffix")), strict=True))
+        said = list(
+            zip(ROLES, (text(record, "prefix"), text(most | dict(record), "suffix")), strict=True)
+        )
     said = said[said[0][0] != ROLES[0] :]
     takes_turns = len(said) > 1 and [role for role, _ in said] == list(ROLES) * (len(said) // 2)
     check(takes_turns, "human (user) and gpt (assistant) take turns, and the last one is gpt's")
@@ -275,7 +335,10 @@ def text_of(content: Any) -> str:
     """The text of a message, in which `<image>` stands for each picture among its parts. Raises ValueError."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     kinds = [part["type"] for part in parts]
-    check({"text", "image", "image_url"}.issuperset(kinds), f"has parts {data.some(kinds)}: give text and image")
+    check(
+        {"text", "image", "image_url"}.issuperset(kinds),
+        f"has parts {data.some(kinds)}: give text and image",
+    )
     return "".join(text(part, "text") if part["type"] == "text" else SLOT for part in parts)
 
 
@@ -288,14 +351,22 @@ def read_coco(path: str | Path, images: str | Path | None = None) -> list[Record
     decides between boxes of one score. Raises UserError."""
     value, folder, objects = read_json(path), Path(images or Path(path).parent), defaultdict(list)
     with data.problems_at(path):
-        labels = {entry["id"]: " ".join(text(entry, "name").split()) for entry in value["categories"]}
+        labels = {
+            entry["id"]: " ".join(text(entry, "name").split()) for entry in value["categories"]
+        }
         strange = [label for label in labels.values() if not label or set(";<>") & set(label)]
-        check(not strange, f"names {data.some(strange)}: ; < > stand between the names of an answer")
+        check(
+            not strange, f"names {data.some(strange)}: ; < > stand between the names of an answer"
+        )
         data.check_unique((entry["id"] for entry in value["images"]), path)
         for entry in value["annotations"]:
             objects[entry["image_id"]].append(entry)
         places = [(f":images[{number}]", entry) for number, entry in enumerate(value["images"])]
-        places = [pair for pair in places if not all(entry.get("iscrowd") for entry in objects[pair[1]["id"]])]
+        places = [
+            pair
+            for pair in places
+            if not all(entry.get("iscrowd") for entry in objects[pair[1]["id"]])
+        ]
         places.sort(key=lambda pair: pair[1]["id"])
 
     def detection(entry: dict) -> Record:
@@ -303,21 +374,50 @@ def read_coco(path: str | Path, images: str | Path | None = None) -> list[Record
         for annotated in objects[entry["id"]]:
             category, (x, y, width, height) = annotated["category_id"], annotated["bbox"]
             check(category in labels, f"category_id {quoted(category)} is not among the categories")
-            is_within = min(width, height, x + width, y + height) >= 0 and x <= size[0] and y <= size[1]
-            check(is_within, f"bbox {quoted(annotated['bbox'])} is outside of the picture, {size[0]}×{size[1]} pixels")
-            area, is_crowd = annotated.get("area", width * height), bool(annotated.get("iscrowd", 0))
+            is_within = (
+                min(width, height, x + width, y + height) >= 0 and x <= size[0] and y <= size[1]
+            )
+            check(
+                is_within,
+                f"bbox {quoted(annotated['bbox'])} is outside of the picture, {size[0]}×{size[1]} pixels",
+            )
+            area, is_crowd = (
+                annotated.get("area", width * height),
+                bool(annotated.get("iscrowd", 0)),
+            )
             boxes.append(Box(labels[category], x, y, width, height, area, is_crowd))
         truth, path = Detection(*size, tuple(boxes)), find_picture(folder, text(entry, "file_name"))
-        with suppress(OSError, SyntaxError, Image.DecompressionBombError), Image.open(path) as image:  # says so later
-            is_turned = image.format == "JPEG" and image.getexif().get(ExifTags.Base.Orientation, 1) > 4  # by 90°
-            check(not is_turned or image.size != size or size == size[::-1], f"{path} is turned by EXIF, its boxes not")
-        return Record("", "", (path,), (detection_turn(truth, list(labels.values())),), detection=truth)
+        with (
+            suppress(OSError, SyntaxError, Image.DecompressionBombError),
+            Image.open(path) as image,
+        ):  # says so later
+            is_turned = (
+                image.format == "JPEG" and image.getexif().get(ExifTags.Base.Orientation, 1) > 4
+            )  # by 90°
+            check(
+                not is_turned or image.size != size or size == size[::-1],
+                f"{path} is turned by EXIF, its boxes not",
+            )
+        return Record(
+            "", "", (path,), (detection_turn(truth, list(labels.values())),), detection=truth
+        )
 
     records = read_records(path, detection, places)
-    boxes = [(box, record.detection) for record in records if record.detection for box in record.detection.boxes]
+    boxes = [
+        (box, record.detection)
+        for record in records
+        if record.detection
+        for box in record.detection.boxes
+    ]
     are_shares = all(max(box.x, box.y, box.width, box.height) <= 1 for box, _ in boxes)
-    reach_out = any(box.x + box.width > of.width + 1 or box.y + box.height > of.height + 1 for box, of in boxes)
-    if are_shares or reach_out and all(box.width >= box.x and box.height >= box.y for box, _ in boxes):
+    reach_out = any(
+        box.x + box.width > of.width + 1 or box.y + box.height > of.height + 1 for box, of in boxes
+    )
+    if (
+        are_shares
+        or reach_out
+        and all(box.width >= box.x and box.height >= box.y for box, _ in boxes)
+    ):
         unit = "shares of the sides" if are_shares else "[x1, y1, x2, y2]"
         raise UserError(f"{shown(path)}: boxes are {unit}: give [x, y, width, height] in pixels")
     return records
@@ -327,7 +427,10 @@ def detection_turn(detection: Detection, order: list[str]) -> tuple[str, str]:
     """PaliGemma's prompt and answer: `detect a ; b`, and `<locY1><locX1><locY2><locX2> a ; …`. Boxes go by class in
     this `order`, then from top to bottom and left to right. A coordinate v, a share of the side, is the bin
     round(1023·v), within 0 … 1023 (big_vision, pp/proj/paligemma/segmentation.py)."""
-    boxes = sorted((b for b in detection.boxes if not b.is_crowd), key=lambda b: (order.index(b.label), b.y, b.x))
+    boxes = sorted(
+        (b for b in detection.boxes if not b.is_crowd),
+        key=lambda b: (order.index(b.label), b.y, b.x),
+    )
     parts = []
     for box in boxes:
         y1, y2 = (v / detection.height for v in (box.y, box.y + box.height))
@@ -358,8 +461,13 @@ def split_records(
 
 def groups_of(records: Sequence[Record]) -> dict[str, str]:
     """The group of each record that can be used, by name: the smallest key of records with pictures in common."""
-    usable, resolve = [record for record in records if record.turns], cache(realpath)  # a picture has several names
-    root: dict[tuple, tuple] = {}  # of each key and each file, a smaller one of its group, or itself
+    usable, resolve = (
+        [record for record in records if record.turns],
+        cache(realpath),
+    )  # a picture has several names
+    root: dict[
+        tuple, tuple
+    ] = {}  # of each key and each file, a smaller one of its group, or itself
 
     def find(link: tuple) -> tuple:
         while root.setdefault(link, link) != link:
@@ -375,5 +483,9 @@ def groups_of(records: Sequence[Record]) -> dict[str, str]:
 
 def blind(records: Sequence[Record]) -> list[Record]:
     """The records with every picture gray, one for all: a model that answers them as well does not use the pictures."""
-    counts = zip(records, [len(record.pictures) if record.turns else 0 for record in records], strict=True)
-    return [replace(r, key=f"gray {n}", pictures=(gray_picture,) * n) if n else r for r, n in counts]
+    counts = zip(
+        records, [len(record.pictures) if record.turns else 0 for record in records], strict=True
+    )
+    return [
+        replace(r, key=f"gray {n}", pictures=(gray_picture,) * n) if n else r for r, n in counts
+    ]

@@ -11,7 +11,19 @@ from functools import cache, lru_cache, partial
 from itertools import combinations
 from typing import NamedTuple
 
-from eval.pictures import CATEGORIES, GRID, NAMES, NONE, Dice, Sample, Scene, compose, count, ordinary, paint
+from eval.pictures import (
+    CATEGORIES,
+    GRID,
+    NAMES,
+    NONE,
+    Dice,
+    Sample,
+    Scene,
+    compose,
+    count,
+    ordinary,
+    paint,
+)
 from model.common import UserError
 
 PLACES = ("top left", "top right", "bottom left", "bottom right")  # quadrants, row-major
@@ -45,7 +57,10 @@ def with_article(name: str) -> str:
 
 def describe(squares: Sequence[str]) -> str:
     """A caption: the objects in raster order ("two dogs, a cat and an apple")."""
-    parts = [with_article(name) if n == 1 else f"{NUMBERS[n - 2]} {plural(name)}" for name, n in count(squares).items()]
+    parts = [
+        with_article(name) if n == 1 else f"{NUMBERS[n - 2]} {plural(name)}"
+        for name, n in count(squares).items()
+    ]
     return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
@@ -55,7 +70,9 @@ def describe(squares: Sequence[str]) -> str:
 def dense(task: str, split: str, index: int, seed: int = 0) -> Sample:
     """scan: the names of all 16 squares, row-major, of up to 16 objects. caption: "two dogs and a cat". detect:
     PaliGemma's detection, `detect dog` → "<loc…> dog ; <loc…> dog", boxes in raster order."""
-    dice, squares = compose(task, split, seed, index, partial(ordinary, most=GRID**2 if task == "scan" else 5))
+    dice, squares = compose(
+        task, split, seed, index, partial(ordinary, most=GRID**2 if task == "scan" else 5)
+    )
     if task == "scan":
         prefix, suffix = task, " ".join(squares)
     elif task == "caption":
@@ -74,7 +91,9 @@ PROBES = {"locate": "where", "count": "count", "exist": "object"}
 def probe(task: str, split: str, index: int, seed: int = 0) -> Sample:
     """`locate dog` → "top left", `count dog` → "2", `exist dog` → "no": VQA's facts in two words."""
     kind = PROBES[task]
-    dice, squares = compose(task, split, seed, index, usable=lambda squares: bool(facts(squares)[kind]))
+    dice, squares = compose(
+        task, split, seed, index, usable=lambda squares: bool(facts(squares)[kind])
+    )
     answer, thing, _ = _balanced(dice, facts(squares)[kind])
     return Sample(task, paint(dice, squares), f"{task} {thing}", answer, index, index)
 
@@ -105,18 +124,33 @@ def facts(squares: tuple[str, ...]) -> dict[str, list[tuple[str, str, str]]]:
     there, held = count(squares), {place: [] for place in PLACES}
     for square, name in enumerate(squares):
         held[quadrant(square)] += [name] * (name != NONE)
-    members = {category: [name for name in there if name in CATEGORIES[category]] for category in ASKED_CATEGORIES}
-    where = [(quadrant(squares.index(name)), name, "") for name, number in there.items() if number == 1]
+    members = {
+        category: [name for name in there if name in CATEGORIES[category]]
+        for category in ASKED_CATEGORIES
+    }
+    where = [
+        (quadrant(squares.index(name)), name, "") for name, number in there.items() if number == 1
+    ]
     return {
         "object": [("yes" if name in there else "no", name, "") for name in NAMES],
-        "category": [("yes" if names else "no", category, "") for category, names in members.items()],
-        "position": [("yes" if other == place else "no", name, other) for place, name, _ in where for other in PLACES],
+        "category": [
+            ("yes" if names else "no", category, "") for category, names in members.items()
+        ],
+        "position": [
+            ("yes" if other == place else "no", name, other)
+            for place, name, _ in where
+            for other in PLACES
+        ],
         "count": [(str(there[name]), name, "") for name in NAMES],
-        "count category": [(str(sum(map(there.get, names))), category, "") for category, names in members.items()],
+        "count category": [
+            (str(sum(map(there.get, names))), category, "") for category, names in members.items()
+        ],
         "total": [(str(sum(there.values())), "", "")],
         "where": where,
         "what": [(names[0], "", place) for place, names in held.items() if len(names) == 1],
-        "which": [(names[0], category, "") for category, names in members.items() if len(names) == 1],
+        "which": [
+            (names[0], category, "") for category, names in members.items() if len(names) == 1
+        ],
     }
 
 
@@ -130,13 +164,18 @@ def _balanced(dice: Dice, candidates: Iterable[tuple[str, str, str]]) -> tuple[s
 
 @cache
 def _question(kind: str, thing: str, place: str = "") -> str:
-    return KINDS[kind][2].format(thing=thing, a_thing=with_article(thing), things=plural(thing), place=place)
+    return KINDS[kind][2].format(
+        thing=thing, a_thing=with_article(thing), things=plural(thing), place=place
+    )
 
 
 @lru_cache(maxsize=64)
 def vqa_picture(split: str, image_id: int, seed: int = 0) -> tuple[Sample, ...]:
     """The questions on one picture, none twice, prompt `answer en QUESTION`; answer types as in `QUESTIONS`."""
-    kinds = {name: [kind for kind, (answer_type, *_) in KINDS.items() if answer_type == name] for name in QUESTIONS}
+    kinds = {
+        name: [kind for kind, (answer_type, *_) in KINDS.items() if answer_type == name]
+        for name in QUESTIONS
+    }
 
     def usable(squares: Sequence[str]) -> bool:
         return sum(len(facts(squares)[kind]) for kind in kinds["other"]) >= QUESTIONS.count("other")
@@ -145,12 +184,19 @@ def vqa_picture(split: str, image_id: int, seed: int = 0) -> tuple[Sample, ...]:
     scene, samples = paint(dice, squares), {}
     for answer_type in QUESTIONS:
         for kind in dice.draw(kinds[answer_type], len(kinds[answer_type])):
-            left = [fact for fact in facts(squares)[kind] if _question(kind, *fact[1:]) not in samples]
+            left = [
+                fact for fact in facts(squares)[kind] if _question(kind, *fact[1:]) not in samples
+            ]
             if left:
                 answer, thing, place = _balanced(dice, left)
-                question, ids = _question(kind, thing, place), (image_id, image_id * 1000 + len(samples))
+                question, ids = (
+                    _question(kind, thing, place),
+                    (image_id, image_id * 1000 + len(samples)),
+                )
                 types = KINDS[kind][1], answer_type
-                samples[question] = Sample("vqa", scene, f"answer en {question}", answer, *ids, *types)
+                samples[question] = Sample(
+                    "vqa", scene, f"answer en {question}", answer, *ids, *types
+                )
                 break
     return tuple(samples.values())
 
@@ -158,7 +204,11 @@ def vqa_picture(split: str, image_id: int, seed: int = 0) -> tuple[Sample, ...]:
 # Needles in a haystack of sub-images
 
 NEEDLES = {"n2o1": (2, 1, 3), "n2o2": (2, 2, 3), "n4o1": (4, 1, 15)}  # see `layout_of`
-NEEDLE_TITLES = {"n2o1": "2×2, one object each", "n2o2": "2×2, two objects each", "n4o1": "4×4, one object each"}
+NEEDLE_TITLES = {
+    "n2o1": "2×2, one object each",
+    "n2o2": "2×2, two objects each",
+    "n4o1": "4×4, one object each",
+}
 
 
 class Needle(NamedTuple):
@@ -177,26 +227,42 @@ def place_questions(caption: str, side: int) -> list[tuple[str, tuple[str, ...]]
     of its columns; for a larger one a single question with answers like "row 2 column 3", counted from 1, row-major."""
     head = f"Caption: {caption}. Where is the caption? "
     if side == 2:
-        return [(f"{head}Top or Bottom?", ("top", "bottom")), (f"{head}Left or Right?", ("left", "right"))]
-    places = tuple(f"row {row} column {col}" for row in range(1, side + 1) for col in range(1, side + 1))
+        return [
+            (f"{head}Top or Bottom?", ("top", "bottom")),
+            (f"{head}Left or Right?", ("left", "right")),
+        ]
+    places = tuple(
+        f"row {row} column {col}" for row in range(1, side + 1) for col in range(1, side + 1)
+    )
     return [(f"{head}Row and Column?", places)]
 
 
 @lru_cache(maxsize=64)
-def needle(kind: str, split: str, index: int, seed: int = 0, *, needles: int = 1, negative: bool = False) -> Needle:
+def needle(
+    kind: str, split: str, index: int, seed: int = 0, *, needles: int = 1, negative: bool = False
+) -> Needle:
     """Needle test `index`. First needles take turns: N² consecutive indices have them in each place once. negative: no
     caption is there; of two objects both are, in different sub-images. The answer is "none" then."""
     n, objects, distractors = layout_of(kind)
     first, part, samples = index % n**2, GRID // n, []
     draw = partial(_stitched, n=n, objects=objects, first=first, filled=distractors + 1)
-    dice, squares = compose(f"{kind}/{needles}{'/negative' * negative}", split, seed, index, draw=draw)
+    dice, squares = compose(
+        f"{kind}/{needles}{'/negative' * negative}", split, seed, index, draw=draw
+    )
     inside = defaultdict(list)
     for at, name in enumerate(squares):
         inside[at // GRID // part, at % GRID // part] += [name] * (name != NONE)
     if negative:
         absent = ((name,) for name in NAMES if name not in squares)
-        apart = (pair for pair in combinations(count(squares), 2) if set(pair) not in map(set, inside.values()))
-        targets, wanted = [(-1, -1)] * needles, dice.draw(absent if objects == 1 else apart, needles)
+        apart = (
+            pair
+            for pair in combinations(count(squares), 2)
+            if set(pair) not in map(set, inside.values())
+        )
+        targets, wanted = (
+            [(-1, -1)] * needles,
+            dice.draw(absent if objects == 1 else apart, needles),
+        )
     else:
         others = dice.draw((place for place in range(n**2) if place != first), needles - 1)
         targets = [divmod(place, n) for place in (first, *others)]
@@ -205,7 +271,10 @@ def needle(kind: str, split: str, index: int, seed: int = 0, *, needles: int = 1
     for caption, (row, col) in zip(captions, targets, strict=True):
         rights = (row, col) if n == 2 else [row * n + col]
         for (prefix, words), right in zip(place_questions(caption, n), rights, strict=True):
-            question_type, number = prefix.rpartition("? ")[2].removesuffix("?"), index * 1000 + len(samples)
+            question_type, number = (
+                prefix.rpartition("? ")[2].removesuffix("?"),
+                index * 1000 + len(samples),
+            )
             suffix = NONE if row < 0 else words[right]
             samples.append(Sample(kind, scene, prefix, suffix, index, number, question_type))
     return Needle(scene, n, captions, tuple(targets), tuple(samples))
@@ -225,13 +294,20 @@ def _stitched(dice: Dice, n: int, objects: int, first: int, filled: int) -> list
     `first`, and each of its two is shared by some other: no single object decides the place."""
     a, b, *names = dice.draw(NAMES, len(NAMES))
     shared = [a, b, *(dice.pick((a, b)) for _ in range(n**2 - 3))]
-    groups = [[a, b], *zip(dice.draw(shared, n**2 - 1), names, strict=False)] if objects == 2 else [[x] for x in names]
+    groups = (
+        [[a, b], *zip(dice.draw(shared, n**2 - 1), names, strict=False)]
+        if objects == 2
+        else [[x] for x in names]
+    )
     places = [first, *dice.draw((place for place in range(n**2) if place != first), n**2 - 1)]
     part, placed = GRID // n, []
     for place, group in zip(places[:filled], groups, strict=False):
         corner = place // n * part * GRID + place % n * part
         spots = dice.draw(range(part**2), objects)
-        placed += [(corner + spot // part * GRID + spot % part, name) for spot, name in zip(spots, group, strict=True)]
+        placed += [
+            (corner + spot // part * GRID + spot % part, name)
+            for spot, name in zip(spots, group, strict=True)
+        ]
     return placed
 
 
@@ -240,28 +316,43 @@ def _stitched(dice: Dice, n: int, objects: int, first: int, filled: int) -> list
 STRATEGIES = ("random", "popular", "adversarial")
 
 
-def pope(strategy: str, split: str = "test", images: int = 100, objects: int | None = None) -> list[Sample]:
+def pope(
+    strategy: str, split: str = "test", images: int = 100, objects: int | None = None
+) -> list[Sample]:
     """POPE's polling (arXiv 2305.10355): of each picture three present objects and three absent ones in turn. Absent
     ones are drawn at random; or are the most frequent objects; or those that most often accompany the present object
     asked about just before, as counted over train scenes. Pictures and "yes" questions are the same in all three.
     objects: in each picture, all different, in random squares (None: up to 5 of an ordinary one, 3 kinds at least)."""
-    frequency, company = (Counter(), defaultdict(Counter)) if strategy == "random" else object_statistics()
+    frequency, company = (
+        (Counter(), defaultdict(Counter)) if strategy == "random" else object_statistics()
+    )
 
     def crowd(dice: Dice) -> Iterable[tuple[int, str]]:
         return zip(dice.draw(range(GRID**2), objects), dice.draw(NAMES, objects), strict=True)
 
     samples, (stream, draw) = [], (f"pope/{objects}", crowd) if objects else ("pope", ordinary)
     for image_id in range(images):
-        dice, squares = compose(stream, split, 0, image_id, draw, lambda squares: len(count(squares)) >= 3)
+        dice, squares = compose(
+            stream, split, 0, image_id, draw, lambda squares: len(count(squares)) >= 3
+        )
         scene, present = paint(dice, squares), dice.draw(count(squares), 3)
         absent = [name for name in dice.draw(NAMES, len(NAMES)) if name not in squares]
         for name in present:
-            rank = {"random": Counter(), "popular": frequency, "adversarial": company[name]}[strategy]
-            other = max(absent, key=rank.__getitem__)  # the first of equals, and `absent` is shuffled
+            rank = {"random": Counter(), "popular": frequency, "adversarial": company[name]}[
+                strategy
+            ]
+            other = max(
+                absent, key=rank.__getitem__
+            )  # the first of equals, and `absent` is shuffled
             absent.remove(other)
             for thing, answer in ((name, "yes"), (other, "no")):
-                prefix, ids = f"answer en {_question('object', thing)}", (image_id, len(samples) + 1)
-                samples.append(Sample(f"pope-{strategy}", scene, prefix, answer, *ids, "is there a", "yes/no"))
+                prefix, ids = (
+                    f"answer en {_question('object', thing)}",
+                    (image_id, len(samples) + 1),
+                )
+                samples.append(
+                    Sample(f"pope-{strategy}", scene, prefix, answer, *ids, "is there a", "yes/no")
+                )
     return samples
 
 

@@ -50,9 +50,14 @@ class Shift:
     @property
     def each(self) -> np.ndarray:
         """1 − ρ of each example; NaN where a curve is flat, such as that of no text at all."""
-        before, after = (curve - curve.mean(axis=1, keepdims=True) for curve in (self.laws[..., 0], self.laws[..., 2]))
+        before, after = (
+            curve - curve.mean(axis=1, keepdims=True)
+            for curve in (self.laws[..., 0], self.laws[..., 2])
+        )
         scale = np.sqrt((before**2).sum(axis=1) * (after**2).sum(axis=1))
-        return 1 - np.divide((before * after).sum(axis=1), scale, out=np.full(len(scale), np.nan), where=scale > 1e-9)
+        return 1 - np.divide(
+            (before * after).sum(axis=1), scale, out=np.full(len(scale), np.nan), where=scale > 1e-9
+        )
 
 
 def put_slot(prompt: str, share: float = 0.5) -> str:
@@ -60,7 +65,11 @@ def put_slot(prompt: str, share: float = 0.5) -> str:
     several. It stands before the space, so that the words keep their tokens. A prompt that has a slot is unchanged."""
     words = prompt.split(" ")
     place = min(max(1, round(share * len(words))), max(1, len(words) - 1))
-    return prompt if SLOT in prompt else " ".join(words[:place]) + SLOT + "".join(f" {word}" for word in words[place:])
+    return (
+        prompt
+        if SLOT in prompt
+        else " ".join(words[:place]) + SLOT + "".join(f" {word}" for word in words[place:])
+    )
 
 
 def measure(model: PaliGemma, processor: Processor, examples: Sequence[tuple[Any, str]]) -> Shift:
@@ -69,12 +78,18 @@ def measure(model: PaliGemma, processor: Processor, examples: Sequence[tuple[Any
     laws, queries = [], []
     for number, (picture, prompt) in enumerate(examples, start=1):
         # the slot stays where it is: a PaliGemma that is asked reads its picture first
-        batch = processor.pad([processor.layout(1, prompt)], [picture]).to(next(model.parameters()).device)
+        batch = processor.pad([processor.layout(1, prompt)], [picture]).to(
+            next(model.parameters()).device
+        )
         is_picture = batch.input_ids[0] == model.config.image_token_id
         after = is_picture.cumsum(0) > 0
         groups = torch.stack((~after, is_picture, after & ~is_picture), dim=1).float()  # (S, 3)
-        inputs = {name: getattr(batch, name) for name in ("input_ids", "pixel_values", "token_type_ids")}
-        maps, _ = decoder_maps(model, lambda weights: weights[0].float().mean(0).sum(0), f"prompt {number}", **inputs)
+        inputs = {
+            name: getattr(batch, name) for name in ("input_ids", "pixel_values", "token_type_ids")
+        }
+        maps, _ = decoder_maps(
+            model, lambda weights: weights[0].float().mean(0).sum(0), f"prompt {number}", **inputs
+        )
         laws.append((torch.stack([first for first, *_ in maps.values()]) @ groups).cpu().numpy())
         queries.append(batch.input_ids.shape[1])
     return Shift(np.array(laws), np.array(queries))
@@ -83,15 +98,34 @@ def measure(model: PaliGemma, processor: Processor, examples: Sequence[tuple[Any
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.shift", __doc__)
     add_model_flags(parser)
-    add_flag(parser, "--data", "embedded, or a JSONL file of image, prefix, suffix", "embedded", metavar="SRC")
-    add_flag(parser, "--slot", "of the picture (default: inside for WINGS, else first)", choices=("first", "inside"))
+    add_flag(
+        parser,
+        "--data",
+        "embedded, or a JSONL file of image, prefix, suffix",
+        "embedded",
+        metavar="SRC",
+    )
+    add_flag(
+        parser,
+        "--slot",
+        "of the picture (default: inside for WINGS, else first)",
+        choices=("first", "inside"),
+    )
     add_flag(parser, "--limit", "prompts", 100, type=positive, metavar="N")
-    add_flag(parser, "--out", "folder of the files (default: runs/eval/MODEL/shift)", type=Path, metavar="DIR")
+    add_flag(
+        parser,
+        "--out",
+        "folder of the files (default: runs/eval/MODEL/shift)",
+        type=Path,
+        metavar="DIR",
+    )
     args = parser.parse_args(argv)
     subject = model_of(args)
     out = out_folder(args.out, subject.title, "shift")
     source = args.data if args.data == "embedded" else f"jsonl:{args.data}"
-    examples = [(record.pictures[0], record.prefix) for record in one_picture_records(source, args.limit)]
+    examples = [
+        (record.pictures[0], record.prefix) for record in one_picture_records(source, args.limit)
+    ]
     model, processor = open_model(args, subject)
     slot = args.slot or ("inside" if isinstance(model.config, WingsConfig) else "first")
     if slot == "inside":
@@ -100,14 +134,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     defined = shift.each[~np.isnan(shift.each)]
     interval = bootstrap(defined) if len(defined) else None
     laws = [dict(zip(GROUPS, layer, strict=True)) for layer in shift.shares.tolist()]
-    result = {"model": subject.title, "data": args.data, "slot": slot, "prompts": len(examples), "laws_percent": laws}
-    result |= {"attention_shift": interval and interval._asdict(), "undefined": len(examples) - len(defined)}
+    result = {
+        "model": subject.title,
+        "data": args.data,
+        "slot": slot,
+        "prompts": len(examples),
+        "laws_percent": laws,
+    }
+    result |= {
+        "attention_shift": interval and interval._asdict(),
+        "undefined": len(examples) - len(defined),
+    }
     write_text(out / "shift.json", json.dumps(result, indent=1) + "\n")
     about = f"% of the attention of all queries, mean of {len(examples)} prompts, picture {slot}"
-    print(f"LAWS of {shown(subject.title)}, {about}\nlayer" + "".join(f"{name:>13}" for name in GROUPS))
+    print(
+        f"LAWS of {shown(subject.title)}, {about}\nlayer"
+        + "".join(f"{name:>13}" for name in GROUPS)
+    )
     for number, layer in enumerate(shift.shares, start=1):
         print(f"{number:5}" + "".join(f"{share:13.2f}" for share in layer))
-    text = interval_text(interval, 3) if interval else "not defined, since nothing stands before the picture"
+    text = (
+        interval_text(interval, 3)
+        if interval
+        else "not defined, since nothing stands before the picture"
+    )
     print(f"attention shift: {text}\nin {shown(out)}: shift.json")
 
 

@@ -24,7 +24,9 @@ from eval.vqa import Vqa
 from model.common import UserError, quoted, run_command, shown, write_text
 
 SHORT = "{question}\nAnswer the question using a single word or phrase."
-UNSURE = SHORT.replace("\n", "\nWhen the provided information is insufficient, respond with 'Unanswerable'.\n")
+UNSURE = SHORT.replace(
+    "\n", "\nWhen the provided information is insufficient, respond with 'Unanswerable'.\n"
+)
 FLAGS = {  # of each benchmark's command
     "vqav2": "--questions ROOT/vqav2/v2_OpenEnded_mscoco_val2014_questions.json --images ROOT/coco "
     "--annotations ROOT/vqav2/v2_mscoco_val2014_annotations.json",
@@ -36,15 +38,28 @@ FLAGS = {  # of each benchmark's command
     "mmbench": "--tsv ROOT/mmbench/MMBench_DEV_EN.tsv",
     "needle": "--coco ROOT/coco --captions ROOT/needle/file_to_caption.json --metadata ROOT/needle",
 }
-BENCHMARKS = {name: Vqa(llava=SHORT) for name in ("vqav2", "gqa", "textvqa")} | {"vizwiz": Vqa(llava=UNSURE)}
-BENCHMARKS |= {"pope": Pope(llava=SHORT, paligemma="{question}"), "mmbench": MMBench(), "needle": Needle()}
-OVERALL, UNSURE_OF = ("overall", "VQA accuracy"), {f"unanswerable {of}": ("answerability", of) for of in ("AP", "F1")}
+BENCHMARKS = {name: Vqa(llava=SHORT) for name in ("vqav2", "gqa", "textvqa")} | {
+    "vizwiz": Vqa(llava=UNSURE)
+}
+BENCHMARKS |= {
+    "pope": Pope(llava=SHORT, paligemma="{question}"),
+    "mmbench": MMBench(),
+    "needle": Needle(),
+}
+OVERALL, UNSURE_OF = (
+    ("overall", "VQA accuracy"),
+    {f"unanswerable {of}": ("answerability", of) for of in ("AP", "F1")},
+)
 COLUMNS = {  # by title, the line and the measure of the benchmark's summary
     "vqav2": {"VQAv2": OVERALL},
     "gqa": {"GQA": OVERALL},
     "vizwiz": {"VizWiz": OVERALL} | UNSURE_OF,
     "textvqa": {"TextVQA": OVERALL},
-    "pope": {"POPE": ("mean", "accuracy"), "POPE F1": ("mean", "F1"), "POPE P(yes)": ("mean", "P(yes)")},
+    "pope": {
+        "POPE": ("mean", "accuracy"),
+        "POPE F1": ("mean", "F1"),
+        "POPE P(yes)": ("mean", "P(yes)"),
+    },
     "mmbench": {"MMBench": ("overall", "CircularEval")},
     "needle": {"MMNeedle": ("1_2_2", "exact")},
 }
@@ -52,44 +67,85 @@ COLUMNS = {  # by title, the line and the measure of the benchmark's summary
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.suite", __doc__)
-    add_flag(parser, "--root", "folder of the official files", required=True, type=Path, metavar="DIR")
+    add_flag(
+        parser, "--root", "folder of the official files", required=True, type=Path, metavar="DIR"
+    )
     add_flag(parser, "--tasks", "benchmarks, with commas", ",".join(FLAGS), metavar="LIST")
-    add_flag(parser, "--wording", "prompts of this kind of model (default: its own)", choices=["paligemma", "llava"])
-    add_flag(parser, "--prompt", "one prompt with {question} in it for all (default: --wording's)", metavar="TEMPLATE")
+    add_flag(
+        parser,
+        "--wording",
+        "prompts of this kind of model (default: its own)",
+        choices=["paligemma", "llava"],
+    )
+    add_flag(
+        parser,
+        "--prompt",
+        "one prompt with {question} in it for all (default: --wording's)",
+        metavar="TEMPLATE",
+    )
     add_flag(parser, "--plan", "list what would be asked, and stop", False)
     args, others = parser.parse_known_args(argv)
     tasks = list(dict.fromkeys(args.tasks.split(",")))
     if unknown := [name for name in tasks if name not in FLAGS]:
         raise UserError(f"--tasks: {quoted(unknown[0])} is none of {', '.join(FLAGS)}")
-    words = {name: [word.replace("ROOT", str(args.root)) for word in FLAGS[name].split()] for name in tasks}
-    paths = dict.fromkeys(Path(word) for of in words.values() for word in of if word.startswith(f"{args.root}/"))
+    words = {
+        name: [word.replace("ROOT", str(args.root)) for word in FLAGS[name].split()]
+        for name in tasks
+    }
+    paths = dict.fromkeys(
+        Path(word) for of in words.values() for word in of if word.startswith(f"{args.root}/")
+    )
     if absent := [shown(path) for path in paths if not path.exists()]:
-        raise UserError(f"{len(absent)} of {len(paths)} files and folders are missing: {', '.join(absent)}")
+        raise UserError(
+            f"{len(absent)} of {len(paths)} files and folders are missing: {', '.join(absent)}"
+        )
     plan, values, comparisons = [], defaultdict(dict), []
     for name in tasks:
-        benchmark, flags = BENCHMARKS[name], parser_of(BENCHMARKS[name]).parse_args([*words[name], *others])
+        benchmark, flags = (
+            BENCHMARKS[name],
+            parser_of(BENCHMARKS[name]).parse_args([*words[name], *others]),
+        )
         if flags.results:
-            raise UserError("--results: give the file to the benchmark's own command, such as eval.vqa")
+            raise UserError(
+                "--results: give the file to the benchmark's own command, such as eval.vqa"
+            )
         flags.prompt, flags.wording = args.prompt, args.wording
         flags.out = (flags.out or Path("runs/eval/suite")) / name
         if args.plan:
             for subject in models_of(flags):
                 asked = benchmark.questions(flags_for(benchmark, flags, subject))
-                pictures, prompt = {question.key for question in asked}, quoted(asked[0].prefix, 200)
+                pictures, prompt = (
+                    {question.key for question in asked},
+                    quoted(asked[0].prefix, 200),
+                )
                 plan.append([subject.title, name, f"{len(asked):,}", f"{len(pictures):,}", prompt])
             continue
         results = values_of(benchmark, ask_models(benchmark, flags))
         for title, of in results.items():
-            values[title] |= {c: of["summary"].get(line, {}).get(m) for c, (line, m) in COLUMNS[name].items()}
+            values[title] |= {
+                c: of["summary"].get(line, {}).get(m) for c, (line, m) in COLUMNS[name].items()
+            }
         if len(results) > 1:
             comparisons += ["", f"{name}:", *comparison_table(results)]
     if args.plan:
-        print("\n".join(markdown_table(["model", "benchmark", "questions", "pictures", "the first prompt"], plan)))
+        print(
+            "\n".join(
+                markdown_table(
+                    ["model", "benchmark", "questions", "pictures", "the first prompt"], plan
+                )
+            )
+        )
         return
-    write_text(flags.out.parent / "suite.json", json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+    write_text(
+        flags.out.parent / "suite.json", json.dumps(values, indent=1, ensure_ascii=False) + "\n"
+    )
     columns = list(dict.fromkeys(column for row in values.values() for column in row))
-    lines = markdown_table(["%", *columns], [[name, *map(cell, map(row.get, columns))] for name, row in values.items()])
-    print(json.dumps(values, ensure_ascii=False) if flags.json else "\n".join([*lines, *comparisons]))
+    lines = markdown_table(
+        ["%", *columns], [[name, *map(cell, map(row.get, columns))] for name, row in values.items()]
+    )
+    print(
+        json.dumps(values, ensure_ascii=False) if flags.json else "\n".join([*lines, *comparisons])
+    )
 
 
 if __name__ == "__main__":

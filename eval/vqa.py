@@ -21,11 +21,21 @@ from eval import scenes
 from eval.bench import PROMPT_FLAG, Benchmark, Summary, run, write_records
 from eval.data import PROMPT, Annotation, fill_prompt, find_picture, read_vqa
 from eval.question import Question, question_of
-from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record, groups_of, read_data, source_parts
+from eval.records import (
+    ANNOTATIONS_FILE,
+    QUESTIONS_FILE,
+    Record,
+    groups_of,
+    read_data,
+    source_parts,
+)
 from eval.vqa_scoring import SCORERS, answerability, official, record_scores, summarize, truths_of
 from model.common import UserError, run_command, shown
 
-NAMES = {"gqa": ("questionId", "prediction"), "vizwiz": ("image", "answer")}  # in their servers' files
+NAMES = {
+    "gqa": ("questionId", "prediction"),
+    "vizwiz": ("image", "answer"),
+}  # in their servers' files
 EMBEDDED = 1200  # questions on the embedded scenes, by default
 TRAIN_QUESTIONS = 12_000  # embedded ones that the text-only guess knows
 GUESS = "text-only guess"
@@ -34,15 +44,31 @@ GUESS = "text-only guess"
 class Vqa(Benchmark):
     name = "vqa"
     scoring = "official"
-    known: Sequence[Question] | None = None  # the text-only guess learns from them, or else from the questions
+    known: Sequence[Question] | None = (
+        None  # the text-only guess learns from them, or else from the questions
+    )
     flags = {
-        "--data": dict(help="jsonl:FILE, csv:FILE, vqav2:DIR or embedded (default: embedded)", metavar="SRC"),
-        "--questions": dict(help="questions file of VQAv2, GQA, TextVQA or VizWiz (default: the embedded scenes)"),
-        "--annotations": dict(help="annotations file (default: the questions file, if it has the answers too)"),
-        "--images": dict(help="folder of the pictures (default: that of the file of --data)", metavar="DIR"),
-        "--scoring": dict(help="scorer (default: the one that fits the annotations)", choices=SCORERS),
-        "--guess": dict(help="also guess the most frequent answer of each question type", default=False),
-        "--answerability": dict(help="of VizWiz: also average precision and F1 of `unanswerable`", default=False),
+        "--data": dict(
+            help="jsonl:FILE, csv:FILE, vqav2:DIR or embedded (default: embedded)", metavar="SRC"
+        ),
+        "--questions": dict(
+            help="questions file of VQAv2, GQA, TextVQA or VizWiz (default: the embedded scenes)"
+        ),
+        "--annotations": dict(
+            help="annotations file (default: the questions file, if it has the answers too)"
+        ),
+        "--images": dict(
+            help="folder of the pictures (default: that of the file of --data)", metavar="DIR"
+        ),
+        "--scoring": dict(
+            help="scorer (default: the one that fits the annotations)", choices=SCORERS
+        ),
+        "--guess": dict(
+            help="also guess the most frequent answer of each question type", default=False
+        ),
+        "--answerability": dict(
+            help="of VizWiz: also average precision and F1 of `unanswerable`", default=False
+        ),
         "--prompt": PROMPT_FLAG,
     }
     limit = f"questions, the first N (default: all of files, {EMBEDDED} of the embedded scenes)"
@@ -51,31 +77,56 @@ class Vqa(Benchmark):
         (kind, folder), self.known = source_parts(args.data or "embedded"), None
         is_paired = bool(args.questions) == bool(args.images and not args.data)
         if not is_paired or (args.annotations or args.answerability) and not args.questions:
-            raise UserError("--questions, --images, --annotations and --answerability go together: leave --data out")
+            raise UserError(
+                "--questions, --images, --annotations and --answerability go together: leave --data out"
+            )
         if kind not in ("embedded", "vqav2"):
             if args.prompt or args.scoring or args.guess:
-                raise UserError(f"{shown(args.data)} has complete prompts: no --prompt, --scoring or --guess")
+                raise UserError(
+                    f"{shown(args.data)} has complete prompts: no --prompt, --scoring or --guess"
+                )
             records = read_data(args.data, args.images)[: args.limit]
             groups = groups_of(records)
-            return [question_of(record, truth=record, group=groups.get(record.name, "")) for record in records]
+            return [
+                question_of(record, truth=record, group=groups.get(record.name, ""))
+                for record in records
+            ]
         if kind == "embedded" and not args.questions:
-            self.scoring, self.known = args.scoring or "official", embedded(TRAIN_QUESTIONS, "train")
+            self.scoring, self.known = (
+                args.scoring or "official",
+                embedded(TRAIN_QUESTIONS, "train"),
+            )
             return embedded(args.limit or EMBEDDED, "test", args.template)
         files = [args.questions, args.annotations]
         if kind == "vqav2":  # those of val2014 if they are there, else of train2014
-            files = [folder / name.replace("train2014", "val2014") for name in (QUESTIONS_FILE, ANNOTATIONS_FILE)]
-            files = files if files[0].is_file() else [folder / QUESTIONS_FILE, folder / ANNOTATIONS_FILE]
+            files = [
+                folder / name.replace("train2014", "val2014")
+                for name in (QUESTIONS_FILE, ANNOTATIONS_FILE)
+            ]
+            files = (
+                files
+                if files[0].is_file()
+                else [folder / QUESTIONS_FILE, folder / ANNOTATIONS_FILE]
+            )
         fitting, asked = read_vqa(*files)
         questions = questions_of(asked[: args.limit], args.images or folder, args.template)
         if fitting == "gqa" and args.scoring not in (None, "gqa", "paper"):
-            problem = f"{args.scoring} scoring cannot apply to one answer a question: take --scoring gqa"
+            problem = (
+                f"{args.scoring} scoring cannot apply to one answer a question: take --scoring gqa"
+            )
             raise UserError(f"{shown(files[1] or files[0])}: {problem}")
         self.scoring, self.known = args.scoring or fitting, [] if args.guess else None
         if args.answerability:
             if any(q.truth.answerable is None for q in questions):
-                raise UserError("--answerability: no annotation says which questions are answerable: give VizWiz's")
-            word = "Unanswerable" if "'Unanswerable'" in args.template else "unanswerable"  # as it is asked for
-            questions += [replace(q, id=f"{q.id}, {word}", choices=(word,), scored=True) for q in questions]
+                raise UserError(
+                    "--answerability: no annotation says which questions are answerable: give VizWiz's"
+                )
+            word = (
+                "Unanswerable" if "'Unanswerable'" in args.template else "unanswerable"
+            )  # as it is asked for
+            questions += [
+                replace(q, id=f"{q.id}, {word}", choices=(word,), scored=True) for q in questions
+            ]
         return questions
 
     def score(self, question, answer: Any):
@@ -93,12 +144,16 @@ class Vqa(Benchmark):
             lines = super().summary(scored)
         elif scored:
             values = summarize([(row.question.truth, sum(row.scores.values())) for row in scored])
-            by_question = {f"  {name}": value for name, value in values["per_question_type"].items()}
+            by_question = {
+                f"  {name}": value for name, value in values["per_question_type"].items()
+            }
             percents = {"overall": values["overall"], **values["per_answer_type"], **by_question}
             lines = {name: {"VQA accuracy": value} for name, value in percents.items()}
         if unsure := [row for row in rows if row.question.scored]:
             cannot = [row.question.truth.answerable == 0 for row in unsure]
-            lines["answerability"] = {**answerability(cannot, [math.exp(*row.answer) for row in unsure])}
+            lines["answerability"] = {
+                **answerability(cannot, [math.exp(*row.answer) for row in unsure])
+            }
         return lines
 
     def baselines(self, rows):
@@ -111,7 +166,11 @@ class Vqa(Benchmark):
         id_, answer = NAMES.get(self.scoring, ("question_id", "answer"))
         results, unsure = [], []
         for q, said, scores in rows:
-            more = {"question": q.prefix, "right": truths_of(q.truth), **scores} if isinstance(q.truth, Record) else {}
+            more = (
+                {"question": q.prefix, "right": truths_of(q.truth), **scores}
+                if isinstance(q.truth, Record)
+                else {}
+            )
             if q.scored:
                 unsure.append({id_: q.truth.question_id, "answerable": 1 - math.exp(*said)})
             else:
@@ -128,24 +187,37 @@ class Vqa(Benchmark):
 def embedded(limit: int = EMBEDDED, split: str = "test", template: str = PROMPT) -> list[Question]:
     """The first `limit` questions on the embedded scenes of a split."""
     pictures = -(-limit // len(scenes.QUESTIONS))
-    return of_samples([s for n in range(pictures) for s in scenes.vqa_picture(split, n)][:limit], split, template)
+    return of_samples(
+        [s for n in range(pictures) for s in scenes.vqa_picture(split, n)][:limit], split, template
+    )
 
 
-def of_samples(samples: Iterable[scenes.Sample], split: str, template: str = PROMPT) -> list[Question]:
+def of_samples(
+    samples: Iterable[scenes.Sample], split: str, template: str = PROMPT
+) -> list[Question]:
     """Questions on embedded scenes; their truth is an `Annotation` by ten people who agree."""
     questions = []
     for s in samples:
         answers = tuple({"answer": s.suffix, "answer_id": i} for i in range(1, 11))
-        truth = Annotation(s.question_id, answers, s.suffix, s.answer_type, s.question_type, question=s.question)
+        truth = Annotation(
+            s.question_id, answers, s.suffix, s.answer_type, s.question_type, question=s.question
+        )
         prompt = fill_prompt(template, s.question)
-        questions.append(Question(s.question_id, f"{split}/{s.image_id}", s.scene.render, prompt, truth=truth))
+        questions.append(
+            Question(s.question_id, f"{split}/{s.image_id}", s.scene.render, prompt, truth=truth)
+        )
     return questions
 
 
-def questions_of(asked: Iterable[Annotation], images=None, template: str = PROMPT) -> list[Question]:
+def questions_of(
+    asked: Iterable[Annotation], images=None, template: str = PROMPT
+) -> list[Question]:
     """Questions of published files on pictures in the folder `images`. Raises UserError for a picture not in it."""
     pairs = [(a, find_picture(images, a.image) if images else ()) for a in asked]
-    return [Question(a.question_id, a.image, path, fill_prompt(template, a.question), truth=a) for a, path in pairs]
+    return [
+        Question(a.question_id, a.image, path, fill_prompt(template, a.question), truth=a)
+        for a, path in pairs
+    ]
 
 
 # Guesses, and the accuracies of a training run
@@ -157,28 +229,42 @@ def text_only_guesses(test: Sequence[Question], train: Sequence[Question]) -> li
     frequent answer of each question type in `test` itself: the upper bound of constant ones."""
 
     def keys(question: Question) -> list[tuple]:
-        return [("question", question.truth.question)] * bool(train) + [("type", question.truth.question_type), ()]
+        return [("question", question.truth.question)] * bool(train) + [
+            ("type", question.truth.question_type),
+            (),
+        ]
 
     counts: dict[tuple, Counter[str]] = defaultdict(Counter)
     for question in train or test:
         for key in keys(question):
             counts[key][question.truth.answer] += 1
-    best = {key: min(answers, key=lambda text: (-answers[text], text)) for key, answers in counts.items()}
+    best = {
+        key: min(answers, key=lambda text: (-answers[text], text))
+        for key, answers in counts.items()
+    }
     return [next(best[key] for key in keys(question) if key in best) for question in test]
 
 
-def guess_accuracy(test: Sequence[Question], train: Sequence[Question] | None = None) -> dict[str, float]:
+def guess_accuracy(
+    test: Sequence[Question], train: Sequence[Question] | None = None
+) -> dict[str, float]:
     """{"overall": percent, answer type: percent, …} of text-only guesses by exact match; train: default embedded."""
     guesses = text_only_guesses(test, train or embedded(TRAIN_QUESTIONS, "train"))
-    values = summarize([(q.truth, guess == q.truth.answer) for q, guess in zip(test, guesses, strict=True)])
+    values = summarize(
+        [(q.truth, guess == q.truth.answer) for q, guess in zip(test, guesses, strict=True)]
+    )
     return {"overall": values["overall"]} | values["per_answer_type"]
 
 
-def evaluate_embedded(model, processor, limit: int, progress: str | None = None, *, ask_all: Callable) -> dict:
+def evaluate_embedded(
+    model, processor, limit: int, progress: str | None = None, *, ask_all: Callable
+) -> dict:
     """{"overall", "per_answer_type", "per_question_type"} on `limit` questions of the embedded test split."""
     asked = embedded(limit)
     answers = ask_all(model, processor, asked, progress=progress)
-    return summarize([(q.truth, official(q.truth, answer)) for q, answer in zip(asked, answers, strict=True)])
+    return summarize(
+        [(q.truth, official(q.truth, answer)) for q, answer in zip(asked, answers, strict=True)]
+    )
 
 
 main = partial(run, Vqa())

@@ -36,7 +36,10 @@ _CONTRACTED = """
     wouldn't wouldn't've y'all y'all'd've y'all'll you'd you'd've you'll you're you've""".split()
 # A word without one of its apostrophes gets it back; one entry of the official list is reversed.
 CONTRACTIONS = {
-    word[:at] + word[at + 1 :]: word for word in _CONTRACTED for at, letter in enumerate(word) if letter == "'"
+    word[:at] + word[at + 1 :]: word
+    for word in _CONTRACTED
+    for at, letter in enumerate(word)
+    if letter == "'"
 } | {"somebody'd": "somebodyd"}
 
 
@@ -54,7 +57,9 @@ def clean(text: str) -> str:
         # decided on the original text: "1,000 (approx)" loses its comma, "red/blue" becomes two words
         apart = mark + " " in text or " " + mark in text
         result = result.replace(mark, "" if apart or number else " ")
-    result = LONE_PERIOD.sub("", result, count=32)  # the official call passes re.UNICODE, 32, where the count goes
+    result = LONE_PERIOD.sub(
+        "", result, count=32
+    )  # the official call passes re.UNICODE, 32, where the count goes
     words = (NUMBERS.get(word, word) for word in result.lower().split())
     return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in ARTICLES)
 
@@ -77,7 +82,10 @@ def leave_one_out(records: list, prediction: str) -> float:
 
 def by_position(annotation: Annotation, normalize: Callable[[str], str]) -> list[dict]:
     """The records of annotators who differ by their place alone."""
-    return [{"answer": normalize(given["answer"]), "at": at} for at, given in enumerate(annotation.answers)]
+    return [
+        {"answer": normalize(given["answer"]), "at": at}
+        for at, given in enumerate(annotation.answers)
+    ]
 
 
 def official(annotation: Annotation, prediction: str) -> float:
@@ -92,7 +100,9 @@ def official(annotation: Annotation, prediction: str) -> float:
 
 def paper(annotation: Annotation, prediction: str) -> float:
     """The script of the differential PaliGemma paper: min(1, matches / 3) on lower-cased raw strings."""
-    return min(1, sum(given["answer"].lower() == prediction.lower() for given in annotation.answers) / 3)
+    return min(
+        1, sum(given["answer"].lower() == prediction.lower() for given in annotation.answers) / 3
+    )
 
 
 def textvqa(annotation: Annotation, prediction: str) -> float:
@@ -113,7 +123,9 @@ def gqa(annotation: Annotation, prediction: str) -> float:
 
 def exact_match(answer: str, truths: Iterable[str]) -> bool:
     """Whether the answer is one of the right ones; case, space at the ends, and how accents are written aside."""
-    said, *right = (unicodedata.normalize("NFC", text).strip().lower() for text in (answer, *truths))
+    said, *right = (
+        unicodedata.normalize("NFC", text).strip().lower() for text in (answer, *truths)
+    )
     return said in right
 
 
@@ -123,7 +135,9 @@ def answerability(is_unanswerable: Sequence[bool], scores: Sequence[float]) -> d
     by step, over the distinct scores from high to low."""
     found = seen = 0
     precision = 0.0
-    for _, group in groupby(sorted(zip(scores, is_unanswerable, strict=True), reverse=True), key=lambda pair: pair[0]):
+    for _, group in groupby(
+        sorted(zip(scores, is_unanswerable, strict=True), reverse=True), key=lambda pair: pair[0]
+    ):
         hits = [hit for _, hit in group]
         found, seen = found + sum(hits), seen + len(hits)
         precision += sum(hits) * found / seen
@@ -132,11 +146,15 @@ def answerability(is_unanswerable: Sequence[bool], scores: Sequence[float]) -> d
     return {"AP": round(100 * precision / max(1, found), 2), "F1": round(f1, 2)}
 
 
-def record_scores(record: Record, answer: str, score: Callable[..., float] = official) -> dict[str, float]:
+def record_scores(
+    record: Record, answer: str, score: Callable[..., float] = official
+) -> dict[str, float]:
     """Exact match of an own example, and accuracy by `score`, 0 to 1, where ANNOTATORS or more people have answered."""
     scores = {"exact_match": float(exact_match(answer, truths_of(record)))}
     if len(record.answers) >= ANNOTATORS:
-        given = tuple({"answer": text, "answer_id": number} for number, text in enumerate(record.answers))
+        given = tuple(
+            {"answer": text, "answer_id": number} for number, text in enumerate(record.answers)
+        )
         scores["vqa_accuracy"] = score(Annotation(record.name, given), answer)
     return scores
 
@@ -157,7 +175,11 @@ def summarize(scores: Sequence[tuple[Annotation, float]]) -> dict:
         groups = defaultdict(list)
         for annotation, accuracy in scores:
             groups[kind(annotation)].append(accuracy)
-        return {name: round(100 * sum(of) / len(of), 2) for name, of in groups.items() if name is not None}
+        return {
+            name: round(100 * sum(of) / len(of), 2)
+            for name, of in groups.items()
+            if name is not None
+        }
 
     types = {f"per_{name}": percents(attrgetter(name)) for name in ("answer_type", "question_type")}
     return percents(lambda annotation: "overall") | types

@@ -26,13 +26,21 @@ from weights.fingerprint import gathered, tensor_fingerprint
 from weights.load import open_tensors
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
-PEFT, HF, GRAFT = "base_model.model.", "model.", "differential."  # PEFT's wrapper, transformers' prefix, and of grafts
+PEFT, HF, GRAFT = (
+    "base_model.model.",
+    "model.",
+    "differential.",
+)  # PEFT's wrapper, transformers' prefix, and of grafts
 # The paper's choice: q, k, v, o, gate, up and down of the decoder, and nothing of the vision tower.
 DECODER_TARGETS = r"language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 # Keys of PEFT that are read, or that change nothing of what the saved tensors compute. A value under any other is a
 # feature that would be lost without notice.
 _TEXTS = {"base_model_name_or_path", "prompt", "quantized", "peft_version", "revision", "task_type"}
-_NUMBERS = {"r", "lora_alpha", "lora_dropout"}  # null is none of them; for other keys it means the default
+_NUMBERS = {
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+}  # null is none of them; for other keys it means the default
 GRAFTED = "DIFFERENTIAL_LORA"  # the peft_type beside a graft; earlier files have LORA there too
 # Values of plain LoRA, the default first. Other initial values ("pissa", "olora", …) change the base too.
 _PLAIN = {"peft_type": ["LORA", GRAFTED], "bias": ["none"]}
@@ -49,8 +57,12 @@ class LoRALinear(nn.Module):
         super().__init__()
         self.base_layer, self.alpha = base_layer, alpha
         device = base_layer.weight.device
-        self.lora = LowRank(base_layer.in_features, base_layer.out_features, r, alpha, dropout, device)
-        self.original: torch.Tensor | None = None  # W while merged; not a buffer, so it is neither saved nor moved
+        self.lora = LowRank(
+            base_layer.in_features, base_layer.out_features, r, alpha, dropout, device
+        )
+        self.original: torch.Tensor | None = (
+            None  # W while merged; not a buffer, so it is neither saved nor moved
+        )
         self.train(base_layer.training)
 
     @property
@@ -74,7 +86,10 @@ class LoRALinear(nn.Module):
     def unmerge(self) -> None:
         """Restore W, to the bit."""
         if self.original is not None:
-            self.base_layer.weight.data, self.original = self.original.to(self.base_layer.weight), None
+            self.base_layer.weight.data, self.original = (
+                self.original.to(self.base_layer.weight),
+                None,
+            )
 
 
 def matching(targets: str | list[str], paths: Iterable[str]) -> list[str]:
@@ -83,21 +98,37 @@ def matching(targets: str | list[str], paths: Iterable[str]) -> list[str]:
     A string is a regular expression for whole paths, a list names their endings, at dots.
     """
     if isinstance(targets, str):
-        return [path for path in paths if re.fullmatch(targets, path) or re.fullmatch(targets, HF + path)]
-    return [path for path in paths if f".{HF}{path}".endswith(tuple(f".{ending}" for ending in targets))]
+        return [
+            path
+            for path in paths
+            if re.fullmatch(targets, path) or re.fullmatch(targets, HF + path)
+        ]
+    return [
+        path for path in paths if f".{HF}{path}".endswith(tuple(f".{ending}" for ending in targets))
+    ]
 
 
 def free_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Every linear layer that may carry LoRA, by its path: part neither of an adapter nor of a graft."""
     modules, grafted = dict(model.named_modules()), new_parameters(model)
-    taken = tuple(f"{path}." for path, module in modules.items() if isinstance(module, LoRALinear | LowRank))
-    linear = {path: m for path, m in modules.items() if isinstance(m, nn.Linear) and type(m) is not Int8Embedding}
-    return {p: m for p, m in linear.items() if not p.startswith(taken) and f"{p}.weight" not in grafted}
+    taken = tuple(
+        f"{path}." for path, module in modules.items() if isinstance(module, LoRALinear | LowRank)
+    )
+    linear = {
+        path: m
+        for path, m in modules.items()
+        if isinstance(m, nn.Linear) and type(m) is not Int8Embedding
+    }
+    return {
+        p: m for p, m in linear.items() if not p.startswith(taken) and f"{p}.weight" not in grafted
+    }
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
     """Every layer that carries LoRA, by its path."""
-    return {path: module for path, module in model.named_modules() if isinstance(module, LoRALinear)}
+    return {
+        path: module for path, module in model.named_modules() if isinstance(module, LoRALinear)
+    }
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -106,10 +137,14 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     for path, layer in lora_layers(model).items():
         for half in ("lora_A", "lora_B"):
             parameters[f"{PEFT}{HF}{path}.{half}.weight"] = getattr(layer.lora, half).weight
-    return parameters | {GRAFT + name: parameter for name, parameter in new_parameters(model).items()}
+    return parameters | {
+        GRAFT + name: parameter for name, parameter in new_parameters(model).items()
+    }
 
 
-def inject(model: Adaptable, targets: str | list[str], r: int, alpha: float, dropout: float = 0.0) -> list[str]:
+def inject(
+    model: Adaptable, targets: str | list[str], r: int, alpha: float, dropout: float = 0.0
+) -> list[str]:
     """Put LoRA of rank `r`, scaled by alpha / r, on every linear layer that `targets` names; return their paths.
 
     `targets`: see `matching`; a list like ["q_proj"] reaches the vision tower too. Afterwards only LoRA and parameters
@@ -119,10 +154,14 @@ def inject(model: Adaptable, targets: str | list[str], r: int, alpha: float, dro
     try:
         paths = matching(targets, layers)
     except re.error as error:
-        raise UserError(f"LoRA targets: {quoted(targets)} is no regular expression ({error}): correct it") from None
+        raise UserError(
+            f"LoRA targets: {quoted(targets)} is no regular expression ({error}): correct it"
+        ) from None
     if not paths:
         known = ", ".join(list(layers)[-7:]) or "(none is left)"
-        raise UserError(f"LoRA targets {targets!r} match no free linear layer: paths look like {known}")
+        raise UserError(
+            f"LoRA targets {targets!r} match no free linear layer: paths look like {known}"
+        )
     for path in paths:
         model.set_submodule(path, LoRALinear(layers[path], r, alpha, dropout))
     model.requires_grad_(False)
@@ -140,7 +179,10 @@ def merge(model: Adaptable) -> None:
     layers = lora_layers(model)
     for path in layers:
         parent, _, name = path.rpartition(".")
-        if isinstance(attention := model.get_submodule(parent), Differential) and name in attention.read_twice:
+        if (
+            isinstance(attention := model.get_submodule(parent), Differential)
+            and name in attention.read_twice
+        ):
             problem = f"in attention of kind {attention.kind!r} a second branch shares this weight"
             raise UserError(f"{path}: cannot be merged: {problem}: keep the adapter unmerged")
     if model.quantized is not None:
@@ -162,7 +204,9 @@ def unmerge(model: nn.Module) -> None:
 def disabled(model: nn.Module) -> Iterator[None]:
     """Within the block, every low-rank update is off, merged ones and those of grafts included. Blocks may nest."""
     merged = [layer for layer in lora_layers(model).values() if layer.merged]
-    enabled = [module for module in model.modules() if isinstance(module, LowRank) and module.enabled]
+    enabled = [
+        module for module in model.modules() if isinstance(module, LowRank) and module.enabled
+    ]
     try:
         unmerge(model)
         for module in enabled:
@@ -189,8 +233,14 @@ def quantize(model: Adaptable, kind: str = "int8", head: bool = False) -> None:
     with `head`. `load` quantizes its base in the same way. Raises UserError as `replaceable`, and for merged LoRA."""
     layers, trained = replaceable(model, kind, head), set(adapter_parameters(model).values())
     if any(layer.merged for layer in lora_layers(model).values()):
-        raise UserError(f"LoRA is merged into the weights that are to be quantized to {kind}: unmerge it first")
-    pack(model, kind, {path: layer for path, layer in layers.items() if layer[0].weight not in trained})
+        raise UserError(
+            f"LoRA is merged into the weights that are to be quantized to {kind}: unmerge it first"
+        )
+    pack(
+        model,
+        kind,
+        {path: layer for path, layer in layers.items() if layer[0].weight not in trained},
+    )
 
 
 def fingerprint(model: Adaptable) -> str:
@@ -205,11 +255,21 @@ def fingerprint(model: Adaptable) -> str:
     base: dict[str, Any] = {name: p for name, p in model.named_parameters() if p not in adapter}
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLinear | LoRALinear) and module.original is not None:
-            base[f"{path}.weight"] = module.original  # behind that of base_layer, which it replaces below
-    return tensor_fingerprint({name.replace(".base_layer.", "."): tensor for name, tensor in base.items()})
+            base[f"{path}.weight"] = (
+                module.original
+            )  # behind that of base_layer, which it replaces below
+    return tensor_fingerprint(
+        {name.replace(".base_layer.", "."): tensor for name, tensor in base.items()}
+    )
 
 
-def save(model: Adaptable, folder: str | Path, base: str | None = None, prompt: str | None = None, write=True) -> None:
+def save(
+    model: Adaptable,
+    folder: str | Path,
+    base: str | None = None,
+    prompt: str | None = None,
+    write=True,
+) -> None:
     """Write the adapter of `model` to `folder` in PEFT's format: the config, which names `base`, last.
 
     prompt: the template of the questions that it was trained on, for evaluation. Where FSDP2 has sharded the model,
@@ -221,20 +281,40 @@ def save(model: Adaptable, folder: str | Path, base: str | None = None, prompt: 
         raise UserError("the model has no adapter to save: inject LoRA, or graft a variant, first")
     held = set(parameters.values())
     if other := [name for name, p in model.named_parameters() if p.requires_grad and p not in held]:
-        raise UserError(f"{len(other)} parameters outside the adapter are trained ({other[0]}, …): freeze them")
+        raise UserError(
+            f"{len(other)} parameters outside the adapter are trained ({other[0]}, …): freeze them"
+        )
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in parameters.items():
         whole = gathered(parameter).detach()  # one at a time, and kept only where it is written
         tensors[name] = whole.cpu().contiguous() if write else torch.empty(0)
-    metadata = {"base_fingerprint": fingerprint(model)}  # one entry: the package writes several in random order
-    layers = {HF + path: layer for path, layer in lora_layers(model).items()}  # an ending would match more layers
+    metadata = {
+        "base_fingerprint": fingerprint(model)
+    }  # one entry: the package writes several in random order
+    layers = {
+        HF + path: layer for path, layer in lora_layers(model).items()
+    }  # an ending would match more layers
     sizes = [(layer.lora.r, layer.alpha, layer.lora.dropout) for layer in layers.values()]
     r, alpha, dropout = sizes[0] if sizes else (1, 1, 0.0)
     grafts = [record.arguments() for record in model.grafts]
-    config = {"peft_type": GRAFTED if grafts else "LORA", "base_model_name_or_path": base, "r": r, "lora_alpha": alpha}
-    config |= {"lora_dropout": dropout, "bias": "none", "inference_mode": True, "target_modules": list(layers)}
-    config["rank_pattern"] = {path: layer.lora.r for path, layer in layers.items() if layer.lora.r != r}
-    config["alpha_pattern"] = {path: layer.alpha for path, layer in layers.items() if layer.alpha != alpha}
+    config = {
+        "peft_type": GRAFTED if grafts else "LORA",
+        "base_model_name_or_path": base,
+        "r": r,
+        "lora_alpha": alpha,
+    }
+    config |= {
+        "lora_dropout": dropout,
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": list(layers),
+    }
+    config["rank_pattern"] = {
+        path: layer.lora.r for path, layer in layers.items() if layer.lora.r != r
+    }
+    config["alpha_pattern"] = {
+        path: layer.alpha for path, layer in layers.items() if layer.alpha != alpha
+    }
     added = {"prompt": prompt, "quantized": model.quantized, "differential": grafts or None}
     config |= {key: value for key, value in added.items() if value is not None}
     if write:
@@ -246,14 +326,18 @@ def save(model: Adaptable, folder: str | Path, base: str | None = None, prompt: 
 def read_config(folder: str | Path) -> dict:
     """The config of the adapter in `folder`, without null keys. Raises UserError for all but plain LoRA and grafts."""
     path = Path(folder) / CONFIG_FILE
-    config = {key: value for key, value in read_json(path).items() if value is not None or key in _NUMBERS}
+    config = {
+        key: value for key, value in read_json(path).items() if value is not None or key in _NUMBERS
+    }
     known = _TEXTS | _NUMBERS | _PLAIN.keys() | set(_OTHERS.split())
     strange = [key for key, value in config.items() if value and key not in known or value is None]
     strange += [key for key in _TEXTS & config.keys() if not isinstance(config[key], str)]
     strange += [key for key, plain in _PLAIN.items() if config.get(key, plain[0]) not in plain]
     if strange:
         features = ", ".join(f"{shown(key, 80)} {quoted(config[key])}" for key in strange[:8])
-        raise UserError(f"{shown(path)}: uses {features}, but only plain LoRA can be loaded: convert it with PEFT")
+        raise UserError(
+            f"{shown(path)}: uses {features}, but only plain LoRA can be loaded: convert it with PEFT"
+        )
     return config
 
 
@@ -265,30 +349,45 @@ def load(model: Adaptable, folder: str | Path, *, force: bool = False) -> list[s
     """
     folder = Path(folder)
     if adapter_parameters(model):
-        raise UserError(f"{folder}: the model has an adapter already: load this one onto a plain base")
+        raise UserError(
+            f"{folder}: the model has an adapter already: load this one onto a plain base"
+        )
     config, file = read_config(folder), open_tensors(folder / TENSOR_FILE)
     try:
         for call in config.get("differential", []):
             graft(model, **call)
-        expected, actual = (file.metadata() or {}).get("base_fingerprint"), fingerprint(model)  # PEFT leaves none
+        expected, actual = (
+            (file.metadata() or {}).get("base_fingerprint"),
+            fingerprint(model),
+        )  # PEFT leaves none
         if expected and expected != actual and not force:
             base = shown(config.get("base_model_name_or_path", "a base without a name"))
-            problem = f"was trained on another base, {base} ({shown(expected, 80)}), this is {actual}"
+            problem = (
+                f"was trained on another base, {base} ({shown(expected, 80)}), this is {actual}"
+            )
             raise UserError(f"{folder}: {problem}: load that one, or force the adapter onto this")
         tensors = _put_lora(model, config, {name: file.get_tensor(name) for name in file.keys()})
     except (TypeError, AttributeError, OverflowError, re.error) as error:
-        raise UserError(f"{shown(folder / CONFIG_FILE)}: cannot be used ({shown(str(error))}): correct it") from None
+        raise UserError(
+            f"{shown(folder / CONFIG_FILE)}: cannot be used ({shown(str(error))}): correct it"
+        ) from None
     parameters = adapter_parameters(model)
     problems = [f"missing {name}" for name in parameters.keys() - tensors.keys()]
     problems += [f"unexpected {shown(name)}" for name in tensors.keys() - parameters.keys()]
     for name in parameters.keys() & tensors.keys():
         tensor, shape = tensors[name], parameters[name].shape
-        finite = tensor.is_floating_point() and tensor.float().isfinite().all()  # in fp32, which it will have
+        finite = (
+            tensor.is_floating_point() and tensor.float().isfinite().all()
+        )  # in fp32, which it will have
         if tensor.shape != shape or not finite:
-            problems.append(f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected finite floats {tuple(shape)}")
+            problems.append(
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected finite floats {tuple(shape)}"
+            )
     if problems:
         listed = f"{len(problems)} problems: {'; '.join(sorted(problems)[:8])}"
-        raise UserError(f"{folder / TENSOR_FILE}: does not fit the model, {listed}: load its own base")
+        raise UserError(
+            f"{folder / TENSOR_FILE}: does not fit the model, {listed}: load its own base"
+        )
     model.requires_grad_(False)
     for name, parameter in parameters.items():
         parameter.copy_(tensors[name]).requires_grad_(True)
@@ -297,27 +396,45 @@ def load(model: Adaptable, folder: str | Path, *, force: bool = False) -> list[s
     return list(lora_layers(model))
 
 
-def _put_lora(model: Adaptable, config: dict, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _put_lora(
+    model: Adaptable, config: dict, tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Put LoRA on the layers of an adapter's file; return its tensors under the names of `save`."""
-    layers, renamed, spelt = free_layers(model), {}, {}  # spelt: a layer's path in the file, by ours
+    layers, renamed, spelt = (
+        free_layers(model),
+        {},
+        {},
+    )  # spelt: a layer's path in the file, by ours
     for name, tensor in tensors.items():
         if match := re.fullmatch(rf"{re.escape(PEFT)}(.+)\.(lora_[AB])\.weight", name):
-            path = match[1].removeprefix(HF)  # before transformers 4.52 below the decoder and the tower, not above
-            path = re.sub(r"^(language_model)\.model\.|^(vision_tower)\.vision_model\.", r"\1\2.", path)
+            path = match[1].removeprefix(
+                HF
+            )  # before transformers 4.52 below the decoder and the tower, not above
+            path = re.sub(
+                r"^(language_model)\.model\.|^(vision_tower)\.vision_model\.", r"\1\2.", path
+            )
             if path in layers:
                 spelt[path], name = match[1], f"{PEFT}{HF}{path}.{match[2]}.weight"
         renamed[name] = tensor
     if "layers_to_transform" not in config:  # layers that are named and missing in the file, too
-        named, excluded = (matching(config.get(f"{key}_modules", []), layers) for key in ("target", "exclude"))
+        named, excluded = (
+            matching(config.get(f"{key}_modules", []), layers) for key in ("target", "exclude")
+        )
         spelt = {path: HF + path for path in named if path not in excluded} | spelt
 
     def value(patterns: str, default: str, path: str) -> Any:
         """Of the first pattern that matches an ending of the path at a dot, as in PEFT, or the default."""
-        matched = (v for key, v in config.get(patterns, {}).items() if re.fullmatch(rf"(.*\.)?({key})", path))
+        matched = (
+            v
+            for key, v in config.get(patterns, {}).items()
+            if re.fullmatch(rf"(.*\.)?({key})", path)
+        )
         return next(matched, config.get(default, 8))
 
     for path, name in spelt.items():
         r, alpha = value("rank_pattern", "r", name), value("alpha_pattern", "lora_alpha", name)
         alpha = alpha * r**0.5 if config.get("use_rslora") else alpha  # scaled by alpha / √r
-        model.set_submodule(path, LoRALinear(layers[path], r, alpha, config.get("lora_dropout", 0.0)))
+        model.set_submodule(
+            path, LoRALinear(layers[path], r, alpha, config.get("lora_dropout", 0.0))
+        )
     return renamed

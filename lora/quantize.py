@@ -21,7 +21,15 @@ from torch.autograd.function import once_differentiable
 from model import cpu
 from model.common import UserError, quoted
 from model.gemma import Adaptable, Gemma
-from model.linear import BLOCK_ROWS, Embedding, Linear, block_rows, by_blocks, fp32_is_faster, linear
+from model.linear import (
+    BLOCK_ROWS,
+    Embedding,
+    Linear,
+    block_rows,
+    by_blocks,
+    fp32_is_faster,
+    linear,
+)
 from weights.fingerprint import sample
 
 GROUP, NESTED_BLOCK = 64, 256  # weights with one scale, scales with one scale of their own
@@ -36,9 +44,13 @@ class QuantizedLinear(Linear):
 
     kind: ClassVar[str]
     encode: ClassVar[Callable]  # rows (n, in) of W to their codes and their scales
-    unpack: ClassVar[Callable]  # (stored(), shape of W, dtype, start, a multiple of BLOCK_ROWS, end) to rows of W
+    unpack: ClassVar[
+        Callable
+    ]  # (stored(), shape of W, dtype, start, a multiple of BLOCK_ROWS, end) to rows of W
 
-    def __init__(self, linear: nn.Linear | nn.Embedding, dtype: torch.dtype | None = None, device: Any = None):
+    def __init__(
+        self, linear: nn.Linear | nn.Embedding, dtype: torch.dtype | None = None, device: Any = None
+    ):
         """The weight is cast to `dtype` and moved to `device` first, a few rows at a time; None: as it is."""
         nn.Module.__init__(self)
         weight = linear.weight.detach()
@@ -46,7 +58,10 @@ class QuantizedLinear(Linear):
         self.bias = getattr(linear, "bias", None)
         self.dtype = dtype or weight.dtype  # of the weights before
         self.original = None if weight.is_meta else sample(weight, self.dtype)
-        encoded = [self.encode(rows.to(device, self.dtype)) for rows in weight.split(block_rows(self.in_features))]
+        encoded = [
+            self.encode(rows.to(device, self.dtype))
+            for rows in weight.split(block_rows(self.in_features))
+        ]
         codes, scale = map(torch.cat, zip(*encoded, strict=True))
         self.weight = nn.Parameter(codes, requires_grad=False)
         for name, buffer in self.scales_of(scale).items():
@@ -67,12 +82,20 @@ class QuantizedLinear(Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        few = x.dtype == torch.bfloat16 and x.device.type == "cpu" and 0 < x.numel() <= FEW_ROWS * self.in_features
+        few = (
+            x.dtype == torch.bfloat16
+            and x.device.type == "cpu"
+            and 0 < x.numel() <= FEW_ROWS * self.in_features
+        )
         few = few and not cpu.needs_gradient(x)
         y = self.multiply_few(x.reshape(-1, self.in_features).contiguous()) if few else None
         if y is None:
-            y = _Product.apply(x, self.unpack, (self.out_features, self.in_features), *self.stored())
-        return (y if self.bias is None else y + self.bias.to(y.dtype)).view(*x.shape[:-1], self.out_features)
+            y = _Product.apply(
+                x, self.unpack, (self.out_features, self.in_features), *self.stored()
+            )
+        return (y if self.bias is None else y + self.bias.to(y.dtype)).view(
+            *x.shape[:-1], self.out_features
+        )
 
     def _apply(self, fn, recurse=True):
         """As nn.Module's, but `model.to(dtype)` moves the scales without rounding them."""
@@ -85,7 +108,9 @@ class QuantizedLinear(Linear):
 
     def put_back(self) -> nn.Module:
         """A plain layer of the weights that this one computes with, in the dtype that they had before."""
-        whole = self.unpack(self.stored(), (self.out_features, self.in_features), self.dtype, 0, self.out_features)
+        whole = self.unpack(
+            self.stored(), (self.out_features, self.in_features), self.dtype, 0, self.out_features
+        )
         with torch.device("meta"):
             plain = Linear(self.in_features, self.out_features, bias=False)
         plain.weight, plain.bias = nn.Parameter(whole.contiguous(), requires_grad=False), self.bias
@@ -126,7 +151,9 @@ class Int8Linear(QuantizedLinear):
         steps = rows.to(torch.float32, copy=True)
         largest = steps.abs().amax(dim=1)
         scale = (largest / 127).bfloat16().float()
-        return steps.div_(torch.where(largest > 0, scale, 1.0)[:, None]).round_().to(torch.int8), scale
+        return steps.div_(torch.where(largest > 0, scale, 1.0)[:, None]).round_().to(
+            torch.int8
+        ), scale
 
     @staticmethod
     def unpack(stored, shape, dtype, start, end):
@@ -134,7 +161,9 @@ class Int8Linear(QuantizedLinear):
         return weight[start:end].to(dtype).mul_(scale[start:end, None].to(dtype))
 
     def multiply_few(self, x):
-        if _int8_product is None or self.in_features % GROUP:  # it leaves out what exceeds whole vectors
+        if (
+            _int8_product is None or self.in_features % GROUP
+        ):  # it leaves out what exceeds whole vectors
             return None
         return _int8_product(x, self.weight, self.scale.bfloat16())
 
@@ -168,9 +197,13 @@ class Int4Linear(QuantizedLinear):
         low, high = groups.aminmax(dim=2, keepdim=True)
         scale = ((high - low) / 15).bfloat16().float()
         zero = (low + 8 * scale).bfloat16().float()
-        codes = (groups - zero).div_(torch.where(scale > 0, scale, 1.0)).round_().add_(8).clamp_(0, 15)
+        codes = (
+            (groups - zero).div_(torch.where(scale > 0, scale, 1.0)).round_().add_(8).clamp_(0, 15)
+        )
         scales = torch.cat((scale, zero), dim=2).bfloat16()  # (rows, groups, 2)
-        return _two_in_a_byte(codes.to(torch.uint8).flatten(1), *(int4_layout() or INT4_LAYOUTS[0])), scales
+        return _two_in_a_byte(
+            codes.to(torch.uint8).flatten(1), *(int4_layout() or INT4_LAYOUTS[0])
+        ), scales
 
     @staticmethod
     def scales_of(scale):
@@ -181,8 +214,20 @@ class Int4Linear(QuantizedLinear):
         weight, scales = stored
         block, apart = int4_layout() or INT4_LAYOUTS[0]
         rows, columns = -(-(end - start) // BLOCK_ROWS) * BLOCK_ROWS, 2 * weight.shape[1]
-        packed = weight[start : start + rows].view(-1, columns, block // (2 * apart), apart).transpose(0, 1)
-        codes = torch.empty(columns, rows // block, block // (2 * apart), 2, apart, dtype=dtype, device=weight.device)
+        packed = (
+            weight[start : start + rows]
+            .view(-1, columns, block // (2 * apart), apart)
+            .transpose(0, 1)
+        )
+        codes = torch.empty(
+            columns,
+            rows // block,
+            block // (2 * apart),
+            2,
+            apart,
+            dtype=dtype,
+            device=weight.device,
+        )
         codes[:, :, :, 0], codes[:, :, :, 1] = packed & 15, packed >> 4
         scale, zero = scales[:, None, start : start + rows].float().unbind(-1)  # (groups, 1, rows)
         lowest, scale = (zero - 8 * scale).to(dtype), scale.to(dtype)
@@ -207,7 +252,13 @@ INT4_LAYOUTS = ((64, 32), (32, 16), (32, 1), (16, 1))
 @cache
 def int4_layout() -> tuple[int, int] | None:
     """The one of INT4_LAYOUTS that PyTorch's product reads on this processor; None if there is no such product."""
-    codes = torch.arange(BLOCK_ROWS * GROUP).mul(7919).remainder(1009).remainder(16).view(BLOCK_ROWS, GROUP)
+    codes = (
+        torch.arange(BLOCK_ROWS * GROUP)
+        .mul(7919)
+        .remainder(1009)
+        .remainder(16)
+        .view(BLOCK_ROWS, GROUP)
+    )
     with contextlib.suppress(RuntimeError, TypeError):
         for layout in INT4_LAYOUTS:
             if torch.equal(_two_in_a_byte(codes.byte(), *layout), _int4_pack(codes.int(), 1)):
@@ -243,12 +294,19 @@ class Nf4Linear(QuantizedLinear):
 
     @staticmethod
     def scales_of(scale):
-        codes, table, offset = torch.tensor(NF4, device=scale.device), dynamic_table(scale.device), scale.mean()
+        codes, table, offset = (
+            torch.tensor(NF4, device=scale.device),
+            dynamic_table(scale.device),
+            scale.mean(),
+        )
         nested = F.pad(scale - offset, (0, -len(scale) % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
         nested_scale = nested.abs().amax(dim=1)
         steps = nested / torch.where(nested_scale > 0, nested_scale, 1.0)[:, None]
         numbers = _nearest(steps.flatten(), table)[: len(scale)].clone()
-        buffers = {"pairs": torch.cartesian_prod(codes, codes), "scale": numbers}  # pairs: of each byte
+        buffers = {
+            "pairs": torch.cartesian_prod(codes, codes),
+            "scale": numbers,
+        }  # pairs: of each byte
         return buffers | {"table": table, "nested_scale": nested_scale, "offset": offset}
 
     @staticmethod
@@ -257,7 +315,10 @@ class Nf4Linear(QuantizedLinear):
         first, last = start * shape[1] // GROUP, -(-end * shape[1] // GROUP)  # groups
         nested = nested_scale[torch.arange(first, last, device=weight.device) // NESTED_BLOCK]
         scale = table[scale[first:last].int()] * nested + offset
-        values = pairs[weight[first * GROUP // 2 : last * GROUP // 2].int()].view(-1, GROUP) * scale[:, None]
+        values = (
+            pairs[weight[first * GROUP // 2 : last * GROUP // 2].int()].view(-1, GROUP)
+            * scale[:, None]
+        )
         return values.flatten()[: (end - start) * shape[1]].view(end - start, shape[1]).to(dtype)
 
 
@@ -285,12 +346,19 @@ def _nearest(values: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     return numbers
 
 
-KINDS: dict[str, type[QuantizedLinear]] = {layer.kind: layer for layer in (Int8Linear, Int4Linear, Nf4Linear)}
-BF16_KINDS = ("int8", "int4")  # which PyTorch multiplies on a CPU in bf16; their embedding and head may be in 8 bits
+KINDS: dict[str, type[QuantizedLinear]] = {
+    layer.kind: layer for layer in (Int8Linear, Int4Linear, Nf4Linear)
+}
+BF16_KINDS = (
+    "int8",
+    "int4",
+)  # which PyTorch multiplies on a CPU in bf16; their embedding and head may be in 8 bits
 MIN_OUTPUTS = 16  # a layer with fewer is a gate: it stays as it is
 
 
-def replaceable(model: Adaptable, kind: str, head: bool = False) -> dict[str, tuple[Any, type[QuantizedLinear]]]:
+def replaceable(
+    model: Adaptable, kind: str, head: bool = False
+) -> dict[str, tuple[Any, type[QuantizedLinear]]]:
     """The layers of `model` that `kind` replaces, and by which class, by path: all frozen linear layers but the head.
 
     With `head`, whether frozen or not, and embedding and head, too, for a kind of BF16_KINDS. Raises UserError for an
@@ -299,9 +367,13 @@ def replaceable(model: Adaptable, kind: str, head: bool = False) -> dict[str, tu
     if kind not in KINDS:
         raise UserError(f"cannot quantize to {quoted(kind)}: choose one of {', '.join(KINDS)}")
     if model.quantized not in (None, kind):
-        raise UserError(f"the model is quantized to {model.quantized} already: load it anew for {kind}")
+        raise UserError(
+            f"the model is quantized to {model.quantized} already: load it anew for {kind}"
+        )
     if not isinstance(model.language_model, Gemma):
-        raise UserError(f"{type(model).__name__} cannot be quantized to {kind}: its scans need whole weights")
+        raise UserError(
+            f"{type(model).__name__} cannot be quantized to {kind}: its scans need whole weights"
+        )
     layers: dict[str, tuple[Any, type[QuantizedLinear]]] = {}
     whole = ((path, m) for path, m in model.named_modules() if not isinstance(m, QuantizedLinear))
     for path, module in whole:
@@ -309,7 +381,9 @@ def replaceable(model: Adaptable, kind: str, head: bool = False) -> dict[str, tu
             eight_bits = Int8Embedding if isinstance(module, Embedding) else Int8Linear
             layers |= {path: (module, eight_bits)} if head and kind in BF16_KINDS else {}
         elif isinstance(module, nn.Linear) and module.out_features >= MIN_OUTPUTS:
-            layers |= {path: (module, KINDS[kind])} if head or not module.weight.requires_grad else {}
+            layers |= (
+                {path: (module, KINDS[kind])} if head or not module.weight.requires_grad else {}
+            )
     return layers
 
 

@@ -39,7 +39,9 @@ class Rope:
         cos, sin = angles.cos(), angles.sin()  # (B, 1, S, D/2)
         # (x₁, x₂) becomes (x₁·cos − x₂·sin, x₂·cos + x₁·sin): the sign is in the table
         table = torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
-        if not torch.compiler.is_compiling():  # a compiled layer with checkpointing must not have side effects
+        if (
+            not torch.compiler.is_compiling()
+        ):  # a compiled layer with checkpointing must not have side effects
             self._tables[width, dtype] = table
         return table
 
@@ -68,13 +70,17 @@ def attention_mask(
     `documents` (B, Sk) numbers the documents packed into a row: positions attend within their own document only.
     Every position attends to itself, padding included, so that no row is empty; outputs at padding are never used.
     """
-    if isinstance(queries, int) and queries == 1 and window is None and documents is None:  # decoding, one token
+    if (
+        isinstance(queries, int) and queries == 1 and window is None and documents is None
+    ):  # decoding, one token
         return F.pad(valid[:, None, None, :-1].bool(), (0, 1), value=True)
     query = key = torch.arange(valid.shape[1], device=valid.device)
     if queries is not None:
         query = queries if isinstance(queries, torch.Tensor) else key[-queries:]
     causal = key[None, :] <= query[:, None]
-    if window is not None:  # counted in valid tokens: padding between them takes no place in the window
+    if (
+        window is not None
+    ):  # counted in valid tokens: padding between them takes no place in the window
         place = valid.long().cumsum(-1)
         causal = causal & (place[:, query, None] - place[:, None, :] < window)
     prefix = types == 0
@@ -85,7 +91,9 @@ def attention_mask(
     return (visible | (key[None, :] == query[:, None]))[:, None]
 
 
-def keep_positions(x: torch.Tensor, positions: int | torch.Tensor | None, dim: int = 1) -> torch.Tensor:
+def keep_positions(
+    x: torch.Tensor, positions: int | torch.Tensor | None, dim: int = 1
+) -> torch.Tensor:
     """The `positions_to_keep` of `PaliGemma.forward` along `dim` of x (B, …, S, …); a boolean mask requires dim 1."""
     if positions is None:
         return x
@@ -118,7 +126,9 @@ class LayerCache:
             return self.keys, self.values
         end = self.length + k.shape[2]
         assert end <= self.capacity, f"{end} positions do not fit into a cache of {self.capacity}"
-        if self.keys.numel() == 0:  # zeros, not empty: a masked weight of 0 times a NaN left in memory would be NaN
+        if (
+            self.keys.numel() == 0
+        ):  # zeros, not empty: a masked weight of 0 times a NaN left in memory would be NaN
             self.keys = k.new_zeros(*k.shape[:2], self.capacity, k.shape[3])
             self.values = v.new_zeros(*v.shape[:2], self.capacity, v.shape[3])
         self.keys.narrow(2, self.length, k.shape[2]).copy_(k)
@@ -152,7 +162,11 @@ class Attention(nn.Module):
         super().__init__()
         self.hidden_size, self.bias, self.output_name = hidden_size, bias, output_name
         self.output_bias = bias if output_bias is None else output_bias
-        self.num_heads, self.num_key_value_heads, self.head_dim = num_heads, num_key_value_heads, head_dim
+        self.num_heads, self.num_key_value_heads, self.head_dim = (
+            num_heads,
+            num_key_value_heads,
+            head_dim,
+        )
         self.scale: float = head_dim**-0.5 if scale is None else scale
         self.softcap = softcap
         self.backend = "sdpa"
@@ -161,7 +175,9 @@ class Attention(nn.Module):
         self.k_proj = Linear(hidden_size, num_key_value_heads * head_dim, bias=bias)
         self.v_proj = Linear(hidden_size, num_key_value_heads * head_dim, bias=bias)
         # the published name: o_proj in Gemma, out_proj in SigLIP
-        self.add_module(output_name, Linear(num_heads * head_dim, hidden_size, bias=self.output_bias))
+        self.add_module(
+            output_name, Linear(num_heads * head_dim, hidden_size, bias=self.output_bias)
+        )
 
     def sizes(self) -> dict[str, Any]:
         """The arguments that make an attention of the same sizes."""
@@ -191,15 +207,23 @@ class Attention(nn.Module):
             k, v = cache.extend(k, v)
         # unneeded queries are dropped before the products, unless a tap needs the weights of all queries, or a boolean
         # mask keeps a different number in each row
-        early = self.tap is None and not (isinstance(positions, torch.Tensor) and positions.dtype == torch.bool)
+        early = self.tap is None and not (
+            isinstance(positions, torch.Tensor) and positions.dtype == torch.bool
+        )
         if early and positions is not None:
             x, q = keep_positions(x, positions), keep_positions(q, positions, dim=2)
-            mask = None if mask is None else keep_positions(mask.expand(len(x), -1, -1, -1), positions, dim=2)
+            mask = (
+                None
+                if mask is None
+                else keep_positions(mask.expand(len(x), -1, -1, -1), positions, dim=2)
+            )
         heads = self.mix(x, q, k, v, mask)  # (B, N, S, D)
         out = self.get_submodule(self.output_name)(heads.transpose(1, 2).flatten(2))
         return out if early else keep_positions(out, positions)
 
-    def project(self, x: torch.Tensor, rope: Rope | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(
+        self, x: torch.Tensor, rope: Rope | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q (B, N, S, D), k and v (B, K, S, D), rotated; the cache keeps k and v."""
         q, k, v = (self.split_heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         return (q, k, v) if rope is None else (rope(q), rope(k), v)
@@ -216,7 +240,9 @@ class Attention(nn.Module):
         """softmax(qkᵀ·scale)·v for any number of query heads that is a multiple of the key heads."""
         scale, groups = self.scale if scale is None else scale, q.shape[1] // k.shape[1]
         if self.backend == "sdpa" and self.softcap is None and self.tap is None:
-            return fused_attention(q, k, v, mask, scale)  # nothing needs the logits or the weights themselves
+            return fused_attention(
+                q, k, v, mask, scale
+            )  # nothing needs the logits or the weights themselves
         k, v = (t.repeat_interleave(groups, dim=1) if groups > 1 else t for t in (k, v))
         logits = torch.matmul(q, k.transpose(2, 3)) * scale
         if self.softcap is not None:
@@ -232,13 +258,20 @@ class Attention(nn.Module):
 def fused_attention(q, k, v, mask, scale: float) -> torch.Tensor:
     """softmax(qkᵀ·scale)·v (B, N, S, D) without tap or softcap, by the fastest function for the device."""
     groups = q.shape[1] // k.shape[1]
-    if q.shape[2] == 1:  # one query: the query heads of a key head are treated as its queries, which is faster
+    if (
+        q.shape[2] == 1
+    ):  # one query: the query heads of a key head are treated as its queries, which is faster
         by_key_head = q.reshape(*k.shape[:2], groups, -1)
         heads = F.scaled_dot_product_attention(by_key_head, k, v, mask, scale=scale)
         return heads.view(*q.shape[:3], -1)
-    if groups > 1 and mask is not None and q.is_cuda:  # CUDA's kernels take a mask or shared heads, not both
+    if (
+        groups > 1 and mask is not None and q.is_cuda
+    ):  # CUDA's kernels take a mask or shared heads, not both
         # a single key head is shared without a copy, which would be kept for the backward pass
-        k, v = (t.expand(-1, groups, -1, -1) if t.shape[1] == 1 else t.repeat_interleave(groups, dim=1) for t in (k, v))
+        k, v = (
+            t.expand(-1, groups, -1, -1) if t.shape[1] == 1 else t.repeat_interleave(groups, dim=1)
+            for t in (k, v)
+        )
         groups = 1
     return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=groups > 1)
 

@@ -25,20 +25,28 @@ SYSTEM = re.compile(r"<\|im_start\|>system(?:\\n|\n)([^'<]+)<\|im_end\|>")
 class Texts:
     """Text to ids and back. Texts spell no `control` token; an answer stops at the first of `ends`."""
 
-    def __init__(self, tokenizer: Tokenizer, rows: int, control: Iterable[int | None], ends: Collection[int]):
+    def __init__(
+        self, tokenizer: Tokenizer, rows: int, control: Iterable[int | None], ends: Collection[int]
+    ):
         """rows: of the embedding. Raises UserError if the tokenizer has more pieces."""
         self.tokenizer, self.ends, self.pieces = tokenizer, ends, tokenizer.vocab_size()
         if self.pieces > rows:
             problem = f"it has {self.pieces} pieces, but the embedding only {rows} rows"
-            raise UserError(f"the tokenizer is of another model: {problem}: take both files from one model")
+            raise UserError(
+                f"the tokenizer is of another model: {problem}: take both files from one model"
+            )
         self.control = {id_ for id_ in control if id_ is not None and id_ < self.pieces}
-        self._reserved = [piece for piece in map(tokenizer.id_to_piece, sorted(self.control)) if piece]
+        self._reserved = [
+            piece for piece in map(tokenizer.id_to_piece, sorted(self.control)) if piece
+        ]
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, nothing before and nothing behind. Raises UserError if it spells a control token."""
         for piece in self._reserved:
             if piece in text:
-                raise UserError(f"the text spells the control token {piece}, which is placed for you: remove it")
+                raise UserError(
+                    f"the text spells the control token {piece}, which is placed for you: remove it"
+                )
         return self.tokenizer.encode(text)
 
     def spell(self, text: str, slot: Sequence[int]) -> list[int]:
@@ -51,24 +59,46 @@ class Texts:
     def decode(self, ids: Any) -> str:
         """The text of answer ids (T,) up to the first that ends it, without control tokens and ids of no piece."""
         said = takewhile(lambda id_: id_ not in self.ends, map(int, ids))
-        return self.tokenizer.decode([id_ for id_ in said if 0 <= id_ < self.pieces and id_ not in self.control])
+        return self.tokenizer.decode(
+            [id_ for id_ in said if 0 <= id_ < self.pieces and id_ not in self.control]
+        )
 
 
 class TextTokenizer(Texts):
     """Texts and conversations of the language model of `config`."""
 
-    def __init__(self, config: LanguageConfig, tokenizer: Tokenizer, max_length: int | None = None, template: str = ""):
+    def __init__(
+        self,
+        config: LanguageConfig,
+        tokenizer: Tokenizer,
+        max_length: int | None = None,
+        template: str = "",
+    ):
         """max_length: tokens that a prompt may have, at most those that the model was trained to read; a longer one is
         an error, it is never cut. template: the model's own chat template, which has its system text."""
         self.config, self.is_gemma = config, config.text.model_type != "qwen2"
-        self.max_length = min(max_length or config.max_position_embeddings, config.max_position_embeddings)
+        self.max_length = min(
+            max_length or config.max_position_embeddings, config.max_position_embeddings
+        )
         *marks, self.role = GEMMA if self.is_gemma else CHATML
         known = [id_ for id_ in map(tokenizer.piece_to_id, marks) if id_ != tokenizer.unk_id()]
         self.marks = known if len(known) == 2 else []  # a base model may have none
-        self.end_of_turn = self.marks[1:]  # ends the model's turn, besides the ends of its configuration
-        control = *config.eos_token_id, config.pad_token_id, config.bos_token_id, tokenizer.unk_id(), *self.marks
-        super().__init__(tokenizer, config.text.vocab_size, control, {*config.eos_token_id, *self.end_of_turn})
-        self.begin = [config.bos_token_id] if self.is_gemma and config.bos_token_id is not None else []
+        self.end_of_turn = self.marks[
+            1:
+        ]  # ends the model's turn, besides the ends of its configuration
+        control = (
+            *config.eos_token_id,
+            config.pad_token_id,
+            config.bos_token_id,
+            tokenizer.unk_id(),
+            *self.marks,
+        )
+        super().__init__(
+            tokenizer, config.text.vocab_size, control, {*config.eos_token_id, *self.end_of_turn}
+        )
+        self.begin = (
+            [config.bos_token_id] if self.is_gemma and config.bos_token_id is not None else []
+        )
         self.system = None if self.is_gemma or template else "You are a helpful assistant."
         if not self.is_gemma and (written := SYSTEM.search(template)):
             self.system = written[1]
@@ -77,10 +107,14 @@ class TextTokenizer(Texts):
         """The ids of a text that the model is to continue, or with `chat` to answer. Raises UserError."""
         ids = self.conversation([(text, None)])[0] if chat else self.begin + self.encode(text)
         if not 0 < len(ids) <= self.max_length:
-            raise UserError(f"the text has {len(ids)} tokens, expected 1 to {self.max_length}: write another")
+            raise UserError(
+                f"the text has {len(ids)} tokens, expected 1 to {self.max_length}: write another"
+            )
         return ids
 
-    def conversation(self, turns: Sequence[Turn], slot: Sequence[int] = ()) -> tuple[list[int], list[int]]:
+    def conversation(
+        self, turns: Sequence[Turn], slot: Sequence[int] = ()
+    ) -> tuple[list[int], list[int]]:
         """The ids of prompts with their answers, and 1 for those that are learned: answers, their end marks, and
         newlines between turns. Where the last answer is None, the model's turn opens. See `spell` for `slot`.
 
@@ -88,12 +122,20 @@ class TextTokenizer(Texts):
         itself, since generation begins after it. Raises UserError for a tokenizer or template without these turns.
         """
         if not self.marks:
-            raise UserError("the tokenizer has no tokens of turns: ask this model without a chat's turns")
+            raise UserError(
+                "the tokenizer has no tokens of turns: ask this model without a chat's turns"
+            )
         if not self.is_gemma and self.system is None:
-            raise UserError("the model's chat template spells no system turn, as Qwen's: ask without turns")
+            raise UserError(
+                "the model's chat template spells no system turn, as Qwen's: ask without turns"
+            )
         (start, end), newline = self.marks, self.encode("\n")
         ids = list(self.begin)
-        ids += [] if self.system is None else [start, *self.encode(f"system\n{self.system}"), end, *newline]
+        ids += (
+            []
+            if self.system is None
+            else [start, *self.encode(f"system\n{self.system}"), end, *newline]
+        )
         learned = [0] * len(ids)
         for number, (prompt, answer) in enumerate(turns):
             text = self.spell(f"user\n{prompt.strip() if self.is_gemma else prompt}", slot)
@@ -109,10 +151,23 @@ class TextTokenizer(Texts):
 
 def load_text_tokenizer(source: str | Path, max_length: int | None = None) -> TextTokenizer:
     """The tokenizer of a language model, a folder or hub id; Qwen's needs the package `tokenizers`. UserError."""
-    names = ["config.json", "generation_config.json", "chat_template.jinja", "tokenizer_config.json"]
+    names = [
+        "config.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "tokenizer_config.json",
+    ]
     folder = resolve(source, names)
     file, older = folder / names[2], folder / names[3]  # where transformers 5 and 4 save a template
-    template = read_text(file) if file.is_file() else read_json(older).get("chat_template") if older.is_file() else ""
+    template = (
+        read_text(file)
+        if file.is_file()
+        else read_json(older).get("chat_template")
+        if older.is_file()
+        else ""
+    )
     config = LanguageConfig.from_file(folder / names[0])
     tokenizer = load_tokenizer(find_tokenizer(source))
-    return TextTokenizer(config, tokenizer, max_length, template if isinstance(template, str) else "")
+    return TextTokenizer(
+        config, tokenizer, max_length, template if isinstance(template, str) else ""
+    )

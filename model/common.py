@@ -15,8 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-if sys.argv[:1] == ["-m"]:  # Python imports a command's modules: Ctrl-C ends that without a traceback
-    sys.excepthook = lambda kind, *more: None if kind is KeyboardInterrupt else sys.__excepthook__(kind, *more)
+if sys.argv[:1] == [
+    "-m"
+]:  # Python imports a command's modules: Ctrl-C ends that without a traceback
+    sys.excepthook = lambda kind, *more: (
+        None if kind is KeyboardInterrupt else sys.__excepthook__(kind, *more)
+    )
 
 
 class UserError(ValueError):
@@ -29,7 +33,10 @@ def run_command(main: Callable[[], None]) -> None:
     Ctrl-C is exit code 130, a closed stdout, as of `| head`, 141. What a stream cannot take is lost in silence.
     """
     keep_memory()
-    for stream in (sys.stdout, sys.stderr):  # an answer may hold characters that the terminal's encoding lacks
+    for stream in (
+        sys.stdout,
+        sys.stderr,
+    ):  # an answer may hold characters that the terminal's encoding lacks
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -41,11 +48,18 @@ def run_command(main: Callable[[], None]) -> None:
     except BrokenPipeError:
         sys.exit(141)
     except BaseException as error:
-        is_memory = isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", str(error))
-        if not (is_memory or isinstance(error, UserError) or type(error).__name__ == "PanicException"):  # of Rust
+        is_memory = isinstance(error, MemoryError) or re.search(
+            "out of memory|can't allocate memory", str(error)
+        )
+        if not (
+            is_memory or isinstance(error, UserError) or type(error).__name__ == "PanicException"
+        ):  # of Rust
             raise
         with contextlib.suppress(OSError):
-            print(f"error: {'too little memory: ' * bool(is_memory)}{shown(error, 4000)}", file=sys.stderr)
+            print(
+                f"error: {'too little memory: ' * bool(is_memory)}{shown(error, 4000)}",
+                file=sys.stderr,
+            )
         sys.exit(2)
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -67,7 +81,11 @@ def keep_memory() -> None:
 def cpuinfo(entry: str) -> str:
     """What Linux tells of the processor, such as its "vendor_id"; "" where the system does not."""
     file = Path("/proc/cpuinfo")
-    told = re.search(rf"^{entry}\s*:\s*(\S.*)", file.read_text(encoding="utf-8"), re.M) if file.exists() else None
+    told = (
+        re.search(rf"^{entry}\s*:\s*(\S.*)", file.read_text(encoding="utf-8"), re.M)
+        if file.exists()
+        else None
+    )
     return told[1] if told else ""
 
 
@@ -79,7 +97,9 @@ def shown(value: Any, width: int = 200) -> str:
     text = str(value)
     if len(text) > width:
         text = f"{text[: width // 2]}…{text[-(width // 2 - 1) :]}"
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
 
 
 def quoted(value: Any, width: int = 80) -> str:
@@ -98,9 +118,13 @@ def file_errors(path: str | os.PathLike | None = None) -> Iterator[None]:
         if not (isinstance(error, OSError) or "(os error" in str(error)):  # the second in Rust
             raise
         reason = str(getattr(error, "strerror", None) or error)
-        reason = "not found" if isinstance(error, FileNotFoundError) else reason[:1].lower() + reason[1:]
+        reason = (
+            "not found" if isinstance(error, FileNotFoundError) else reason[:1].lower() + reason[1:]
+        )
         name = path or getattr(error, "filename", None) or "the system"
-        raise UserError(f"{shown(name)}: {shown(reason)}: check the path, its permissions and the disk") from None
+        raise UserError(
+            f"{shown(name)}: {shown(reason)}: check the path, its permissions and the disk"
+        ) from None
 
 
 def read_text(path: str | os.PathLike) -> str:
@@ -109,7 +133,9 @@ def read_text(path: str | os.PathLike) -> str:
         with file_errors(path):
             return Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"{shown(path)}: is not UTF-8 text ({error}): check that this is the right file") from None
+        raise UserError(
+            f"{shown(path)}: is not UTF-8 text ({error}): check that this is the right file"
+        ) from None
 
 
 def read_json(path: str | os.PathLike, kind: type = dict) -> Any:
@@ -129,7 +155,9 @@ def parse_json(text: str | bytes, where: str) -> Any:
     try:
         return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not valid JSON ({error}): correct the file or download it again") from None
+        raise UserError(
+            f"{where}: not valid JSON ({error}): correct the file or download it again"
+        ) from None
 
 
 @contextlib.contextmanager

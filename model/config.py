@@ -18,8 +18,17 @@ from typing import Any, ClassVar, Literal, get_args
 
 from model.common import UserError, quoted, read_json, shown
 
-CONTROL_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}  # Gemma's, where a file says nothing
-_GEMMA2_ONLY = ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "sliding_window")
+CONTROL_TOKENS = {
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}  # Gemma's, where a file says nothing
+_GEMMA2_ONLY = (
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "sliding_window",
+)
 MAX_COUNT = 1024  # layers or heads: far beyond any published model; a damaged number would take hours to build
 
 
@@ -36,7 +45,9 @@ def config_errors(path: str | Path) -> Iterator[None]:
         yield
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         what = "" if isinstance(error, UserError) else f"{type(error).__name__} "
-        raise UserError(f"{shown(path)}: {what}{shown(str(error))}: take another model or download it again") from None
+        raise UserError(
+            f"{shown(path)}: {what}{shown(str(error))}: take another model or download it again"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -47,15 +58,26 @@ class Config:
     """
 
     kind: ClassVar[str] = ""  # config.json's model_type, of whole models
-    fixed: ClassVar[dict[str, Any]] = {}  # entries of config.json for which only this value is computed
+    fixed: ClassVar[
+        dict[str, Any]
+    ] = {}  # entries of config.json for which only this value is computed
 
     def __post_init__(self):
         for field in fields(self):
             value, kinds = getattr(self, field.name), get_args(field.type) or (field.type,)
-            is_right = value in kinds or type(value) in (*kinds, tuple) or float in kinds and type(value) is int
-            if type(value) is int and not field.name.endswith("_layer"):  # −2 is the last layer but one
+            is_right = (
+                value in kinds
+                or type(value) in (*kinds, tuple)
+                or float in kinds
+                and type(value) is int
+            )
+            if type(value) is int and not field.name.endswith(
+                "_layer"
+            ):  # −2 is the last layer but one
                 least = 0 if field.name.endswith("_id") else 1
-                is_right = is_right and least <= value <= (MAX_COUNT if field.name.startswith("num_") else value)
+                is_right = is_right and least <= value <= (
+                    MAX_COUNT if field.name.startswith("num_") else value
+                )
             expected = " or ".join(getattr(kind, "__name__", repr(kind)) for kind in kinds)
             require(is_right, f"{field.name} is {quoted(value)}, expected a possible {expected}")
 
@@ -63,9 +85,15 @@ class Config:
     def from_dict(cls, raw: dict) -> Any:
         """Read a config.json: null means the default, other names are ignored. Raises UserError for another model."""
         given = raw.get("model_type")
-        require(given == cls.kind or not cls.kind, f"model_type is {quoted(given)}, expected {cls.kind!r}")
+        require(
+            given == cls.kind or not cls.kind,
+            f"model_type is {quoted(given)}, expected {cls.kind!r}",
+        )
         for name, value in cls.fixed.items():
-            require(raw.get(name) in (None, value), f"{name} is {quoted(raw.get(name))}, expected {value!r}")
+            require(
+                raw.get(name) in (None, value),
+                f"{name} is {quoted(raw.get(name))}, expected {value!r}",
+            )
         values = {}
         for field in fields(cls):
             if isinstance(field.type, type) and issubclass(field.type, Config):
@@ -112,7 +140,10 @@ class VisionConfig(Config):
     def __post_init__(self):
         super().__post_init__()
         layer, layers = self.feature_layer or 0, self.num_hidden_layers
-        require(-layers - 1 <= layer <= layers, f"feature_layer {layer} is not one of SigLIP's {layers} layers")
+        require(
+            -layers - 1 <= layer <= layers,
+            f"feature_layer {layer} is not one of SigLIP's {layers} layers",
+        )
 
     @property
     def num_image_tokens(self) -> int:
@@ -123,8 +154,12 @@ class VisionConfig(Config):
     def from_dict(cls, raw: dict) -> "VisionConfig":
         """SigLIP of a vision_config, or of the config.json of a whole SigLIP. Raises UserError for another tower."""
         raw = raw["vision_config"] if raw.get("model_type") == "siglip" else raw
-        defaults = vars(cls(768, 3072, 12, 12, 16))  # transformers': no shape would show another number of heads
-        return super().from_dict(defaults | {name: value for name, value in raw.items() if value is not None})
+        defaults = vars(
+            cls(768, 3072, 12, 12, 16)
+        )  # transformers': no shape would show another number of heads
+        return super().from_dict(
+            defaults | {name: value for name, value in raw.items() if value is not None}
+        )
 
 
 @dataclass(frozen=True)
@@ -144,7 +179,9 @@ class TextConfig(Config):
     rope_theta: float = 10000.0
     hidden_activation: Literal["gelu_pytorch_tanh", "gelu", "silu"] = "gelu_pytorch_tanh"
     tie_word_embeddings: bool = True  # False: the head has a matrix of its own
-    query_pre_attn_scalar: float | None = None  # this and the next three: _GEMMA2_ONLY; None switches each off
+    query_pre_attn_scalar: float | None = (
+        None  # this and the next three: _GEMMA2_ONLY; None switches each off
+    )
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     sliding_window: int | None = None
@@ -172,25 +209,50 @@ class TextConfig(Config):
         )  # transformers ignores the other
         if kind == "qwen2":
             heads, width = raw["num_attention_heads"], raw["hidden_size"]
-            defaults = {"num_key_value_heads": heads, "head_dim": width // heads, "tie_word_embeddings": False}
+            defaults = {
+                "num_key_value_heads": heads,
+                "head_dim": width // heads,
+                "tie_word_embeddings": False,
+            }
             activation = activation or "silu"
         elif kind == "gemma2":
-            defaults, windows = vars(_DECODERS["paligemma2-3b"]), ["sliding_attention", "full_attention"]
-        elif activation == "gelu":  # the first files say so, but the model was trained with the tanh approximation
+            defaults, windows = (
+                vars(_DECODERS["paligemma2-3b"]),
+                ["sliding_attention", "full_attention"],
+            )
+        elif (
+            activation == "gelu"
+        ):  # the first files say so, but the model was trained with the tanh approximation
             activation = "gelu_pytorch_tanh"
-        for name in ["rms_norm_eps", "rope_theta"] + ["sliding_window", "query_pre_attn_scalar"] * (kind == "gemma2"):
-            require(raw.get(name, 0) is not None, f"{name} is null, expected a number, as in transformers")
+        for name in ["rms_norm_eps", "rope_theta"] + ["sliding_window", "query_pre_attn_scalar"] * (
+            kind == "gemma2"
+        ):
+            require(
+                raw.get(name, 0) is not None,
+                f"{name} is null, expected a number, as in transformers",
+            )
         # null switches the caps off; for other fields it means the default
-        raw = defaults | {name: value for name, value in raw.items() if value is not None or name in _GEMMA2_ONLY}
+        raw = defaults | {
+            name: value for name, value in raw.items() if value is not None or name in _GEMMA2_ONLY
+        }
         if kind != "gemma2":  # the others have none of them, whatever the file says
             raw |= dict.fromkeys(_GEMMA2_ONLY)
         layers = raw.get("layer_types", [])
-        require(layers == (windows * len(layers))[: len(layers)], f"layer_types differs from {' and '.join(windows)}")
+        require(
+            layers == (windows * len(layers))[: len(layers)],
+            f"layer_types differs from {' and '.join(windows)}",
+        )
         rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
         by_layer = any(isinstance(value, dict) for value in rope.values())
         rope_type = "by layer" if by_layer else rope.get("rope_type", rope.get("type", "default"))
-        require(rope_type == "default", f"rope type {quoted(rope_type)} is not computed here, expected 'default'")
-        raw |= {"rope_theta": rope.get("rope_theta") or raw.get("rope_theta"), "hidden_activation": activation}
+        require(
+            rope_type == "default",
+            f"rope type {quoted(rope_type)} is not computed here, expected 'default'",
+        )
+        raw |= {
+            "rope_theta": rope.get("rope_theta") or raw.get("rope_theta"),
+            "hidden_activation": activation,
+        }
         return super().from_dict(raw)
 
     def to_dict(self) -> dict[str, Any]:
@@ -203,7 +265,9 @@ class TextConfig(Config):
 
 
 _DECODERS = {"paligemma-3b": TextConfig(vocab_size=257216)} | {
-    name: TextConfig("gemma2", 257216, *sizes, 1e-6, 1e4, "gelu_pytorch_tanh", True, scale, 50.0, 30.0, 4096)
+    name: TextConfig(
+        "gemma2", 257216, *sizes, 1e-6, 1e4, "gelu_pytorch_tanh", True, scale, 50.0, 30.0, 4096
+    )
     for name, *sizes, scale in (
         ("paligemma2-3b", 2304, 9216, 26, 8, 4, 256, 256),
         ("paligemma2-10b", 3584, 14336, 42, 16, 8, 256, 256),
@@ -233,21 +297,36 @@ class PaliGemmaConfig(Config):
     def from_dict(cls, raw: dict) -> "PaliGemmaConfig":
         text, ids = raw.get("text_config") or {}, dict(CONTROL_TOKENS)
         is_causal = text.get("use_bidirectional_attention") is False
-        require(not is_causal, "use_bidirectional_attention is false, but PaliGemma's prefix is bidirectional")
-        ids |= {name: part[name] for part in (text, raw) for name in ids if part.get(name) is not None}
+        require(
+            not is_causal,
+            "use_bidirectional_attention is false, but PaliGemma's prefix is bidirectional",
+        )
+        ids |= {
+            name: part[name] for part in (text, raw) for name in ids if part.get(name) is not None
+        }
         ids["image_token_id"] = raw.get("image_token_index", raw.get("image_token_id", 256000))
-        require(ids["image_token_id"] is not None, "image_token_index is null, expected the id of <image>")
+        require(
+            ids["image_token_id"] is not None,
+            "image_token_index is null, expected the id of <image>",
+        )
         text = {"vocab_size": raw.get("vocab_size"), **text, "tie_word_embeddings": True}
         return super().from_dict(raw | ids | {"text_config": text})
 
     def to_dict(self) -> dict:
         width, tokens = self.text.hidden_size, {"num_image_tokens": self.vision.num_image_tokens}
         ids = {name: getattr(self, name) for name in CONTROL_TOKENS}
-        tower = {"model_type": "siglip_vision_model", "projection_dim": width, "vision_use_head": False}
+        tower = {
+            "model_type": "siglip_vision_model",
+            "projection_dim": width,
+            "vision_use_head": False,
+        }
         values = {"architectures": ["PaliGemmaForConditionalGeneration"], "model_type": self.kind}
         values |= {"image_token_index": self.image_token_id, **ids}
         values |= {"hidden_size": width, "projection_dim": width, "tie_word_embeddings": True}
-        parts = {"vision": self.vision.to_dict() | tower | tokens, "text": self.text.to_dict() | tokens | ids}
+        parts = {
+            "vision": self.vision.to_dict() | tower | tokens,
+            "text": self.text.to_dict() | tokens | ids,
+        }
         return values | {f"{name}_config": part for name, part in parts.items()}
 
 
@@ -255,10 +334,14 @@ class PaliGemmaConfig(Config):
 PRESETS = {
     # the embedded base: 16 image tokens of 28 pixels; its tokenizer has 1,722 pieces, `<image>` comes after them
     "tiny": PaliGemmaConfig(
-        VisionConfig(128, 512, 3, 4, 28, 112), TextConfig("gemma", 1728, 128, 384, 4, 4, 1, 64), 1722
+        VisionConfig(128, 512, 3, 4, 28, 112),
+        TextConfig("gemma", 1728, 128, 384, 4, 4, 1, 64),
+        1722,
     ),
     # large enough to time, small enough for a laptop; it reads with that tokenizer
-    "mini": PaliGemmaConfig(VisionConfig(192, 768, 4, 3), TextConfig("gemma", 8192, 256, 1024, 6, 4, 1, 64), 1722),
+    "mini": PaliGemmaConfig(
+        VisionConfig(192, 768, 4, 3), TextConfig("gemma", 8192, 256, 1024, 6, 4, 1, 64), 1722
+    ),
     **{
         f"{name}-{side}": PaliGemmaConfig(VisionConfig(image_size=side), text)
         for name, text in _DECODERS.items()

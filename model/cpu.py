@@ -25,7 +25,10 @@ ONEDNN = ("products", "gelu", "reversed")
 # Multiplications from which oneDNN is faster than MKL. Below, its set-up costs more than it saves, unless the weight
 # has at least an eighth of this number of elements and so has to be read from memory.
 MIN_OPERATIONS = 1 << 21
-MAX_DECODE_ROWS, MIN_WEIGHT_ELEMENTS = 4, 1 << 16  # rows of x, and elements of a weight, of a reversed product
+MAX_DECODE_ROWS, MIN_WEIGHT_ELEMENTS = (
+    4,
+    1 << 16,
+)  # rows of x, and elements of a weight, of a reversed product
 # oneDNN's x·Wᵀ + b, with an optional activation. A private operator: PyTorch's compiler emits it too.
 onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
@@ -39,7 +42,8 @@ def choose(vendor: str, capability: str, lacks_bf16: bool, forced: str = "") -> 
 
 # Read once, at import: torch.compile cannot trace these queries.
 ways = choose(
-    cpuinfo("vendor_id") or platform.processor().rpartition(" ")[2],  # Windows ends the name with the vendor
+    cpuinfo("vendor_id")
+    or platform.processor().rpartition(" ")[2],  # Windows ends the name with the vendor
     torch.backends.cpu.get_cpu_capability(),
     platform.machine().lower() in ("x86_64", "amd64")
     and not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()),
@@ -50,7 +54,9 @@ ways = choose(
 def check() -> None:
     """Raise UserError for a name in DMT_CPU_PATH that is none."""
     if wrong := ways - {*ONEDNN, "bf16"}:
-        raise UserError(f"DMT_CPU_PATH={shown(min(wrong))}: expected torch, onednn, or some of {','.join(ONEDNN)},bf16")
+        raise UserError(
+            f"DMT_CPU_PATH={shown(min(wrong))}: expected torch, onednn, or some of {','.join(ONEDNN)},bf16"
+        )
 
 
 @contextlib.contextmanager
@@ -83,7 +89,9 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     # the compiler chooses a product itself; a test of sizes would make it recompile for every new size
     if torch.compiler.is_compiling() or not ("products" in ways and onednn_can(x, weight)):
         return F.linear(x, weight, bias)
-    if not (weight.is_contiguous() or weight.T.is_contiguous()):  # oneDNN is very slow for a weight with strides
+    if not (
+        weight.is_contiguous() or weight.T.is_contiguous()
+    ):  # oneDNN is very slow for a weight with strides
         weight = weight.contiguous()
     if needs_gradient(x, weight, bias):
         return _Linear.apply(x, weight, bias)
@@ -104,25 +112,41 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad):
         (x, weight), rows = ctx.saved_tensors, grad.flatten(0, -2)
         grad_x, grad_weight = None if weight is None else linear(grad, weight.T), None
-        if x is not None:  # oneDNN copies a transposed first operand, so the narrower matrix is put first
+        if (
+            x is not None
+        ):  # oneDNN copies a transposed first operand, so the narrower matrix is put first
             x = x.flatten(0, -2)
-            grad_weight = linear(x.T, rows.T).T if x.shape[1] < rows.shape[1] else linear(rows.T, x.T)
+            grad_weight = (
+                linear(x.T, rows.T).T if x.shape[1] < rows.shape[1] else linear(rows.T, x.T)
+            )
         return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
 def onednn_can(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether oneDNN multiplies x (…, in) by weight (out, in), and they are large enough. It raises for no rows."""
     large = x.numel() * weight.shape[0] >= MIN_OPERATIONS or weight.numel() >= MIN_OPERATIONS >> 3
-    return bool(x.numel() > 0 and large and is_fp32(x, weight) and torch.backends.mkldnn.enabled and onednn_linear)
+    return bool(
+        x.numel() > 0
+        and large
+        and is_fp32(x, weight)
+        and torch.backends.mkldnn.enabled
+        and onednn_linear
+    )
 
 
 def is_reversed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether a product is one of few rows, whose time is spent reading the weights."""
-    few = bias is None and 0 < x.numel() <= MAX_DECODE_ROWS * x.shape[-1] and weight.numel() >= MIN_WEIGHT_ELEMENTS
+    few = (
+        bias is None
+        and 0 < x.numel() <= MAX_DECODE_ROWS * x.shape[-1]
+        and weight.numel() >= MIN_WEIGHT_ELEMENTS
+    )
     return few and not torch.is_grad_enabled() and "reversed" in ways and is_fp32(x, weight)
 
 
-def linear_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+def linear_gelu(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor | None:
     """gelu(x·weightᵀ + bias), tanh approximation, in one kernel; None where it does not pay or gradients are needed."""
     can = "gelu" in ways and not (torch.compiler.is_compiling() or needs_gradient(x, weight, bias))
     can = can and onednn_can(x, weight) and not is_reversed(x, weight, bias)

@@ -17,11 +17,19 @@ def choose_device(name: str = "auto") -> torch.device:
     # cuDNN's attention comes first on an H100, and plans anew for each shape: in decoding, at every token
     torch.backends.cuda.enable_cudnn_sdp(False)
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        name = (
+            "cuda"
+            if torch.cuda.is_available()
+            else "mps"
+            if torch.backends.mps.is_available()
+            else "cpu"
+        )
     try:
         torch.empty(1, device=name).tolist()
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {shown(name)}: {shown(str(error))}: take auto, or a device that is there") from None
+        raise UserError(
+            f"--device {shown(name)}: {shown(str(error))}: take auto, or a device that is there"
+        ) from None
     return torch.device(name)
 
 

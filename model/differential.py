@@ -37,9 +37,13 @@ class Differential(Attention):
 
     kind: str
     maps = 1  # attention maps of a head, and calls of `tap`, A₁ first
-    read_twice: tuple[str, ...] = ()  # projections whose weights a second branch reads too: no LoRA is merged there
+    read_twice: tuple[
+        str, ...
+    ] = ()  # projections whose weights a second branch reads too: no LoRA is merged there
     foldable = False  # `fold` makes plain attention of it
-    extrapolates = False  # two maps are blended as A₁ + f·(A₁ − A₂), not as A₁ − f·A₂, f being `factor`
+    extrapolates = (
+        False  # two maps are blended as A₁ + f·(A₁ − A₂), not as A₁ − f·A₂, f being `factor`
+    )
 
     def __init__(self, plain: Attention, layer: int):
         with torch.device("meta"):
@@ -53,14 +57,19 @@ class Differential(Attention):
         """The weight of the second map where the hidden states are x (B, S, H), in fp32; broadcasts to (B, N, S, 1)."""
         return self.coefficient()[:, None, None]
 
-    def blend(self, factor: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    def blend(
+        self, factor: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+    ) -> torch.Tensor:
         """Two maps, or two products of maps with V, combined in fp32; equal ones are `first` where it extrapolates."""
         first, second = first.float(), second.float()
         return torch.lerp(first, second, -factor) if self.extrapolates else first - factor * second
 
 
 class Softmax(Differential):
-    kind, foldable = "softmax", True  # plain attention as a variant: the control of every comparison
+    kind, foldable = (
+        "softmax",
+        True,
+    )  # plain attention as a variant: the control of every comparison
 
 
 class Reparametrised(Differential):
@@ -70,19 +79,29 @@ class Reparametrised(Differential):
     0.8 in deep ones. The vectors start as N(0, 0.1): at zero their gradient would be zero too.
     """
 
-    def __init__(self, plain: Attention, layer: int, width: int, lambda_init: float | str, norm: bool):
+    def __init__(
+        self, plain: Attention, layer: int, width: int, lambda_init: float | str, norm: bool
+    ):
         super().__init__(plain, layer)
         start = 0.8 - 0.6 * math.exp(-0.3 * (layer - 1)) if lambda_init == "layer" else lambda_init
         if isinstance(start, str) or not 0 <= start < 1:
-            raise UserError(f"lambda_init is {lambda_init!r}, expected 'layer' or a number in [0, 1)")
+            raise UserError(
+                f"lambda_init is {lambda_init!r}, expected 'layer' or a number in [0, 1)"
+            )
         self.lambda_init = start
         for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
             self.register_parameter(name, nn.Parameter(0.1 * torch.randn(width)))
         self.subln = nn.RMSNorm(self.head_dim, eps=1e-5) if norm else None
 
     def coefficient(self) -> torch.Tensor:
-        q1, k1, q2, k2 = (self.get_parameter(f"lambda_{name}").float() for name in ("q1", "k1", "q2", "k2"))
-        return (q1 * k1).sum(-1, keepdim=True).exp() - (q2 * k2).sum(-1, keepdim=True).exp() + self.lambda_init
+        q1, k1, q2, k2 = (
+            self.get_parameter(f"lambda_{name}").float() for name in ("q1", "k1", "q2", "k2")
+        )
+        return (
+            (q1 * k1).sum(-1, keepdim=True).exp()
+            - (q2 * k2).sum(-1, keepdim=True).exp()
+            + self.lambda_init
+        )
 
     def normalise(self, heads: torch.Tensor) -> torch.Tensor:
         """norm(heads)·(1 − λ_init) of heads (B, N, S, D) in fp32; without `norm` the factor is left out too."""
@@ -101,7 +120,9 @@ class Shared(Reparametrised):
 
     kind = "shared"
 
-    def __init__(self, plain: Attention, layer: int, *, lambda_init: float | str = "layer", norm: bool = True):
+    def __init__(
+        self, plain: Attention, layer: int, *, lambda_init: float | str = "layer", norm: bool = True
+    ):
         super().__init__(plain, layer, plain.head_dim, lambda_init, norm)
 
     def mix(self, x, q, k, v, mask) -> torch.Tensor:
@@ -121,11 +142,19 @@ class Split(Reparametrised):
     kind, maps = "split", 2
 
     def __init__(
-        self, plain: Attention, layer: int, *, rope_pairs: str = "kept", lambda_init: float | str = "layer", norm=True
+        self,
+        plain: Attention,
+        layer: int,
+        *,
+        rope_pairs: str = "kept",
+        lambda_init: float | str = "layer",
+        norm=True,
     ):
         super().__init__(plain, layer, plain.head_dim // 2, lambda_init, norm)
         if rope_pairs not in ("kept", "fresh") or self.head_dim % 4:
-            raise UserError(f"split in {rope_pairs!r} pairs of heads of {self.head_dim}: 'kept' or 'fresh', of 4·n")
+            raise UserError(
+                f"split in {rope_pairs!r} pairs of heads of {self.head_dim}: 'kept' or 'fresh', of 4·n"
+            )
         self.rope_pairs = rope_pairs
 
     def project(self, x: torch.Tensor, rope: Rope | None):
@@ -137,7 +166,9 @@ class Split(Reparametrised):
 
     def mix(self, x, q, k, v, mask) -> torch.Tensor:
         maps = zip(self.halves(q), self.halves(k), strict=True)
-        outputs = (self.softmax_attention(*half, v, mask, self.scale * 2**0.5) for half in maps)  # 1/√(D/2)
+        outputs = (
+            self.softmax_attention(*half, v, mask, self.scale * 2**0.5) for half in maps
+        )  # 1/√(D/2)
         return self.normalise(self.blend(self.factor(x), *outputs)).to(v.dtype)
 
     def halves(self, x: torch.Tensor) -> list[torch.Tensor]:
@@ -145,7 +176,11 @@ class Split(Reparametrised):
         parts = list(x.chunk(2, dim=-1))
         if self.rope_pairs == "kept":  # channels [0:D/4] and [D/2:3D/4], and the rest
             parts = [half.flatten(-2) for half in x.unflatten(-1, (2, 2, -1)).unbind(-2)]
-        return [F.pad(half, (0, short)) for half in parts] if (short := -parts[0].shape[-1] % 8) else parts
+        return (
+            [F.pad(half, (0, short)) for half in parts]
+            if (short := -parts[0].shape[-1] % 8)
+            else parts
+        )
 
 
 class Branched(Differential):
@@ -161,9 +196,13 @@ class Branched(Differential):
         for name in self.read_twice:
             projection = self.get_submodule(name)
             if getattr(projection, "merged", False):
-                raise UserError(f"LoRA is merged into {name}, which a second branch reads too: unmerge it first")
+                raise UserError(
+                    f"LoRA is merged into {name}, which a second branch reads too: unmerge it first"
+                )
             linear = base_layer(projection)
-            self.add_module(f"{name[0]}2", LowRank(linear.in_features, linear.out_features, r, alpha, dropout))
+            self.add_module(
+                f"{name[0]}2", LowRank(linear.in_features, linear.out_features, r, alpha, dropout)
+            )
 
     def project(self, x: torch.Tensor, rope: Rope | None):
         """As of plain attention; where a projection is read twice, twice as many heads, branch 1 before branch 2."""
@@ -174,14 +213,20 @@ class Branched(Differential):
         projection = self.get_submodule(name)
         if name not in self.read_twice:
             return self.split_heads(projection(x))
-        base, lora, second = base_layer(projection)(x), getattr(projection, "lora", None), getattr(self, f"{name[0]}2")
+        base, lora, second = (
+            base_layer(projection)(x),
+            getattr(projection, "lora", None),
+            getattr(self, f"{name[0]}2"),
+        )
         branches = base if lora is None else lora.add_to(base, x), second.add_to(base, x)
         return torch.cat([self.split_heads(branch) for branch in branches], dim=1)
 
     def mix(self, x, q, k, v, mask) -> torch.Tensor:
         keys = k.chunk(2, dim=1) if "k_proj" in self.read_twice else (k, k)
         maps = zip(q.chunk(2, dim=1), keys, strict=True)
-        outputs = (self.softmax_attention(*branch, v, mask) for branch in maps)  # as fast as one call of 2N heads
+        outputs = (
+            self.softmax_attention(*branch, v, mask) for branch in maps
+        )  # as fast as one call of 2N heads
         return self.blend(self.factor(x), *outputs).to(v.dtype)
 
 
@@ -197,11 +242,20 @@ class Twin(Branched):
     kind, read_twice, extrapolates = "twin", ("q_proj", "k_proj"), True
 
     def __init__(
-        self, plain: Attention, layer: int, *, r: int = 16, alpha: float = 32.0, dropout: float = 0.0, mu: float = 1.0
+        self,
+        plain: Attention,
+        layer: int,
+        *,
+        r: int = 16,
+        alpha: float = 32.0,
+        dropout: float = 0.0,
+        mu: float = 1.0,
     ):
         super().__init__(plain, layer, r, alpha, dropout)
         if not 0 < mu < math.inf:
-            raise UserError(f"mu is {mu!r}, expected a number above 0: at 0 the second branch gets no gradient")
+            raise UserError(
+                f"mu is {mu!r}, expected a number above 0: at 0 the second branch gets no gradient"
+            )
         self.mu = nn.Parameter(torch.full((self.num_heads,), float(mu)))
 
     def coefficient(self) -> torch.Tensor:
@@ -218,7 +272,15 @@ class V2(Branched):
 
     kind, read_twice = "v2", ("q_proj",)
 
-    def __init__(self, plain: Attention, layer: int, *, r: int = 16, alpha: float = 32.0, dropout: float = 0.0):
+    def __init__(
+        self,
+        plain: Attention,
+        layer: int,
+        *,
+        r: int = 16,
+        alpha: float = 32.0,
+        dropout: float = 0.0,
+    ):
         super().__init__(plain, layer, r, alpha, dropout)
         self.lambda_proj = nn.Linear(self.hidden_size, self.num_heads)
         nn.init.zeros_(self.lambda_proj.weight)
@@ -227,7 +289,9 @@ class V2(Branched):
     def factor(self, x: torch.Tensor) -> torch.Tensor:
         """λ = σ(w·x + b) of each token and head (B, N, S, 1)."""
         with torch.autocast(x.device.type, enabled=False):  # λ in fp32
-            gate = F.linear(x.float(), self.lambda_proj.weight.float(), self.lambda_proj.bias.float())
+            gate = F.linear(
+                x.float(), self.lambda_proj.weight.float(), self.lambda_proj.bias.float()
+            )
         return torch.sigmoid(gate).transpose(1, 2)[..., None]
 
     def coefficient(self) -> torch.Tensor:
@@ -245,13 +309,24 @@ class Dex(Differential):
 
     kind, foldable = "dex", True
 
-    def __init__(self, plain: Attention, layer: int, *, heads: list[int] | None = None, lambda_init: float = 1.0):
+    def __init__(
+        self,
+        plain: Attention,
+        layer: int,
+        *,
+        heads: list[int] | None = None,
+        lambda_init: float = 1.0,
+    ):
         super().__init__(plain, layer)
         self.heads = list(range(self.num_heads)) if heads is None else sorted(set(heads))
         if not self.heads or not set(self.heads) <= set(range(self.num_heads)):
-            raise UserError(f"heads are {heads!r}, expected at least one of 0 to {self.num_heads - 1}")
+            raise UserError(
+                f"heads are {heads!r}, expected at least one of 0 to {self.num_heads - 1}"
+            )
         if not 0 < abs(lambda_init) < math.inf:
-            raise UserError(f"lambda_init is {lambda_init!r}, expected a number other than 0, since W_D starts at 0")
+            raise UserError(
+                f"lambda_init is {lambda_init!r}, expected a number other than 0, since W_D starts at 0"
+            )
         self.w_d = nn.Parameter(torch.zeros(self.head_dim, self.head_dim))
         self.lambda_d = nn.Parameter(torch.full((1,), float(lambda_init)))
 
@@ -260,7 +335,9 @@ class Dex(Differential):
         if len(self.heads) == self.num_heads:
             return self.change(heads)
         chosen = set(self.heads)
-        return torch.stack([self.change(o) if n in chosen else o for n, o in enumerate(heads.unbind(1))], dim=1)
+        return torch.stack(
+            [self.change(o) if n in chosen else o for n, o in enumerate(heads.unbind(1))], dim=1
+        )
 
     def change(self, heads: torch.Tensor) -> torch.Tensor:
         """o − λ·o·W_D for heads o (…, S, D), in fp32, cast back to their dtype."""
@@ -273,7 +350,9 @@ class Dex(Differential):
     def folded(self, weight: torch.Tensor) -> torch.Tensor:
         """W·(I − λ·W_D)ᵀ at the columns of each chosen head of W (…, N·D), in fp32."""
         by_head = weight.float().unflatten(1, (self.num_heads, self.head_dim)).clone()  # (H, N, D)
-        by_head[:, self.heads] -= self.lambda_d.float() * (by_head[:, self.heads] @ self.w_d.float().T)
+        by_head[:, self.heads] -= self.lambda_d.float() * (
+            by_head[:, self.heads] @ self.w_d.float().T
+        )
         return by_head.flatten(1)
 
 
@@ -330,11 +409,19 @@ class Graft:
 
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments that repeat the call, as JSON can hold them: the format of adapters."""
-        return {name: value for name, value in vars(self).items() if name != "options"} | self.options
+        return {
+            name: value for name, value in vars(self).items() if name != "options"
+        } | self.options
 
 
 def graft(
-    model: Adaptable, kind: str, *, where: str = "decoder", feed_forward: str = "mlp", seed: int = 0, **options
+    model: Adaptable,
+    kind: str,
+    *,
+    where: str = "decoder",
+    feed_forward: str = "mlp",
+    seed: int = 0,
+    **options,
 ) -> list[str]:
     """Turn a plain model into a variant, in place, and return the names of its new parameters.
 
@@ -347,23 +434,40 @@ def graft(
         if value not in known:
             raise UserError(f"unknown {value!r}: choose one of {', '.join(known)}")
     if feed_forward != "mlp" and where == "vision":
-        raise UserError(f"feed_forward {feed_forward!r} concerns the decoder: graft it with where 'decoder' or 'both'")
+        raise UserError(
+            f"feed_forward {feed_forward!r} concerns the decoder: graft it with where 'decoder' or 'both'"
+        )
     defaults = options_of(kind)
     if unknown := sorted(set(options) - set(defaults)):
-        raise UserError(f"{kind!r} has no option {', '.join(unknown)}: it takes {', '.join(defaults) or 'none'}")
-    before, device = set(dict(model.named_parameters())), model.language_model.embed_tokens.weight.device
+        raise UserError(
+            f"{kind!r} has no option {', '.join(unknown)}: it takes {', '.join(defaults) or 'none'}"
+        )
+    before, device = (
+        set(dict(model.named_parameters())),
+        model.language_model.embed_tokens.weight.device,
+    )
     new: list[tuple[nn.Module, str, nn.Module]] = []
     # drawn on the CPU, so that a seed gives the same numbers on every device
-    with torch.random.fork_rng(devices=[]), torch.device("meta" if device.type == "meta" else "cpu"):
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.device("meta" if device.type == "meta" else "cpu"),
+    ):
         torch.default_generator.manual_seed(seed)
         for tower in TOWERS[where]:
             for number, layer in enumerate(model.get_submodule(tower).children(), start=1):
                 attention = layer.get_submodule("self_attn")
                 if type(attention) is not Attention:
-                    raise UserError(f"{tower}.{number - 1} has no plain attention: graft a freshly loaded model")
-                new.append((layer, "self_attn", KINDS[kind](attention, number, **defaults | options)))
+                    raise UserError(
+                        f"{tower}.{number - 1} has no plain attention: graft a freshly loaded model"
+                    )
+                new.append(
+                    (layer, "self_attn", KINDS[kind](attention, number, **defaults | options))
+                )
         if feed_forward == "swiglu-new":
-            new += [(layer, "mlp", SwiGLU(model.config.text.hidden_size)) for layer in model.language_model.layers]
+            new += [
+                (layer, "mlp", SwiGLU(model.config.text.hidden_size))
+                for layer in model.language_model.layers
+            ]
     for layer, name, module in new:
         layer.add_module(name, module.to(device).train(layer.training))
     if feed_forward == "swiglu":
@@ -404,9 +508,13 @@ def fold(model: Adaptable) -> None:
             what = f"{module.kind!r} with {', '.join(feed_forwards)}"
             raise UserError(f"{path}: no plain model computes {what}: keep it as base and adapter")
         if not getattr(output, "merged", True):
-            raise UserError(f"{path}.{module.output_name} carries LoRA: merge the adapter before folding the graft")
+            raise UserError(
+                f"{path}.{module.output_name} carries LoRA: merge the adapter before folding the graft"
+            )
         if isinstance(module, Dex) and not base_layer(output).weight.is_floating_point():
-            raise UserError(f"{path}.{module.output_name} is quantized: fold before, or open the base anew")
+            raise UserError(
+                f"{path}.{module.output_name} is quantized: fold before, or open the base anew"
+            )
     for path, module in variants.items():
         if isinstance(module, Dex):
             projection: Any = module.get_submodule(module.output_name)
@@ -453,8 +561,14 @@ def map_distance(model: nn.Module, **batch) -> dict[str, torch.Tensor]:
         valid = batch.get("attention_mask") if path.startswith("language_model.") else None
         distances[path] = (by_query if valid is None else by_query[valid.bool()]).mean()
 
-    taps = {module: partial(tap, path) for path, module in variants_of(model).items() if module.maps == 2}
+    taps = {
+        module: partial(tap, path)
+        for path, module in variants_of(model).items()
+        if module.maps == 2
+    }
     if taps:
         with tapped(taps):
-            model(**(batch | {"positions_to_keep": 1}))  # the head, the widest product, is not needed here
+            model(
+                **(batch | {"positions_to_keep": 1})
+            )  # the head, the widest product, is not needed here
     return distances

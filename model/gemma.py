@@ -31,8 +31,12 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.offset:
-            return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
-        return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(x.dtype)
+            return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(
+                x.dtype
+            )
+        return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(
+            x.dtype
+        )
 
 
 def norm_of(config: TextConfig) -> RMSNorm:
@@ -106,7 +110,9 @@ class Gemma(nn.Module):
         """first_position: of the first token of a row; PaliGemma counts from 1, a language model from 0."""
         super().__init__()
         self.config, self.first_position = config, first_position
-        self.checkpointing = False  # recompute each layer in the backward pass instead of keeping its activations
+        self.checkpointing = (
+            False  # recompute each layer in the backward pass instead of keeping its activations
+        )
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(GemmaLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = norm_of(config)
@@ -119,7 +125,9 @@ class Gemma(nn.Module):
         embeddings = self.embed_tokens(input_ids)
         if self.config.is_qwen:
             return embeddings
-        return embeddings * embeddings.new_full((), self.config.hidden_size**0.5)  # filled on the device: nothing waits
+        return embeddings * embeddings.new_full(
+            (), self.config.hidden_size**0.5
+        )  # filled on the device: nothing waits
 
     def forward(
         self,
@@ -160,11 +168,15 @@ class Gemma(nn.Module):
         """
         queries = x.shape[1]
         # valid tokens are counted, wherever the padding is
-        positions = valid.sum(-1, keepdim=True) if queries == 1 else valid.long().cumsum(-1)[:, -queries:]
+        positions = (
+            valid.sum(-1, keepdim=True) if queries == 1 else valid.long().cumsum(-1)[:, -queries:]
+        )
         rope = Rope(positions + (self.first_position - 1), self.config.rope_theta)
         if cache is not None and cache[0].position is not None:
             queries = cache[0].position
-        may_read = x.device.type == "cpu" and not torch.compiler.is_compiling()  # reading a GPU's values would wait
+        may_read = (
+            x.device.type == "cpu" and not torch.compiler.is_compiling()
+        )  # reading a GPU's values would wait
 
         def mask(window: int | None = None) -> torch.Tensor | None:
             visible = attention_mask(valid, types, queries, window, documents=documents)
@@ -183,7 +195,10 @@ class Gemma(nn.Module):
         """Hidden states (…, H) to float32 logits (…, V), soft-capped in Gemma 2."""
         logits = self.embed_tokens.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
         if self.config.final_logit_softcapping is not None:
-            logits = torch.tanh(logits / self.config.final_logit_softcapping) * self.config.final_logit_softcapping
+            logits = (
+                torch.tanh(logits / self.config.final_logit_softcapping)
+                * self.config.final_logit_softcapping
+            )
         return logits.float()
 
 
@@ -193,8 +208,12 @@ class Adaptable(nn.Module):
     config: Any
     language_model: Gemma
     grafts: tuple = ()  # of `model.differential.Graft`, in the order of the calls
-    base_fingerprint: str | None = None  # of the frozen weights, before they were quantized; None: not known yet
-    quantized: str | None = None  # how the frozen weights are held, of `lora.quantize.KINDS`; None: as they are
+    base_fingerprint: str | None = (
+        None  # of the frozen weights, before they were quantized; None: not known yet
+    )
+    quantized: str | None = (
+        None  # how the frozen weights are held, of `lora.quantize.KINDS`; None: as they are
+    )
 
     def set_checkpointing(self, on: bool) -> None:
         """Let the layers of the decoder compute their activations again in the backward pass, to save memory."""

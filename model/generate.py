@@ -17,7 +17,9 @@ from model.language import LanguageModel
 from model.paligemma import PaliGemma
 from model.processor import Processor
 
-CHECK_EVERY = 8  # steps between checks whether all rows have ended on a GPU: each makes the CPU wait for it
+CHECK_EVERY = (
+    8  # steps between checks whether all rows have ended on a GPU: each makes the CPU wait for it
+)
 
 
 class NonFiniteError(UserError):
@@ -70,7 +72,9 @@ class CompiledStep:
         self.cache = self.caches[rows, capacity]
         for layer in self.cache:
             if not isinstance(layer, LayerCache):
-                raise UserError("a model with no key/value cache cannot be compiled: decode without --compile")
+                raise UserError(
+                    "a model with no key/value cache cannot be compiled: decode without --compile"
+                )
             layer.length, layer.position = 0, None
             for kept in (layer.keys, layer.values):
                 kept.zero_()  # of the batch before: a masked weight of 0 times a NaN would be NaN
@@ -84,7 +88,9 @@ class CompiledStep:
             torch._dynamo.mark_static_address(layer.values)
             layer.position = self.position
 
-    def __call__(self, token: torch.Tensor, types: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, token: torch.Tensor, types: torch.Tensor, valid: torch.Tensor
+    ) -> torch.Tensor:
         """Logits (B, V) after `token` (B,); types and valid (B, capacity) describe all positions. Raises UserError."""
         self.position += 1
         torch.compiler.cudagraph_mark_step_begin()
@@ -92,12 +98,16 @@ class CompiledStep:
             return self.step(token[:, None], types, valid, self.cache)
         except torch._dynamo.exc.BackendCompilerFailed as error:  # pyright: ignore[reportAttributeAccessIssue]
             message = " ".join(str(error).partition("\n\n")[0].split())
-            raise UserError(f"torch.compile: {message}: install a C++ compiler, or decode without --compile") from error
+            raise UserError(
+                f"torch.compile: {message}: install a C++ compiler, or decode without --compile"
+            ) from error
 
     def _step(self, token, types, valid, cache) -> torch.Tensor:
         written = torch.arange(valid.shape[1], device=valid.device) <= cache[0].position
         valid = valid * written
-        return self.model(token, pixel_values=None, token_type_ids=types, attention_mask=valid, cache=cache)[:, -1]
+        return self.model(
+            token, pixel_values=None, token_type_ids=types, attention_mask=valid, cache=cache
+        )[:, -1]
 
 
 def generate(
@@ -132,17 +142,35 @@ def generate(
         end = prompt + max_new_tokens
         cache = model.new_cache(end) if compiled is None else compiled.open(rows, end)
         # valid and types of all positions, the new tokens' included, which are valid and causal
-        new = attention_mask.new_ones(rows, (end if compiled is None else cache[0].capacity) - prompt)
-        valid, types = torch.cat((attention_mask, new), dim=1), torch.cat((token_type_ids, new), dim=1)
-        given = {"pixel_values": pixel_values, "image_features": image_features, "image_index": image_index}
+        new = attention_mask.new_ones(
+            rows, (end if compiled is None else cache[0].capacity) - prompt
+        )
+        valid, types = (
+            torch.cat((attention_mask, new), dim=1),
+            torch.cat((token_type_ids, new), dim=1),
+        )
+        given = {
+            "pixel_values": pixel_values,
+            "image_features": image_features,
+            "image_index": image_index,
+        }
         given |= {"token_type_ids": token_type_ids, "attention_mask": attention_mask}
-        logits = model(input_ids, positions_to_keep=last_valid(attention_mask), cache=cache, **given)[:, -1]
+        logits = model(
+            input_ids, positions_to_keep=last_valid(attention_mask), cache=cache, **given
+        )[:, -1]
         if compiled is not None:
             compiled.seal()
-        eos = torch.tensor(model.config.eos_token_id, dtype=torch.int64).view(-1)  # one, or a tuple of any number
+        eos = torch.tensor(model.config.eos_token_id, dtype=torch.int64).view(
+            -1
+        )  # one, or a tuple of any number
         ends = torch.cat((eos, torch.tensor(also_end, dtype=eos.dtype))).to(logits.device)
         penalty = getattr(model.config, "repetition_penalty", 1.0)
-        sampling = temperature, top_p, generator, model.config.image_token_id if isinstance(model, PaliGemma) else None
+        sampling = (
+            temperature,
+            top_p,
+            generator,
+            model.config.image_token_id if isinstance(model, PaliGemma) else None,
+        )
         tokens, check_every = [], CHECK_EVERY if logits.is_cuda else 1
         ended = broken = torch.zeros(rows, dtype=torch.bool, device=logits.device)
         for seen in range(prompt + 1, end + 1):
@@ -151,10 +179,19 @@ def generate(
             broken, ended = broken | ~(finite | ended), ended | ~finite
             if temperature > 0:  # torch.multinomial fails on NaN, on CUDA for all later calls too
                 logits = torch.where(finite[:, None], logits, 0.0)
-            if penalty != 1:  # Keskar et al. 2019, section 4.1, for what was read or said; padding was not
+            if (
+                penalty != 1
+            ):  # Keskar et al. 2019, section 4.1, for what was read or said; padding was not
                 ids = torch.cat((input_ids, *(token[:, None] for token in tokens)), dim=1)
-                said = torch.zeros_like(logits).scatter_add(1, ids, valid[:, : ids.shape[1]].to(logits)) > 0
-                logits = logits.where(~said, torch.where(logits < 0, logits * penalty, logits / penalty))
+                said = (
+                    torch.zeros_like(logits).scatter_add(
+                        1, ids, valid[:, : ids.shape[1]].to(logits)
+                    )
+                    > 0
+                )
+                logits = logits.where(
+                    ~said, torch.where(logits < 0, logits * penalty, logits / penalty)
+                )
             token = torch.where(ended, ends[0] if len(ends) else 0, pick(logits, *sampling))
             tokens.append(token)
             on_token(token)

@@ -45,7 +45,9 @@ def load_image(source: Picture) -> Image.Image:
     except Exception as error:  # hostile files make Pillow's readers raise nearly anything
         formats = ", ".join(FORMATS)
         problem = f"cannot be read ({type(error).__name__}: {shown(error)}): save it again as one of {formats}"
-    raise UserError(f"{shown(name or f'the {type(opened).__name__} passed as a picture')}: {problem}")
+    raise UserError(
+        f"{shown(name or f'the {type(opened).__name__} passed as a picture')}: {problem}"
+    )
 
 
 def fit(source: Picture, size: int, square: bool = False) -> np.ndarray:
@@ -53,10 +55,16 @@ def fit(source: Picture, size: int, square: bool = False) -> np.ndarray:
 
     An array that is so already is returned itself. square: `pad_to_square` first. Raises UserError as `load_image`.
     """
-    if isinstance(source, np.ndarray) and source.dtype == np.uint8 and source.shape == (size, size, 3):
+    if (
+        isinstance(source, np.ndarray)
+        and source.dtype == np.uint8
+        and source.shape == (size, size, 3)
+    ):
         return source
     image = load_image(source)
-    return np.asarray((pad_to_square(image) if square else image).resize((size, size), Image.Resampling.BICUBIC))
+    return np.asarray(
+        (pad_to_square(image) if square else image).resize((size, size), Image.Resampling.BICUBIC)
+    )
 
 
 def to_pixels(source: Picture, size: int) -> torch.Tensor:
@@ -69,7 +77,9 @@ def to_pixels(source: Picture, size: int) -> torch.Tensor:
 def pad_to_square(image: Image.Image) -> Image.Image:
     """The picture in the middle of a gray square of its longer side, as LLaVA and WINGS train. Raises UserError."""
     if (side := max(image.size)) ** 2 > 4 * MOST_PIXELS:  # as much memory
-        raise UserError(f"a picture of {image.width} × {image.height} pixels is too long to be padded: crop it")
+        raise UserError(
+            f"a picture of {image.width} × {image.height} pixels is too long to be padded: crop it"
+        )
     square = Image.new("RGB", (side, side), (127, 127, 127))
     square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
     return square
@@ -77,7 +87,9 @@ def pad_to_square(image: Image.Image) -> Image.Image:
 
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.width * image.height > MOST_PIXELS:
-        raise ValueError(f"{image.width} × {image.height} pixels, more than {MOST_PIXELS:,}: scale it down")
+        raise ValueError(
+            f"{image.width} × {image.height} pixels, more than {MOST_PIXELS:,}: scale it down"
+        )
     image.load()  # while its file is open
     if image.mode[0] in "FI" or 0 in image.size:
         raise ValueError("16 or 32 bits of grey, or no pixels")

@@ -56,8 +56,14 @@ class LanguageModel(Adaptable):
             length = x.shape[1] + (cache[0].length if cache else 0)
             attention_mask = torch.ones(len(x), length, dtype=torch.int64, device=x.device)
         causal, head = torch.ones_like(attention_mask), self.language_model.head
-        hidden = self.language_model(x, attention_mask.bool(), causal, cache, positions_to_keep, documents)
-        return head(hidden) if targets is None else summed_loss(head, self.config.text.vocab_size, hidden, targets)
+        hidden = self.language_model(
+            x, attention_mask.bool(), causal, cache, positions_to_keep, documents
+        )
+        return (
+            head(hidden)
+            if targets is None
+            else summed_loss(head, self.config.text.vocab_size, hidden, targets)
+        )
 
 
 class TextModel(LanguageModel):
@@ -76,7 +82,10 @@ def new_model(preset: str, differential: bool, seed: int = 0, wide: bool = False
 
     Raises UserError for an unknown preset.
     """
-    require(preset in TEXT_PRESETS, f"unknown preset {preset!r}: choose one of {', '.join(TEXT_PRESETS)}")
+    require(
+        preset in TEXT_PRESETS,
+        f"unknown preset {preset!r}: choose one of {', '.join(TEXT_PRESETS)}",
+    )
     model = TextModel(TextModelConfig.of(TEXT_PRESETS[preset], differential, wide), seed)
     initialize(model, seed)
     return model

@@ -11,10 +11,16 @@ from torch import nn
 
 from model import cpu
 
-BLOCK_ELEMENTS = 1 << 20  # of a weight that is unpacked in blocks on a CPU: as many as stay in its cache
+BLOCK_ELEMENTS = (
+    1 << 20
+)  # of a weight that is unpacked in blocks on a CPU: as many as stay in its cache
 BLOCK_ROWS = 64  # at least, and a multiple of this
 MIN_WIDE_ROWS = 16  # rows of x from which bf16 products are faster in fp32
-ACTIVATIONS = {"gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu, "silu": F.silu}
+ACTIVATIONS = {
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu": F.gelu,
+    "silu": F.silu,
+}
 
 
 class Linear(nn.Linear):
@@ -34,14 +40,25 @@ class Embedding(nn.Embedding):
 
 def fp32_is_faster(x: torch.Tensor) -> bool:
     """Whether x (…, in), in bf16, is multiplied faster with x and the weights in fp32, which costs a pass over both."""
-    many = x.dtype == torch.bfloat16 and x.device.type == "cpu" and x.numel() >= MIN_WIDE_ROWS * x.shape[-1]
-    return many and "bf16" in cpu.ways and not torch.compiler.is_compiling() and not torch.is_autocast_enabled("cpu")
+    many = (
+        x.dtype == torch.bfloat16
+        and x.device.type == "cpu"
+        and x.numel() >= MIN_WIDE_ROWS * x.shape[-1]
+    )
+    return (
+        many
+        and "bf16" in cpu.ways
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled("cpu")
+    )
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x (…, in) · weightᵀ (in, out) + bias (out,), as F.linear."""
     if fp32_is_faster(x) and weight.dtype == x.dtype and not torch.is_grad_enabled():
-        return by_blocks(x.float(), weight.shape, lambda start, end: weight[start:end].float(), x.dtype, bias)
+        return by_blocks(
+            x.float(), weight.shape, lambda start, end: weight[start:end].float(), x.dtype, bias
+        )
     return cpu.linear(x, weight, bias)
 
 
@@ -73,6 +90,8 @@ def block_rows(width: int) -> int:
 def activated(layer: nn.Module, x: torch.Tensor, activation: str) -> torch.Tensor:
     """One of ACTIVATIONS of layer(x)."""
     product = None
-    if activation == "gelu_pytorch_tanh" and type(layer) is Linear:  # LoRA and 8 bits have their own `forward`
+    if (
+        activation == "gelu_pytorch_tanh" and type(layer) is Linear
+    ):  # LoRA and 8 bits have their own `forward`
         product = cpu.linear_gelu(x, layer.weight, layer.bias)
     return ACTIVATIONS[activation](layer(x)) if product is None else product

@@ -20,7 +20,15 @@ class LowRank(nn.Module):
     UserError for values from which nothing could be learned, or that no computer can hold.
     """
 
-    def __init__(self, in_features: int, out_features: int, r: int, alpha: float, dropout: float = 0.0, device=None):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        r: int,
+        alpha: float,
+        dropout: float = 0.0,
+        device=None,
+    ):
         super().__init__()
         if not (1 <= r <= 4096 and 0 < alpha <= 1e6 and 0 <= dropout < 1):
             limits = "1 ≤ r ≤ 4096, 0 < alpha ≤ 1000000 and 0 ≤ dropout < 1"
@@ -40,7 +48,9 @@ class LowRank(nn.Module):
         h = nn.functional.dropout(x, self.dropout, self.training)
         if not torch.is_autocast_enabled(x.device.type):
             h = h.to(self.lora_A.weight.dtype)
-        return self.lora_B(self.lora_A(h) * self.scaling).to(x.dtype)  # scaled at rank r, the narrowest point
+        return self.lora_B(self.lora_A(h) * self.scaling).to(
+            x.dtype
+        )  # scaled at rank r, the narrowest point
 
     def delta_weight(self) -> torch.Tensor:
         """ΔW (out_features, in_features) in fp32."""

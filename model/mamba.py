@@ -45,7 +45,9 @@ class MambaMixer(nn.Module):
         self.D = nn.Parameter(torch.empty(channels))
         self.out_proj = Linear(channels, config.hidden_size, bias=False)
 
-    def forward(self, h, valid: torch.Tensor | None = None, state: MambaState | None = None) -> torch.Tensor:
+    def forward(
+        self, h, valid: torch.Tensor | None = None, state: MambaState | None = None
+    ) -> torch.Tensor:
         """h (B, S, H) to (B, S, H), from `state` on, which is updated. valid (B, S): False at padding, a row's end."""
         x, z = self.in_proj(h).chunk(2, dim=-1)
         state = state or MambaState()
@@ -54,22 +56,30 @@ class MambaMixer(nn.Module):
         # the bias, −7 to −2, is added in fp32: rounded to bf16 it would shift Δ by up to 2 %
         delta = F.softplus(linear(delta, self.dt_proj.weight).float() + self.dt_proj.bias.float())
         if valid is not None:
-            delta = delta.masked_fill(~valid[..., None], 0.0)  # a step with Δ = 0 leaves the state as it is
+            delta = delta.masked_fill(
+                ~valid[..., None], 0.0
+            )  # a step with Δ = 0 leaves the state as it is
         y, state.ssm = selective_scan(x, delta, -self.A_log.float().exp(), B, C, state.ssm)
         y = (y + self.D.float() * x) * F.silu(z)
         return self.out_proj(y.to(h.dtype))
 
-    def convolve(self, x: torch.Tensor, valid: torch.Tensor | None, state: MambaState) -> torch.Tensor:
+    def convolve(
+        self, x: torch.Tensor, valid: torch.Tensor | None, state: MambaState
+    ) -> torch.Tensor:
         """SiLU of the causal depthwise convolution of x (B, S, E), with the inputs in `state` before it.
 
         A sum of shifted products in fp32: without the transposes of nn.Conv1d it is three times as fast on a CPU.
         """
         steps, past = x.shape[1], self.conv1d.kernel_size[0] - 1
-        inputs = F.pad(x, (0, 0, past, 0)) if state.conv is None else torch.cat((state.conv, x), dim=1)
+        inputs = (
+            F.pad(x, (0, 0, past, 0)) if state.conv is None else torch.cat((state.conv, x), dim=1)
+        )
         if valid is None:
             state.conv = inputs[:, steps:].clone()
         else:  # the last inputs before the padding
-            state.conv = keep_positions(inputs, valid.sum(1)[:, None] + torch.arange(past, device=x.device))
+            state.conv = keep_positions(
+                inputs, valid.sum(1)[:, None] + torch.arange(past, device=x.device)
+            )
         out = self.conv1d.get_parameter("bias").float()
         for shift, weight in enumerate(self.conv1d.weight[:, 0].unbind(1)):
             out = torch.addcmul(out, inputs[:, shift : shift + steps], weight)
@@ -84,7 +94,9 @@ class MambaBlock(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon, offset=0)
         self.mixer = MambaMixer(config)
 
-    def forward(self, h, valid: torch.Tensor | None = None, state: MambaState | None = None) -> torch.Tensor:
+    def forward(
+        self, h, valid: torch.Tensor | None = None, state: MambaState | None = None
+    ) -> torch.Tensor:
         return h.float() + self.mixer(self.norm(h.to(self.norm.weight.dtype)), valid, state)
 
 
@@ -94,7 +106,9 @@ class Mamba(nn.Module):
     def __init__(self, config: MambaConfig):
         super().__init__()
         self.config = config
-        self.checkpointing = False  # recompute each layer in the backward pass instead of keeping its activations
+        self.checkpointing = (
+            False  # recompute each layer in the backward pass instead of keeping its activations
+        )
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(MambaBlock(config) for _ in range(config.num_hidden_layers))
         self.norm_f = RMSNorm(config.hidden_size, config.layer_norm_epsilon, offset=0)
@@ -103,14 +117,19 @@ class Mamba(nn.Module):
         """ids (B, S) to embeddings (B, S, H), unscaled."""
         return self.embeddings(input_ids)
 
-    def forward(self, x, valid=None, types=None, cache=None, positions_to_keep=None) -> torch.Tensor:
+    def forward(
+        self, x, valid=None, types=None, cache=None, positions_to_keep=None
+    ) -> torch.Tensor:
         """x (B, S, H) to hidden states (B, S, H) after the final norm, or those of `positions_to_keep`.
 
         With a `cache` of `new_cache`, x continues the sequence that it has read. valid (B, Sk) is False at padding, on
         either side; its last S columns are those of x. A single step is never padding. `types` are ignored: image and
         prefix are causal, too.
         """
-        order, valid = None, None if valid is None or x.shape[1] == 1 else valid[:, -x.shape[1] :].bool()
+        order, valid = (
+            None,
+            None if valid is None or x.shape[1] == 1 else valid[:, -x.shape[1] :].bool(),
+        )
         if valid is not None:
             # padding is moved to the end of its row: in the recurrence and the convolution, tokens must be neighbours
             order = (~valid).long().argsort(dim=1, stable=True)
@@ -121,7 +140,9 @@ class Mamba(nn.Module):
             else:
                 x = layer(x, valid, None if cache is None else cache[index])
         x = self.norm_f(x)
-        return keep_positions(x if order is None else keep_positions(x, order.argsort(dim=1)), positions_to_keep)
+        return keep_positions(
+            x if order is None else keep_positions(x, order.argsort(dim=1)), positions_to_keep
+        )
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states (…, H) to float32 logits (…, V)."""
@@ -141,7 +162,9 @@ class MambaLM(nn.Module):
         self.config = config
         self.backbone = Mamba(config)
 
-    def forward(self, input_ids, attention_mask=None, *, positions_to_keep=None, cache=None, **unused) -> torch.Tensor:
+    def forward(
+        self, input_ids, attention_mask=None, *, positions_to_keep=None, cache=None, **unused
+    ) -> torch.Tensor:
         """float32 logits (B, S, V), or those to keep, as `PaliGemma.forward`; None as attention_mask: no padding.
 
         unused: token_type_ids, and what `generate` passes as None to a model without pictures.
@@ -166,7 +189,11 @@ def initialize_mixer(mixer: MambaMixer, depth: int, generator: torch.Generator) 
     mixer.out_proj.weight /= depth**0.5
     mixer.conv1d.get_parameter("bias").zero_()
     low, high = math.log(1e-3), math.log(0.1)
-    step = (torch.rand(mixer.dt_proj.out_features, generator=generator) * (high - low) + low).exp().clamp(min=1e-4)
+    step = (
+        (torch.rand(mixer.dt_proj.out_features, generator=generator) * (high - low) + low)
+        .exp()
+        .clamp(min=1e-4)
+    )
     mixer.dt_proj.bias.copy_(step + (-torch.expm1(-step)).log())  # softplus⁻¹
     mixer.A_log.copy_(torch.arange(1.0, mixer.A_log.shape[1] + 1).log().expand_as(mixer.A_log))
     mixer.D.fill_(1.0)

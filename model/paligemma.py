@@ -79,16 +79,24 @@ class PaliGemma(Adaptable):
         if image_index is not None and image_features is not None:
             image_features = image_features[image_index]
         embeddings = self.merge(input_ids, image_features)
-        hidden = self.language_model(embeddings, attention_mask.bool(), token_type_ids, cache, positions_to_keep)
+        hidden = self.language_model(
+            embeddings, attention_mask.bool(), token_type_ids, cache, positions_to_keep
+        )
         head = self.language_model.head
-        return head(hidden) if targets is None else summed_loss(head, self.config.text.vocab_size, hidden, targets)
+        return (
+            head(hidden)
+            if targets is None
+            else summed_loss(head, self.config.text.vocab_size, hidden, targets)
+        )
 
     def encode_images(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """pixel_values (pictures, 3, R, R) in [-1, 1] to features (pictures, I, H) of the decoder's width."""
         side = self.config.vision.image_size
         if tuple(pixel_values.shape[1:]) != (3, side, side):
             shapes = f"{tuple(pixel_values.shape)}, expected (pictures, 3, {side}, {side})"
-            raise UserError(f"pixel_values are {shapes}: prepare the pictures with this model's own processor")
+            raise UserError(
+                f"pixel_values are {shapes}: prepare the pictures with this model's own processor"
+            )
         if len(pixel_values) == 0:
             # text alone: an unused picture keeps the parameters in the graph, as distributed training requires
             return self.encode_images(pixel_values.new_zeros(1, 3, side, side))[:0]
@@ -102,20 +110,32 @@ class PaliGemma(Adaptable):
         """
         is_image = input_ids == self.config.image_token_id
         # some checkpoints have no embedding row for the image token; its value is overwritten anyway
-        embeddings = self.language_model.embed(input_ids.masked_fill(is_image, self.config.pad_token_id))
-        if not input_ids.is_cuda and not torch.compiler.is_compiling():  # counting on a GPU would make the CPU wait
-            pictures, length = 0 if image_features is None else len(image_features), self.config.num_image_tokens
+        embeddings = self.language_model.embed(
+            input_ids.masked_fill(is_image, self.config.pad_token_id)
+        )
+        if (
+            not input_ids.is_cuda and not torch.compiler.is_compiling()
+        ):  # counting on a GPU would make the CPU wait
+            pictures, length = (
+                0 if image_features is None else len(image_features),
+                self.config.num_image_tokens,
+            )
             tokens = is_image.sum(1).tolist()
             if any(count % length for count in tokens) or sum(tokens) != pictures * length:
                 problem = f"the rows have {tokens} image tokens for {pictures} pictures"
-                raise UserError(f"{problem}: give every row one picture for each block of {length} image tokens")
+                raise UserError(
+                    f"{problem}: give every row one picture for each block of {length} image tokens"
+                )
         if image_features is None:
             return embeddings
         return embeddings.masked_scatter(is_image[..., None], image_features.to(embeddings.dtype))
 
 
 def summed_loss(
-    head: Callable[[torch.Tensor], torch.Tensor], vocab_size: int, hidden: torch.Tensor, targets: torch.Tensor
+    head: Callable[[torch.Tensor], torch.Tensor],
+    vocab_size: int,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
 ) -> torch.Tensor:
     """The sum of cross-entropies, in nats, of `head` at hidden states (…, H) against targets (…); −100 means none.
 
@@ -131,7 +151,10 @@ def summed_loss(
     if len(hidden) <= rows:
         return loss_of(hidden, targets)
     chunks = zip(hidden.split(rows), targets.split(rows), strict=True)
-    losses = (checkpoint(loss_of, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks)
+    losses = (
+        checkpoint(loss_of, *chunk, use_reentrant=False, preserve_rng_state=False)
+        for chunk in chunks
+    )
     return sum(losses, start=hidden.new_zeros(()))
 
 

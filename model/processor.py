@@ -41,11 +41,19 @@ class Movable:
     def to(self, device: str | torch.device, non_blocking: bool = True) -> Self:
         # a non-blocking copy to the CPU could be read before it is complete
         later = non_blocking and torch.device(device).type == "cuda"
-        parts = {name: part.to(device, non_blocking=later) for name, part in vars(self).items() if hasattr(part, "to")}
+        parts = {
+            name: part.to(device, non_blocking=later)
+            for name, part in vars(self).items()
+            if hasattr(part, "to")
+        }
         return replace(self, **parts)
 
     def pin_memory(self) -> Self:
-        parts = {name: part.pin_memory() for name, part in vars(self).items() if hasattr(part, "pin_memory")}
+        parts = {
+            name: part.pin_memory()
+            for name, part in vars(self).items()
+            if hasattr(part, "pin_memory")
+        }
         return replace(self, **parts)
 
 
@@ -55,17 +63,25 @@ class Batch(Movable):
 
     input_ids: torch.Tensor  # (B, S) int64
     pixel_values: torch.Tensor  # (pictures, 3, R, R) float32 in [-1, 1]
-    token_type_ids: torch.Tensor  # (B, S) int64: 0 for image, prefix and padding, 1 for the suffix and what follows
+    token_type_ids: (
+        torch.Tensor
+    )  # (B, S) int64: 0 for image, prefix and padding, 1 for the suffix and what follows
     attention_mask: torch.Tensor  # (B, S) int64: 0 at padding
     labels: torch.Tensor  # (B, S) int64: the id of answers and the eos after each, else -100
-    image_index: torch.Tensor  # (slots,) int64: the picture that fills each image slot, rows from top to bottom
+    image_index: (
+        torch.Tensor
+    )  # (slots,) int64: the picture that fills each image slot, rows from top to bottom
 
 
 class Processor:
     """From pictures and prompts to a `Batch`, and from answer tokens to text."""
 
     def __init__(
-        self, config: PaliGemmaConfig | QMambaConfig, tokenizer: Tokenizer, max_length: int = 8192, padding_side="left"
+        self,
+        config: PaliGemmaConfig | QMambaConfig,
+        tokenizer: Tokenizer,
+        max_length: int = 8192,
+        padding_side="left",
     ):
         """max_length: tokens of a row, by default what PaliGemma's decoders were trained with; a longer row is an
         error, it is never cut. padding_side: "left" as in transformers, so that the last position of every row is its
@@ -73,11 +89,17 @@ class Processor:
         self.config, self.tokenizer = config, tokenizer
         self.max_length, self.padding_side = max_length, padding_side
         is_chat = isinstance(config, LanguageWingsConfig)
-        self.text = TextTokenizer(config.language, tokenizer) if is_chat else _plain_texts(config, tokenizer)
+        self.text = (
+            TextTokenizer(config.language, tokenizer)
+            if is_chat
+            else _plain_texts(config, tokenizer)
+        )
         self.encode, self.decode = self.text.encode, self.text.decode
 
     @classmethod
-    def from_source(cls, source: str | Path, *, revision: str | None = None, **options) -> "Processor":
+    def from_source(
+        cls, source: str | Path, *, revision: str | None = None, **options
+    ) -> "Processor":
         """The processor of a model: a folder, `embedded`, a hub id, or a preset with the embedded model's vocabulary.
 
         Needs config.json and tokenizer.model, or tokenizer.json where there is none. Of a PaliGemma's image processor
@@ -86,13 +108,17 @@ class Processor:
         preset, file = preset_of(source), find_tokenizer(source, revision)
         config = preset or read_config(file.with_name("config.json"))
         if not hasattr(config, "image_token_id"):
-            raise UserError(f"{shown(source)}: is a language model for text alone: give a model that reads pictures")
+            raise UserError(
+                f"{shown(source)}: is a language model for text alone: give a model that reads pictures"
+            )
         if preset is None and type(config) is PaliGemmaConfig:
             _check_pixels(file.parent, config.vision.image_size)
         tokenizer = load_tokenizer(file)
         # the id of <image> is the first one after the tokenizer's pieces, as in PaliGemma
         if preset is not None and preset.image_token_id != tokenizer.vocab_size():
-            remedy = "give a folder with config.json and a tokenizer, or the hub id of a published model"
+            remedy = (
+                "give a folder with config.json and a tokenizer, or the hub id of a published model"
+            )
             raise UserError(f"{source}: this preset has random weights and no tokenizer: {remedy}")
         return cls(config, tokenizer, **options)
 
@@ -118,11 +144,16 @@ class Processor:
     def row_of(self, n_images: int, turns: Sequence[Turn]) -> TokenRow:
         """As `layout`, but a PaliGemma takes pictures first: `<image>` in a prompt is taken out."""
         if check_turns(n_images, turns) and not isinstance(self.config, WingsConfig | QMambaConfig):
-            turns = [(re.sub(rf"\s*{SLOT}", "", text).strip() if SLOT in text else text, said) for text, said in turns]
+            turns = [
+                (re.sub(rf"\s*{SLOT}", "", text).strip() if SLOT in text else text, said)
+                for text, said in turns
+            ]
         *before, (prefix, suffix) = turns
         return self.layout(n_images, prefix, suffix, before)
 
-    def layout(self, n_images: int, prefix: str, suffix: str | None = None, before: Sequence[Turn] = ()) -> TokenRow:
+    def layout(
+        self, n_images: int, prefix: str, suffix: str | None = None, before: Sequence[Turn] = ()
+    ) -> TokenRow:
         """The row of a prompt, with its answer in training. before: earlier turns, prompts with their answers.
 
         `<image>` in a prompt marks the place of a picture, once for each picture. Without it pictures come first.
@@ -146,7 +177,9 @@ class Processor:
                 # the newline is encoded with the prompt: a prompt that ends in one makes a single piece "\n\n" with it
                 given = self.text.spell(prompt + "\n", slot)
                 if not number and self.config.bos_token_id is not None:
-                    begin = next(place for place, id_ in enumerate(given) if id_ != slot[0])  # of the text
+                    begin = next(
+                        place for place, id_ in enumerate(given) if id_ != slot[0]
+                    )  # of the text
                     given.insert(begin, self.config.bos_token_id)
                 reply = [] if answer is None else [*self.encode(answer), self.config.eos_token_id]
                 ids += given + reply
@@ -163,28 +196,41 @@ class Processor:
         A picture that is given twice, as the same object or path, is in the batch once. pictures None: they are encoded
         elsewhere, the batch has no pixels, and its image_index counts the slots. Raises UserError, naming the file.
         """
-        slots = sum(ids.count(self.config.image_token_id) for ids, *_ in rows) // self.config.num_image_tokens
+        slots = (
+            sum(ids.count(self.config.image_token_id) for ids, *_ in rows)
+            // self.config.num_image_tokens
+        )
         if pictures is not None and len(pictures) != slots:  # a model on a GPU does not count them
-            raise UserError(f"{len(pictures)} pictures for {slots} image slots: give each slot a picture")
+            raise UserError(
+                f"{len(pictures)} pictures for {slots} image slots: give each slot a picture"
+            )
         keys = [os.fspath(p) if isinstance(p, str | os.PathLike) else id(p) for p in pictures or ()]
         distinct = dict(zip(keys, pictures or (), strict=True))
-        index = list(range(slots)) if pictures is None else [list(distinct).index(key) for key in keys]
+        index = (
+            list(range(slots)) if pictures is None else [list(distinct).index(key) for key in keys]
+        )
         pixels = [self.pixels(picture) for picture in distinct.values()]
         size, width = self.config.vision.image_size, max(len(ids) for ids, *_ in rows)
         input_ids, types, mask, learned = torch.zeros(4, len(rows), width, dtype=torch.int64)
         input_ids[:] = self.config.pad_token_id
         for number, (ids, *others) in enumerate(rows):
-            place = slice(width - len(ids), width) if self.padding_side == "left" else slice(len(ids))
+            place = (
+                slice(width - len(ids), width) if self.padding_side == "left" else slice(len(ids))
+            )
             for tensor, values in zip((input_ids, types, learned), (ids, *others), strict=True):
                 tensor[number, place] = torch.tensor(values)
             mask[number, place] = 1
         labels = input_ids.where(learned > 0, -100)
         pixel_values = torch.stack(pixels) if pixels else torch.empty(0, 3, size, size)
-        return Batch(input_ids, pixel_values, types, mask, labels, torch.tensor(index, dtype=torch.int64))
+        return Batch(
+            input_ids, pixel_values, types, mask, labels, torch.tensor(index, dtype=torch.int64)
+        )
 
     def fit(self, picture: Picture) -> np.ndarray:
         """A picture as uint8 (R, R, 3), all that the model sees of it. Raises UserError, naming the file."""
-        return fit(picture, self.config.vision.image_size, square=isinstance(self.text, TextTokenizer))
+        return fit(
+            picture, self.config.vision.image_size, square=isinstance(self.text, TextTokenizer)
+        )
 
     def pixels(self, picture: Picture) -> torch.Tensor:
         """A picture as the vision tower reads it, float32 (3, R, R). Raises as `fit`."""
@@ -196,20 +242,33 @@ class Processor:
 
 
 def _plain_texts(config: PaliGemmaConfig | QMambaConfig, tokenizer: Tokenizer) -> Texts:
-    ids, image = (config.pad_token_id, config.eos_token_id, config.bos_token_id), config.image_token_id
-    texts = Texts(tokenizer, config.text.vocab_size, (*ids, tokenizer.unk_id(), image), {config.eos_token_id})
+    ids, image = (
+        (config.pad_token_id, config.eos_token_id, config.bos_token_id),
+        config.image_token_id,
+    )
+    texts = Texts(
+        tokenizer, config.text.vocab_size, (*ids, tokenizer.unk_id(), image), {config.eos_token_id}
+    )
     given = tokenizer.pad_id(), tokenizer.eos_id(), tokenizer.bos_id()
     piece = SLOT if image >= texts.pieces else tokenizer.id_to_piece(image)
     if (given, piece) != (ids, SLOT):
         problem = f"its pad, eos and bos are {given}, config.json's {ids}; image token {image} is its piece {piece!r}"
-        raise UserError(f"the tokenizer is of another model: {problem}: take both files from one model")
+        raise UserError(
+            f"the tokenizer is of another model: {problem}: take both files from one model"
+        )
     return texts
 
 
 def _check_pixels(folder: Path, size: int) -> None:
     """Raise UserError if the model's own image processor makes other pixels than `model/images.py`."""
-    expected = dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True) | {"do_center_crop": False}
-    expected |= {"size": {"height": size, "width": size}, "resample": 3, "rescale_factor": 1 / 255}  # 3: bicubic
+    expected = dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True) | {
+        "do_center_crop": False
+    }
+    expected |= {
+        "size": {"height": size, "width": size},
+        "resample": 3,
+        "rescale_factor": 1 / 255,
+    }  # 3: bicubic
     expected |= dict.fromkeys(("image_mean", "image_std"), [0.5] * 3)
     for file in (folder / "processor_config.json", folder / "preprocessor_config.json"):
         raw = read_json(file) if file.is_file() else {}
@@ -222,7 +281,9 @@ def _check_pixels(folder: Path, size: int) -> None:
 _BOX = re.compile(r"\s*<loc(\d{4})><loc(\d{4})><loc(\d{4})><loc(\d{4})>(?:<seg\d{3}>)*([^<>]*)")
 
 
-def parse_boxes(text: str, width: int, height: int, as_said=False) -> list[tuple[str, tuple[float, ...]]]:
+def parse_boxes(
+    text: str, width: int, height: int, as_said=False
+) -> list[tuple[str, tuple[float, ...]]]:
     """Labels and boxes (x1, y1, x2, y2), in pixels of a width × height picture, of a detection answer.
 
     The answer reads `<locY1><locX1><locY2><locX2> label ; …`; place p of 0 … 1023 is p/1023 of the side (big_vision,

@@ -42,7 +42,9 @@ def local_mask(queries: int, keys: int, device: torch.device | str | None = None
 class CrossAttention(Attention):
     """Attention whose keys and values come from a second sequence."""
 
-    def forward(self, x: torch.Tensor, features: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, features: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """x (B, Q, W) and features (B, K, W) to (B, Q, W); mask (Q, K), or None for none."""
         q, k, v = self.q_proj(x), self.k_proj(features), self.v_proj(features)
         heads = self.softmax_attention(*map(self.split_heads, (q, k, v)), mask)  # (B, N, Q, D)
@@ -75,13 +77,17 @@ class QMambaBlock(nn.Module):
         width, heads = config.hidden_size, config.num_attention_heads
         self.mixer_norm = nn.LayerNorm(width)
         self.mixer = MambaMixer(config.mixers)
-        self.cross_attn = CrossAttention(width, heads, heads, width // heads, bias=True, output_name="out_proj")
+        self.cross_attn = CrossAttention(
+            width, heads, heads, width // heads, bias=True, output_name="out_proj"
+        )
         self.fuse = Linear(2 * width, width)
         self.mlp_norm = nn.LayerNorm(width)
         self.fc1 = Linear(width, width)
         self.fc2 = Linear(width, width)
 
-    def forward(self, x: torch.Tensor, features: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, features: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         x = self.mixer_norm(x)
         x = x + self.mixer(x)
         x = self.fuse(torch.cat((x, self.cross_attn(x, features, mask)), dim=-1))
@@ -95,13 +101,17 @@ class QMambaProjector(nn.Module):
     def __init__(self, config: QMambaConfig):
         super().__init__()
         self.config, width = config.projector, config.projector.hidden_size
-        self.checkpointing = False  # recompute each block in the backward pass instead of keeping its activations
+        self.checkpointing = (
+            False  # recompute each block in the backward pass instead of keeping its activations
+        )
         self.vision_proj = Linear(config.vision.hidden_size, width)
         self.vision_norm = nn.LayerNorm(width)
         self.connector = Connector(self.config)
         if self.config.projector == "qmamba":
             self.queries = nn.Parameter(torch.empty(self.config.queries, width))
-            self.blocks = nn.ModuleList(QMambaBlock(self.config) for _ in range(self.config.num_blocks))
+            self.blocks = nn.ModuleList(
+                QMambaBlock(self.config) for _ in range(self.config.num_blocks)
+            )
         self.output = Linear(width, config.text.hidden_size)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
@@ -141,7 +151,10 @@ def fill_from_mamba(projector: QMambaProjector, source: Mamba) -> None:
     """Copy the mixers of a language model into the projector's blocks. Raises UserError unless all sizes agree."""
     for name in ("num_hidden_layers", "hidden_size", "state_size", "expand", "conv_kernel", "rank"):
         mine, theirs = getattr(projector.config.mixers, name), getattr(source.config, name)
-        require(mine == theirs, f"the Mamba weights have {name} {theirs}, the projector {mine}: take others")
+        require(
+            mine == theirs,
+            f"the Mamba weights have {name} {theirs}, the projector {mine}: take others",
+        )
     for block, layer in zip(projector.blocks, source.layers, strict=True):
         block.get_submodule("mixer").load_state_dict(layer.get_submodule("mixer").state_dict())
 

@@ -12,11 +12,15 @@ from torch.autograd.function import once_differentiable
 # T on a CPU. The backward pass keeps the state before each block and computes the block again: a sixteenth of the
 # memory, and faster, because a block stays in the cache.
 BLOCK = 16
-CACHE_SIZE = 1 << 19  # numbers that fit a CPU's cache: rows are scanned a few at a time, 1.8 times as fast
+CACHE_SIZE = (
+    1 << 19
+)  # numbers that fit a CPU's cache: rows are scanned a few at a time, 1.8 times as fast
 GPU_SIZE = 1 << 26  # numbers of a block on a GPU: 256 MB, of which the backward pass holds six
 
 
-def selective_scan(x, delta, A, B, C, state=None, chunk: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def selective_scan(
+    x, delta, A, B, C, state=None, chunk: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """y (B, L, E) and the last state (B, N, E) of s_t = exp(Δ_t A) ⊙ s_{t−1} + (Δ_t x_t) ⊗ B_t, y_t = s_t C_t.
 
     x and delta (B, L, E), A (E, N) negative, B and C (B, L, N), state (B, N, E) or None for zeros (Gu and Dao 2023,
@@ -30,15 +34,25 @@ def selective_scan(x, delta, A, B, C, state=None, chunk: int | None = None) -> t
     if chunk is None:
         is_cpu = x.device.type == "cpu" and not isinstance(x, FakeTensor)
         chunk = 0 if is_cpu else max(1, GPU_SIZE // (batch * size * channels))
-    dtype = torch.float64 if torch.float64 in {tensor.dtype for tensor in (x, delta, A, B, C)} else torch.float32
+    dtype = (
+        torch.float64
+        if torch.float64 in {tensor.dtype for tensor in (x, delta, A, B, C)}
+        else torch.float32
+    )
     state = x.new_zeros(batch, size, channels, dtype=dtype) if state is None else state.to(dtype)
     x, delta, A, B, C = (tensor.to(dtype).contiguous() for tensor in (x, delta, A.T, B, C))
-    if length == 1 and not torch.is_grad_enabled():  # a decoding step: the general path would take three times as long
+    if (
+        length == 1 and not torch.is_grad_enabled()
+    ):  # a decoding step: the general path would take three times as long
         _, states = _states(state, x, delta, A, B, parallel=False)
-        return _sum_states(C, states[:, 1:]), states[:, 1].clone()  # a view would keep both states alive
+        return _sum_states(C, states[:, 1:]), states[
+            :, 1
+        ].clone()  # a view would keep both states alive
     rows = batch if chunk else max(1, CACHE_SIZE // (min(BLOCK, length) * size * channels))
     split = zip(*(tensor.split(rows) for tensor in (x, delta, B, C, state)), strict=True)
-    parts = [SelectiveScan.apply(x, delta, A, B, C, state, chunk) for x, delta, B, C, state in split]
+    parts = [
+        SelectiveScan.apply(x, delta, A, B, C, state, chunk) for x, delta, B, C, state in split
+    ]
     y, last = zip(*parts, strict=True)
     return (y[0], last[0]) if len(y) == 1 else (torch.cat(y), torch.cat(last))
 
@@ -79,11 +93,18 @@ class SelectiveScan(torch.autograd.Function):
         x, delta, A, B, C, before = ctx.saved_tensors
         grad_y = grad_y.to(x.dtype)
         after = grad_state.to(x.dtype)  # a_{t+1} ⊙ g_{t+1} for the last step t of the block at hand
-        grad_x, grad_delta, grad_B, grad_C = (torch.empty_like(tensor) for tensor in (x, delta, B, C))
+        grad_x, grad_delta, grad_B, grad_C = (
+            torch.empty_like(tensor) for tensor in (x, delta, B, C)
+        )
         grad_A = torch.zeros_like(A)
         for start in reversed(range(0, x.shape[1], ctx.steps)):
             block = slice(start, start + ctx.steps)
-            x_t, delta_t, B_t, grad_y_t = x[:, block], delta[:, block], B[:, block], grad_y[:, block]
+            x_t, delta_t, B_t, grad_y_t = (
+                x[:, block],
+                delta[:, block],
+                B[:, block],
+                grad_y[:, block],
+            )
             decay, states = _states(before[start // ctx.steps], x_t, delta_t, A, B_t, ctx.parallel)
             g = C[:, block, :, None] * grad_y_t[:, :, None]
             g[:, -1] += after
@@ -131,11 +152,16 @@ def _scan_in_parallel(decay: torch.Tensor, values: torch.Tensor, reverse: bool) 
     takes in the one before it, they are scanned among themselves, and those between take in their results.
     """
     steps, before = values.shape[1], 1 if reverse else -1
-    if steps == 1 or isinstance(values, FakeTensor):  # of train/plan.py: it works in place, no memory is taken
+    if steps == 1 or isinstance(
+        values, FakeTensor
+    ):  # of train/plan.py: it works in place, no memory is taken
         return
     pairs = (steps % 2, steps - 1) if reverse else (1, steps)
     between = ((steps - 1) % 2, steps - 2) if reverse else (2, steps)
-    slices = ((slice(start, end, 2), slice(start + before, end + before, 2)) for start, end in (pairs, between))
+    slices = (
+        (slice(start, end, 2), slice(start + before, end + before, 2))
+        for start, end in (pairs, between)
+    )
     (to, source), (rest, ends) = slices
     values[:, to].addcmul_(decay[:, to], values[:, source])
     decay[:, to].mul_(decay[:, source])
@@ -145,5 +171,7 @@ def _scan_in_parallel(decay: torch.Tensor, values: torch.Tensor, reverse: bool) 
 
 def _sum_states(weights: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
     """Σ_n weights (B, T, N) · states (B, T, N, E), to (B, T, E)."""
-    with torch.autocast(states.device.type, enabled=False):  # autocast would compute this product in bf16
+    with torch.autocast(
+        states.device.type, enabled=False
+    ):  # autocast would compute this product in bf16
         return (weights[:, :, None] @ states)[:, :, 0]

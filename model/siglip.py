@@ -17,11 +17,15 @@ class SiglipEmbeddings(nn.Module):
 
     def __init__(self, config: VisionConfig):
         super().__init__()
-        self.patch_embedding = nn.Conv2d(3, config.hidden_size, config.patch_size, config.patch_size)
+        self.patch_embedding = nn.Conv2d(
+            3, config.hidden_size, config.patch_size, config.patch_size
+        )
         self.position_embedding = nn.Embedding(config.num_image_tokens, config.hidden_size)
 
     def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        patches = self.patch_embedding(pixel_values.to(self.patch_embedding.weight.dtype))  # (B, H, P, P)
+        patches = self.patch_embedding(
+            pixel_values.to(self.patch_embedding.weight.dtype)
+        )  # (B, H, P, P)
         return patches.flatten(2).transpose(1, 2) + self.position_embedding.weight  # (B, I, H)
 
 
@@ -42,7 +46,9 @@ class SiglipLayer(nn.Module):
         super().__init__()
         self.layer_norm1 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         width, heads = config.hidden_size, config.num_attention_heads
-        self.self_attn = Attention(width, heads, heads, width // heads, bias=True, output_name="out_proj")
+        self.self_attn = Attention(
+            width, heads, heads, width // heads, bias=True, output_name="out_proj"
+        )
         self.layer_norm2 = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.mlp = SiglipMLP(config)
 

@@ -20,7 +20,9 @@ def local_path(source: str | Path) -> Path:
         path = Path(source).expanduser()
         path.exists()
     except (OSError, ValueError, RuntimeError) as error:  # too long, no such user
-        raise UserError(f"{shown(source)}: not a path that can be opened ({shown(error)}): check it") from None
+        raise UserError(
+            f"{shown(source)}: not a path that can be opened ({shown(error)}): check it"
+        ) from None
     return path
 
 
@@ -48,7 +50,15 @@ def resolve(source: str | Path, patterns: list[str], revision: str | None = None
     import huggingface_hub  # slow to import, and not needed for folders
 
     try:
-        return Path(huggingface_hub.snapshot_download(str(source), revision=revision, allow_patterns=patterns))
-    except Exception as error:  # of several libraries; the hub's own say whether a licence or a token is missing
+        return Path(
+            huggingface_hub.snapshot_download(
+                str(source), revision=revision, allow_patterns=patterns
+            )
+        )
+    except (
+        Exception
+    ) as error:  # of several libraries; the hub's own say whether a licence or a token is missing
         problem = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UserError(f"{source}: neither a folder here nor downloaded from the hub: {shown(problem, 600)}") from None
+        raise UserError(
+            f"{source}: neither a folder here nor downloaded from the hub: {shown(problem, 600)}"
+        ) from None

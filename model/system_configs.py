@@ -6,12 +6,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 from model.common import UserError, quoted, read_json, shown
-from model.config import CONTROL_TOKENS, Config, PaliGemmaConfig, TextConfig, VisionConfig, config_errors, require
+from model.config import (
+    CONTROL_TOKENS,
+    Config,
+    PaliGemmaConfig,
+    TextConfig,
+    VisionConfig,
+    config_errors,
+    require,
+)
 
 # transformers' classes of language models, by model_type
 CLASSES = {"gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 # Keys of generation_config.json that change greedy decoding, with the values that do not
-_NEUTRAL = {"repetition_penalty": 1, "num_beams": 1, "no_repeat_ngram_size": 0, "min_length": 0, "min_new_tokens": 0}
+_NEUTRAL = {
+    "repetition_penalty": 1,
+    "num_beams": 1,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+}
 _NEUTRAL |= {"suppress_tokens": [], "bad_words_ids": [], "guidance_scale": 1}
 
 
@@ -19,9 +33,19 @@ def read_generation(path: str | Path, *followed: str, suppressed: int | None = N
     """The generation_config.json beside `path`. Raises UserError for other keys than `followed` that change answers.
     suppressed: a token that our `generate` never says either."""
     neutral = {**_NEUTRAL, "suppress_tokens": [suppressed]}
-    given = read_json(file) if (file := Path(path).with_name("generation_config.json")).is_file() else {}
-    if changed := [n for n in _NEUTRAL if n not in followed and given.get(n) not in (None, _NEUTRAL[n], neutral[n])]:
-        raise UserError(f"{shown(file)}: {changed[0]} changes answers, and is not followed here: delete this key")
+    given = (
+        read_json(file)
+        if (file := Path(path).with_name("generation_config.json")).is_file()
+        else {}
+    )
+    if changed := [
+        n
+        for n in _NEUTRAL
+        if n not in followed and given.get(n) not in (None, _NEUTRAL[n], neutral[n])
+    ]:
+        raise UserError(
+            f"{shown(file)}: {changed[0]} changes answers, and is not followed here: delete this key"
+        )
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -41,26 +65,56 @@ class LanguageConfig(Config):
         """As in `Config`. What generation_config.json has comes first, as in transformers' `generate`."""
         raw, given = read_json(path), read_generation(path, "repetition_penalty")
         with config_errors(path):
-            return cls.from_dict(raw | {n: given[n] for n in (*CONTROL_TOKENS, "repetition_penalty") if n in given})
+            return cls.from_dict(
+                raw | {n: given[n] for n in (*CONTROL_TOKENS, "repetition_penalty") if n in given}
+            )
 
     @classmethod
     def from_dict(cls, raw: dict) -> "LanguageConfig":
         kind = raw.get("model_type")
-        require(kind in list(CLASSES), f"model_type is {quoted(kind)}, expected a text model's: {', '.join(CLASSES)}")
-        require(not raw.get("use_bidirectional_attention"), "use_bidirectional_attention is not computed here")
+        require(
+            kind in list(CLASSES),
+            f"model_type is {quoted(kind)}, expected a text model's: {', '.join(CLASSES)}",
+        )
+        require(
+            not raw.get("use_bidirectional_attention"),
+            "use_bidirectional_attention is not computed here",
+        )
         defaults = CONTROL_TOKENS if kind != "qwen2" else {}
         pad, end, bos = (raw.get(name, defaults.get(name)) for name in CONTROL_TOKENS)
         ends = tuple(end) if isinstance(end, list) else () if end is None else (end,)
-        require(all(type(id_) is int for id_ in ends), f"eos_token_id is {quoted(end)}, expected token ids or null")
-        length, penalty = raw.get("max_position_embeddings", 8192), raw.get("repetition_penalty") or 1.0
-        require(isinstance(penalty, int | float) and penalty > 0, f"repetition_penalty is {quoted(penalty)}")
-        return cls(TextConfig.from_dict(raw), ends, ends[0] if pad is None and ends else pad, bos, length, penalty)
+        require(
+            all(type(id_) is int for id_ in ends),
+            f"eos_token_id is {quoted(end)}, expected token ids or null",
+        )
+        length, penalty = (
+            raw.get("max_position_embeddings", 8192),
+            raw.get("repetition_penalty") or 1.0,
+        )
+        require(
+            isinstance(penalty, int | float) and penalty > 0,
+            f"repetition_penalty is {quoted(penalty)}",
+        )
+        return cls(
+            TextConfig.from_dict(raw),
+            ends,
+            ends[0] if pad is None and ends else pad,
+            bos,
+            length,
+            penalty,
+        )
 
     def to_dict(self) -> dict:
         ends = list(self.eos_token_id)
-        values = {name: v for name, v in vars(self).items() if name not in ("text", "repetition_penalty")}
+        values = {
+            name: v for name, v in vars(self).items() if name not in ("text", "repetition_penalty")
+        }
         values |= {"architectures": [CLASSES[self.text.model_type]]}
-        return self.text.to_dict() | values | {"eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+        return (
+            self.text.to_dict()
+            | values
+            | {"eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+        )
 
 
 @dataclass(frozen=True)
@@ -77,18 +131,37 @@ class TextModelConfig(Config):
         the plain one with such heads."""
         maps = 2 if differential or wide else 1
         heads, key_heads = plain.num_attention_heads // maps, plain.num_key_value_heads // maps
-        sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads, "head_dim": maps * plain.head_dim}
+        sizes = {
+            "num_attention_heads": heads,
+            "num_key_value_heads": key_heads,
+            "head_dim": maps * plain.head_dim,
+        }
         return cls(replace(plain, **sizes), differential)
 
 
 # The plain model by name: a few thousand parameters for tests, up to two million for two cores, 90 million for a GPU,
 # and the sizes that Ye et al. 2024 train, 3b for its figures, the others to see how the loss falls with size.
-_TEXT_SIZES = {"nano": (1024, 48, 2, 4), "0.1m": (2048, 32, 3, 4), "0.2m": (2048, 48, 3, 4), "0.3m": (2048, 64, 3, 4)}
+_TEXT_SIZES = {
+    "nano": (1024, 48, 2, 4),
+    "0.1m": (2048, 32, 3, 4),
+    "0.2m": (2048, 48, 3, 4),
+    "0.3m": (2048, 64, 3, 4),
+}
 _TEXT_SIZES |= {"0.6m": (2048, 96, 4, 6), "tiny": (2048, 192, 4, 6), "small": (8192, 768, 12, 12)}
-_TEXT_SIZES |= {"830m": (100288, 1536, 24, 16), "1.4b": (100288, 2048, 24, 16), "2.8b": (100288, 2560, 32, 20)}
-_TEXT_SIZES |= {"3b": (100288, 3072, 28, 24), "6.8b": (100288, 4096, 32, 32), "13.1b": (100288, 5120, 40, 40)}
+_TEXT_SIZES |= {
+    "830m": (100288, 1536, 24, 16),
+    "1.4b": (100288, 2048, 24, 16),
+    "2.8b": (100288, 2560, 32, 20),
+}
+_TEXT_SIZES |= {
+    "3b": (100288, 3072, 28, 24),
+    "6.8b": (100288, 4096, 32, 32),
+    "13.1b": (100288, 5120, 40, 40),
+}
 TEXT_PRESETS = {  # vocabulary, width, layers, heads
-    name: TextConfig("gemma", V, H, H * 8 // 3, layers, N, N, H // N, rms_norm_eps=1e-5, hidden_activation="silu")
+    name: TextConfig(
+        "gemma", V, H, H * 8 // 3, layers, N, N, H // N, rms_norm_eps=1e-5, hidden_activation="silu"
+    )
     for name, (V, H, layers, N) in _TEXT_SIZES.items()
 }
 
@@ -104,7 +177,9 @@ class WingsConfig(PaliGemmaConfig):
 
     @classmethod
     def from_dict(cls, raw: dict) -> "WingsConfig":
-        return super(PaliGemmaConfig, cls).from_dict(raw)  # not in the published format, which has no learners
+        return super(PaliGemmaConfig, cls).from_dict(
+            raw
+        )  # not in the published format, which has no learners
 
     def to_dict(self) -> dict:
         return super(PaliGemmaConfig, self).to_dict()
@@ -145,7 +220,11 @@ class MambaConfig(Config):
     @property
     def rank(self) -> int:
         """R."""
-        return self.time_step_rank if isinstance(self.time_step_rank, int) else math.ceil(self.hidden_size / 16)
+        return (
+            self.time_step_rank
+            if isinstance(self.time_step_rank, int)
+            else math.ceil(self.hidden_size / 16)
+        )
 
     def to_dict(self) -> dict:
         beside = {"architectures": ["MambaForCausalLM"], "tie_word_embeddings": True}
@@ -160,7 +239,11 @@ class ProjectorConfig(Config):
     local_attention: each query attends to its own span of features, else to all of them.
     """
 
-    fixed = {"zero_order_hold": False, "connector": True, "feed_forward": True}  # options of earlier commits
+    fixed = {
+        "zero_order_hold": False,
+        "connector": True,
+        "feed_forward": True,
+    }  # options of earlier commits
     projector: Literal["qmamba", "connector", "linear"] = "qmamba"
     queries: int = 256
     hidden_size: int = 768
@@ -168,12 +251,18 @@ class ProjectorConfig(Config):
     num_attention_heads: int = 16
     state_size: int = 16
     local_attention: bool = True
-    scan_order: Literal["bidirectional", "forward", "backward"] = "bidirectional"  # of the connector
+    scan_order: Literal["bidirectional", "forward", "backward"] = (
+        "bidirectional"  # of the connector
+    )
 
     @property
     def mixers(self) -> MambaConfig:
         """The Mamba layers inside: by default those of mamba-130m, whose weights fit (`fill_from_mamba`)."""
-        return MambaConfig(hidden_size=self.hidden_size, num_hidden_layers=self.num_blocks, state_size=self.state_size)
+        return MambaConfig(
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.num_blocks,
+            state_size=self.state_size,
+        )
 
 
 @dataclass(frozen=True)
@@ -189,14 +278,21 @@ class QMambaConfig(Config):
     def __post_init__(self):
         super().__post_init__()
         queries, features = self.num_image_tokens, self.vision.num_image_tokens
-        require(queries <= features, f"{queries} queries are more than the picture's {features} features")
+        require(
+            queries <= features,
+            f"{queries} queries are more than the picture's {features} features",
+        )
         width, heads = self.projector.hidden_size, self.projector.num_attention_heads
         require(width % heads == 0, f"projector width {width} is no multiple of {heads} heads")
 
     @property
     def num_image_tokens(self) -> int:
         """Positions of one picture in the sequence: one per query, or per feature if there are no queries."""
-        return self.projector.queries if self.projector.projector == "qmamba" else self.vision.num_image_tokens
+        return (
+            self.projector.queries
+            if self.projector.projector == "qmamba"
+            else self.vision.num_image_tokens
+        )
 
     pad_token_id = property(lambda self: self.text.pad_token_id)
     eos_token_id = property(lambda self: self.text.eos_token_id)
@@ -204,9 +300,17 @@ class QMambaConfig(Config):
 
 
 # The paper's model by name, with the control tokens of the embedded tokenizer, which presets are read with.
-QMAMBA_PRESETS = {"qmamba-2.8b": QMambaConfig(text=MambaConfig(50280, 2560, 64, eos_token_id=1, bos_token_id=2))}
+QMAMBA_PRESETS = {
+    "qmamba-2.8b": QMambaConfig(text=MambaConfig(50280, 2560, 64, eos_token_id=1, bos_token_id=2))
+}
 
-_MODELS: tuple[type[Config], ...] = PaliGemmaConfig, TextModelConfig, WingsConfig, LanguageWingsConfig, QMambaConfig
+_MODELS: tuple[type[Config], ...] = (
+    PaliGemmaConfig,
+    TextModelConfig,
+    WingsConfig,
+    LanguageWingsConfig,
+    QMambaConfig,
+)
 CONFIGS = dict.fromkeys(CLASSES, LanguageConfig) | {model.kind: model for model in _MODELS}
 
 

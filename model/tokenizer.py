@@ -13,12 +13,18 @@ import sentencepiece
 from model.common import UserError, quoted
 from model.source import EMBEDDED, preset_of, resolve
 
-BESIDE = ["config.json", "processor_config.json", "preprocessor_config.json"]  # what the callers read besides
+BESIDE = [
+    "config.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+]  # what the callers read besides
 SPACE = "\u2581"  # stands for a space in sentencepiece's pieces
 END = "<|endoftext|>"  # of GPT-NeoX (the published Mambas) and Qwen, in place of all four control tokens
 # tokens that transformers' GemmaTokenizer and PaliGemmaProcessor find in text, whatever a file says of them
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
-LOCATIONS = [f"<loc{number:04}>" for number in range(1024)] + [f"<seg{number:03}>" for number in range(128)]
+LOCATIONS = [f"<loc{number:04}>" for number in range(1024)] + [
+    f"<seg{number:03}>" for number in range(128)
+]
 
 
 class JsonTokenizer:
@@ -30,24 +36,36 @@ class JsonTokenizer:
 
             self.tokenizer = Tokenizer.from_file(str(path))
         except ImportError:
-            raise UserError(f"{path}: is read by a package that is not installed: pip install tokenizers") from None
-        except BaseException as error:  # the package raises Exception itself, and panics in Rust at damaged files
+            raise UserError(
+                f"{path}: is read by a package that is not installed: pip install tokenizers"
+            ) from None
+        except (
+            BaseException
+        ) as error:  # the package raises Exception itself, and panics in Rust at damaged files
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            raise UserError(f"{path}: not a tokenizer ({quoted(str(error))}): download the file again") from None
+            raise UserError(
+                f"{path}: not a tokenizer ({quoted(str(error))}): download the file again"
+            ) from None
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         find, end = self.tokenizer.token_to_id, self.tokenizer.token_to_id(END)
         # in a text the spelling of this token is text; Gemma's are refused by the callers
         self.tokenizer.encode_special_tokens = end is not None
         if end is None:
-            self.tokenizer.add_special_tokens([token for token in SPECIAL if find(token) is not None])
+            self.tokenizer.add_special_tokens(
+                [token for token in SPECIAL if find(token) is not None]
+            )
             self.tokenizer.add_tokens([token for token in LOCATIONS if find(token) is not None])
         control = [find(token) if end is None else end for token in SPECIAL[:4]]
         if None in control:
-            raise UserError(f"{path}: has neither <pad>, <eos>, <bos> and <unk> nor {END}: take the model's own file")
+            raise UserError(
+                f"{path}: has neither <pad>, <eos>, <bos> and <unk> nor {END}: take the model's own file"
+            )
         size = max(self.tokenizer.get_vocab().values()) + 1  # ids may have gaps
-        numbers = (partial(int, number) for number in (*control, size))  # methods, as sentencepiece's
+        numbers = (
+            partial(int, number) for number in (*control, size)
+        )  # methods, as sentencepiece's
         self.pad_id, self.eos_id, self.bos_id, self.unk_id, self.vocab_size = numbers
 
     def id_to_piece(self, id_: int) -> str:
@@ -74,7 +92,9 @@ def find_tokenizer(source: str | Path, revision: str | None = None) -> Path:
     Downloads from the hub the small files beside it, too."""
     source = EMBEDDED if preset_of(source) else source
     file = resolve(source, ["tokenizer.model", *BESIDE], revision) / "tokenizer.model"
-    return file if file.exists() else resolve(source, ["tokenizer.json"], revision) / "tokenizer.json"
+    return (
+        file if file.exists() else resolve(source, ["tokenizer.json"], revision) / "tokenizer.json"
+    )
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -87,4 +107,6 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
     except (RuntimeError, OSError) as error:
-        raise UserError(f"{path}: not a sentencepiece model ({error}): download the file again") from None
+        raise UserError(
+            f"{path}: not a sentencepiece model ({error}): download the file again"
+        ) from None

@@ -54,7 +54,9 @@ class WingsRope(Rope):
 
     visual: LearnerInput
     textual: LearnerInput
-    buckets: torch.Tensor | None = None  # (B, S, Sk): where a router counts each key; None without routers
+    buckets: torch.Tensor | None = (
+        None  # (B, S, Sk): where a router counts each key; None without routers
+    )
 
 
 class LearnerCache(LayerCache):
@@ -86,16 +88,22 @@ class Learner(nn.Module):
 
     def __init__(self, width: int, num_heads: int, rank: int):
         super().__init__()
-        assert width % (2 * num_heads) == 0, f"{width} channels cannot be cut into {num_heads} heads of an even width"
+        assert width % (2 * num_heads) == 0, (
+            f"{width} channels cannot be cut into {num_heads} heads of an even width"
+        )
         self.num_heads = num_heads
         for name in "qkvo":
             parts = {"A": Linear(width, rank, bias=False), "B": Linear(rank, width, bias=False)}
             self.add_module(name, nn.Sequential(OrderedDict(parts)))
 
-    def forward(self, h, rope: Rope, given: LearnerInput, cache: LearnerCache | None = None) -> torch.Tensor:
+    def forward(
+        self, h, rope: Rope, given: LearnerInput, cache: LearnerCache | None = None
+    ) -> torch.Tensor:
         """h (B, S, H) to (B, S, H); exactly zero where a query sees no key."""
         parts = (h, self.q), (given.x, self.k), (given.x, self.v)
-        q, k, v = ((x + w(x)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x, w in parts)  # (B, N, ·, H/N)
+        q, k, v = (
+            (x + w(x)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x, w in parts
+        )  # (B, N, ·, H/N)
         q, k = rope(q), given.rope(k)
         if cache is not None:
             k, v = cache.extend(k, v)
@@ -136,8 +144,12 @@ class WingsAttention(Attention):
             self.textual = Learner(*sizes)
             self.router = Router()
 
-    def forward(self, x, rope: WingsRope, mask=None, cache: WingsCache | None = None, positions=None) -> torch.Tensor:
-        main, of_visual, of_textual = (cache.main, cache.visual, cache.textual) if cache is not None else (None,) * 3
+    def forward(
+        self, x, rope: WingsRope, mask=None, cache: WingsCache | None = None, positions=None
+    ) -> torch.Tensor:
+        main, of_visual, of_textual = (
+            (cache.main, cache.visual, cache.textual) if cache is not None else (None,) * 3
+        )
         visual = self.visual(x, rope, rope.visual, of_visual)
         if rope.buckets is None:
             return keep_positions(super().forward(x, rope, mask, main) + visual, positions)
@@ -202,7 +214,11 @@ class WingsGemma(Gemma):
                 getattr(layer, name).columns = columns[name]
             keys = keep_positions(x, index)
             mask = columns[name][:, None, None] <= query[:, None]
-            setattr(rope, name, LearnerInput(keys, Rope(rope.positions.gather(1, index), rope.theta), mask))
+            setattr(
+                rope,
+                name,
+                LearnerInput(keys, Rope(rope.positions.gather(1, index), rope.theta), mask),
+            )
         if self.routed:
             place = valid.long().cumsum(-1) + (self.first_position - 1)  # of the keys
             rope.buckets = self.bucket(rope.positions, place, columns["visual"])
@@ -212,9 +228,13 @@ class WingsGemma(Gemma):
     def bucket(query: torch.Tensor, key: torch.Tensor, pictures: torch.Tensor) -> torch.Tensor:
         """`WingsRope.buckets` from positions of queries (B, S) and keys (B, Sk), and columns (B, n) of pictures."""
         distance = (query[:, :, None] - key[:, None]).clamp(min=0)
-        octave = (torch.frexp(distance + 1.0).exponent.long() - 1).clamp(max=OCTAVES - 1)  # octave n starts at 2ⁿ − 1
+        octave = (torch.frexp(distance + 1.0).exponent.long() - 1).clamp(
+            max=OCTAVES - 1
+        )  # octave n starts at 2ⁿ − 1
         # with one more column, which takes the padding of `pictures`
-        is_picture = key.new_zeros(len(key), key.shape[1] + 1).scatter(1, pictures.clamp(max=key.shape[1]), 1)[:, :-1]
+        is_picture = key.new_zeros(len(key), key.shape[1] + 1).scatter(
+            1, pictures.clamp(max=key.shape[1]), 1
+        )[:, :-1]
         return octave + OCTAVES * is_picture[:, None]
 
 
@@ -234,19 +254,28 @@ class Wings(PaliGemma):
         }
         return nn.Sequential(OrderedDict(layers)), WingsGemma(config)
 
-    def forward(self, input_ids, pixel_values, token_type_ids, attention_mask=None, **options) -> torch.Tensor:
+    def forward(
+        self, input_ids, pixel_values, token_type_ids, attention_mask=None, **options
+    ) -> torch.Tensor:
         """As `PaliGemma.forward`; of token_type_ids only the number of columns is used. All pictures are in the first
         call with a cache."""
         first = token_type_ids.shape[1] - input_ids.shape[1]
         is_text = (input_ids != self.config.image_token_id).to(token_type_ids.dtype)
-        assert not first or input_ids.is_cuda or is_text.all(), "all pictures come with the first call"
-        return super().forward(input_ids, pixel_values, F.pad(is_text, (first, 0)), attention_mask, **options)
+        assert not first or input_ids.is_cuda or is_text.all(), (
+            "all pictures come with the first call"
+        )
+        return super().forward(
+            input_ids, pixel_values, F.pad(is_text, (first, 0)), attention_mask, **options
+        )
 
 
 def attach(base: PaliGemma, rank: int = 64, *, routed: bool = False, seed: int = 0) -> Wings:
     """A plain PaliGemma with learners, sharing its weights; until they learn, it is `base` with all tokens causal."""
     is_plain = type(base) is PaliGemma and not base.grafts
-    require(is_plain, "learners go beside the plain attention of a PaliGemma: take a base without other parts")
+    require(
+        is_plain,
+        "learners go beside the plain attention of a PaliGemma: take a base without other parts",
+    )
     config = WingsConfig(**vars(base.config), rank=rank, routed=routed)
     return _assemble(config, base.state_dict(), seed).train(base.training)
 
@@ -264,8 +293,14 @@ def route(model: Wings, seed: int = 0) -> Wings:
     floating point, so the logits stay the same. Raises UserError for another model.
     """
     is_first = type(model) is Wings and not model.config.routed
-    require(is_first, "stage 2 of WINGS goes on from a model of stage 1, which has visual learners and no router")
-    state = {name: 2 * p if name.endswith("visual.o.B.weight") else p for name, p in model.state_dict().items()}
+    require(
+        is_first,
+        "stage 2 of WINGS goes on from a model of stage 1, which has visual learners and no router",
+    )
+    state = {
+        name: 2 * p if name.endswith("visual.o.B.weight") else p
+        for name, p in model.state_dict().items()
+    }
     return _assemble(replace(model.config, routed=True), state, seed).train(model.training)
 
 
@@ -274,10 +309,15 @@ def _assemble(config: WingsConfig, state: Mapping[str, torch.Tensor], seed: int)
     with torch.device("meta"):
         model = Wings(config)
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
-    require(not unexpected, f"{unexpected[:1]} is no part of a plain PaliGemma: merge or leave out its adapter")
+    require(
+        not unexpected,
+        f"{unexpected[:1]} is no part of a plain PaliGemma: merge or leave out its adapter",
+    )
     generator, fresh = torch.Generator().manual_seed(seed), {}
     for name in missing:
-        tensor = torch.zeros(model.get_parameter(name).shape)  # on the CPU, so that every device gets the same numbers
+        tensor = torch.zeros(
+            model.get_parameter(name).shape
+        )  # on the CPU, so that every device gets the same numbers
         if name.endswith(".A.weight"):
             nn.init.trunc_normal_(tensor, std=0.02, generator=generator)
         elif name.startswith("multi_modal_projector."):  # as in nn.Linear

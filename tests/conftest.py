@@ -11,7 +11,9 @@ from eval.text.tasks import SYMBOLS
 from model.processor import Processor
 from tests.files import write_prose
 
-gc.set_threshold(200_000, 20, 1000)  # torch and transformers are a million objects: to pass over them takes a tenth
+gc.set_threshold(
+    200_000, 20, 1000
+)  # torch and transformers are a million objects: to pass over them takes a tenth
 
 
 @pytest.fixture(scope="session")

@@ -15,18 +15,39 @@ def write_vqav2(folder: Path, images: int = 20, subset: str = "train2014") -> No
     questions, annotations = [], []
     (folder / subset).mkdir(parents=True)
     for image_id in range(1, images + 1):
-        Image.new("RGB", (30, 20), (image_id * 10, 0, 0)).save(folder / f"{subset}/COCO_{subset}_{image_id:012d}.jpg")
+        Image.new("RGB", (30, 20), (image_id * 10, 0, 0)).save(
+            folder / f"{subset}/COCO_{subset}_{image_id:012d}.jpg"
+        )
         for number in range(3):
             qid = image_id * 1000 + number
-            questions.append({"image_id": image_id, "question": f"What is {number}?", "question_id": qid})
+            questions.append(
+                {"image_id": image_id, "question": f"What is {number}?", "question_id": qid}
+            )
             answers = [
-                {"answer": "yes" if i < 7 else "no", "answer_confidence": "yes", "answer_id": i + 1} for i in range(10)
+                {"answer": "yes" if i < 7 else "no", "answer_confidence": "yes", "answer_id": i + 1}
+                for i in range(10)
             ]
-            types = {"question_type": "what is", "answer_type": "other", "multiple_choice_answer": "yes"}
-            annotations.append({"question_id": qid, "image_id": image_id, "answers": answers} | types)
-    head = {"info": {}, "license": {}, "data_type": "mscoco", "data_subtype": subset, "task_type": "Open-Ended"}
-    (folder / f"v2_OpenEnded_mscoco_{subset}_questions.json").write_text(json.dumps(head | {"questions": questions}))
-    (folder / f"v2_mscoco_{subset}_annotations.json").write_text(json.dumps(head | {"annotations": annotations}))
+            types = {
+                "question_type": "what is",
+                "answer_type": "other",
+                "multiple_choice_answer": "yes",
+            }
+            annotations.append(
+                {"question_id": qid, "image_id": image_id, "answers": answers} | types
+            )
+    head = {
+        "info": {},
+        "license": {},
+        "data_type": "mscoco",
+        "data_subtype": subset,
+        "task_type": "Open-Ended",
+    }
+    (folder / f"v2_OpenEnded_mscoco_{subset}_questions.json").write_text(
+        json.dumps(head | {"questions": questions})
+    )
+    (folder / f"v2_mscoco_{subset}_annotations.json").write_text(
+        json.dumps(head | {"annotations": annotations})
+    )
 
 
 def write_mmneedle(folder: Path) -> Path:
@@ -36,7 +57,9 @@ def write_mmneedle(folder: Path) -> Path:
     for number, name in enumerate(names):
         noise = np.random.default_rng(number).integers(0, 256, (64, 64, 3), dtype=np.uint8)
         Image.fromarray(noise).save(folder / "val2014" / name)
-    (folder / "C").write_text(json.dumps({name: f"picture {number}" for number, name in enumerate(names)}))
+    (folder / "C").write_text(
+        json.dumps({name: f"picture {number}" for number, name in enumerate(names)})
+    )
     places = [(row, col) for row in (0, 1) for col in (0, 1)]
     stitched = [f"COCO_val2014_stitched_{n:04d}.jpg" for n in (0, 1)]
     grids = {
@@ -46,10 +69,17 @@ def write_mmneedle(folder: Path) -> Path:
     (folder / "2_2.json").write_text(json.dumps(grids))
 
     def test(number: int, n: int, index: int, row: int, col: int, target: int) -> dict:
-        where = {"image_ids": [f"images_stitched/2_2/{stitched[n]}"], "index": index, "row": row, "col": col}
+        where = {
+            "image_ids": [f"images_stitched/2_2/{stitched[n]}"],
+            "index": index,
+            "row": row,
+            "col": col,
+        }
         return {"id": number, **where, "target": f"val2014/{names[target]}"}
 
-    tests = [test(4 * n + 2 * r + c, n, 0, r, c, 4 * n + 2 * r + c) for n in (0, 1) for r, c in places]
+    tests = [
+        test(4 * n + 2 * r + c, n, 0, r, c, 4 * n + 2 * r + c) for n in (0, 1) for r, c in places
+    ]
     tests += [test(5000 + n, n, -1, -1, -1, 8 + n) for n in (0, 1)]
     (folder / "annotations_1_2_2.json").write_text(json.dumps(tests))
     return folder
@@ -59,8 +89,18 @@ def write_captions(path: Path, names: list[str], each: int = 3) -> Path:
     """Captions of pictures as COCO publishes captions_val2014.json: `each` of them for a picture, in no order."""
     numbers = {name: int(name.rpartition("_")[2].removesuffix(".jpg")) for name in names}
     images = [
-        {"license": 3, "file_name": name, "coco_url": f"http://images.cocodataset.org/val2014/{name}", "height": 64}
-        | {"width": 64, "date_captured": "2013-11-14 11:18:45", "flickr_url": "http://flickr.com/x.jpg", "id": number}
+        {
+            "license": 3,
+            "file_name": name,
+            "coco_url": f"http://images.cocodataset.org/val2014/{name}",
+            "height": 64,
+        }
+        | {
+            "width": 64,
+            "date_captured": "2013-11-14 11:18:45",
+            "flickr_url": "http://flickr.com/x.jpg",
+            "id": number,
+        }
         for name, number in numbers.items()
     ]
     annotations = [
@@ -68,8 +108,17 @@ def write_captions(path: Path, names: list[str], each: int = 3) -> Path:
         for place in range(each)
         for number in reversed(numbers.values())
     ]
-    licenses = [{"url": "http://creativecommons.org/licenses/by-nc/2.0/", "id": 2, "name": "Attribution-NonCommercial"}]
-    head = {"info": {"description": "2014 MS COCO dataset", "version": "1.0", "year": 2014}, "images": images}
+    licenses = [
+        {
+            "url": "http://creativecommons.org/licenses/by-nc/2.0/",
+            "id": 2,
+            "name": "Attribution-NonCommercial",
+        }
+    ]
+    head = {
+        "info": {"description": "2014 MS COCO dataset", "version": "1.0", "year": 2014},
+        "images": images,
+    }
     path.write_text(json.dumps(head | {"licenses": licenses, "annotations": annotations}))
     return path
 
@@ -79,7 +128,10 @@ def prose(seed: int, lines: int = 60) -> str:
     dice = random.Random(seed)
     return "".join(
         " " * dice.choice((0, 0, 4, 8))
-        + " ".join("".join(dice.choices(SYLLABLES, k=dice.randint(1, 3))) for _ in range(dice.randint(3, 9)))
+        + " ".join(
+            "".join(dice.choices(SYLLABLES, k=dice.randint(1, 3)))
+            for _ in range(dice.randint(3, 9))
+        )
         + f" {dice.randrange(10_000)}\n"
         for _ in range(lines)
     )

@@ -22,7 +22,11 @@ from train import finetune, loop
 from train.checkpoint import checkpoints
 
 TINY = PRESETS["tiny"]  # when files are written does not depend on the model
-SMALL = replace(TINY, vision=replace(TINY.vision, num_hidden_layers=1), text=replace(TINY.text, num_hidden_layers=2))
+SMALL = replace(
+    TINY,
+    vision=replace(TINY.vision, num_hidden_layers=1),
+    text=replace(TINY.text, num_hidden_layers=2),
+)
 RUN = f"{QUICK} --steps 8 --checkpoint-every 1"
 
 
@@ -61,10 +65,14 @@ def dying(save: Callable[..., Path], part: float) -> Callable[..., Path]:
 def newest_step(run: Path) -> int:
     """The step of the newest checkpoint; whatever bears a checkpoint's name is whole."""
     for folder in checkpoints(run):
-        assert json.loads((folder / "state.json").read_text())["step"] == int(folder.name.removeprefix("step-"))
+        assert json.loads((folder / "state.json").read_text())["step"] == int(
+            folder.name.removeprefix("step-")
+        )
         for name in ("trainable.safetensors", "optimizer.safetensors"):
             with safe_open(folder / name, "pt") as file:
-                assert all(torch.isfinite(file.get_tensor(key)).all() for key in file.keys()), folder
+                assert all(torch.isfinite(file.get_tensor(key)).all() for key in file.keys()), (
+                    folder
+                )
     return max((int(folder.name.removeprefix("step-")) for folder in checkpoints(run)), default=0)
 
 
@@ -80,7 +88,9 @@ def kill_often(folder: Path, kills: int) -> tuple[set[int], bool]:
         number, last, code = number + 1, 0, -1
         run = folder / f"run-{number}"
         while code:
-            arguments = f"--resume {run}" if (run / "config.json").exists() else f"{RUN} --out {run}"
+            arguments = (
+                f"--resume {run}" if (run / "config.json").exists() else f"{RUN} --out {run}"
+            )
             dies, in_save = killed < kills, dice.random() < 0.5
             child = start(arguments, dice.random() if dies and in_save else None)
             if dies and not in_save:

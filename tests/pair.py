@@ -15,9 +15,13 @@ def in_pair(main: Callable[[list[str]], None], *commands: str, meet: Path) -> No
     spawn(_process, (main, commands, meet), nprocs=2)
 
 
-def _process(rank: int, main: Callable[[list[str]], None], commands: tuple[str, ...], meet: Path) -> None:
+def _process(
+    rank: int, main: Callable[[list[str]], None], commands: tuple[str, ...], meet: Path
+) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     for number, command in enumerate(commands):
-        dist.init_process_group("gloo", init_method=f"file://{meet}/meet-{number}", rank=rank, world_size=2)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{meet}/meet-{number}", rank=rank, world_size=2
+        )
         main(command.split())

@@ -17,15 +17,47 @@ from model.system_configs import LanguageConfig
 from weights.export import export_model
 
 CONTROL = ("pad", "eos", "bos", "unk")
-TEXTS = ["Where is the dog?", "  two blanks, then\ttabs\n\n\nand lines \n", "it's I'LL 1234567 x86 ...!? (brackets)[]"]
+TEXTS = [
+    "Where is the dog?",
+    "  two blanks, then\ttabs\n\n\nand lines \n",
+    "it's I'LL 1234567 x86 ...!? (brackets)[]",
+]
 TEXTS += ["日本語のテキスト, été e\u0301 🐮🏽 \u200d", "<|im_ start|> <start_of turn> <b>bold</b>"]
 TEXTS += ["\n\na", "a\n\n", " a ", "a\n", "\u2581", "\r\n \r"]
-ASKED = ["where is the dog? it's at the gate; 12 and 345\n\nand so on, isn't it, I'll say", *TEXTS] * 3
+ASKED = [
+    "where is the dog? it's at the gate; 12 and 345\n\nand so on, isn't it, I'll say",
+    *TEXTS,
+] * 3
 SENTENCES = """caption en the cow is standing in the green field beside two dogs
 the cat is on the mat, and the dog isn't; 12 34 567. <b>bold</b> <unused0> <table>
 日本語のテキスト と 絵 un éléphant gris près de l'étang aaaa abab aabbaa""".splitlines()
-ODD = ["<", "<<b>", "</", "<unused", "<unused1", "<0x41>", "<0x09>", "<loc00011>", "<seg>", "▁▁a▁", "\u200d", "\ufeff"]
-ODD += ["\0", "\r\n", "e\u0301", "🐮🏽", "👩‍🚀", "日本語", "<unused0><b>\n\n", "> </", "aab", "a b", "cow stand"]
+ODD = [
+    "<",
+    "<<b>",
+    "</",
+    "<unused",
+    "<unused1",
+    "<0x41>",
+    "<0x09>",
+    "<loc00011>",
+    "<seg>",
+    "▁▁a▁",
+    "\u200d",
+    "\ufeff",
+]
+ODD += [
+    "\0",
+    "\r\n",
+    "e\u0301",
+    "🐮🏽",
+    "👩‍🚀",
+    "日本語",
+    "<unused0><b>\n\n",
+    "> </",
+    "aab",
+    "a b",
+    "cow stand",
+]
 
 
 def train_pieces(prefix: Path, corpus: list[str], size: int, symbols: list[str]) -> Path:
@@ -33,17 +65,33 @@ def train_pieces(prefix: Path, corpus: list[str], size: int, symbols: list[str])
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(corpus),
         model_prefix=str(prefix),
-        **{"model_type": "bpe", "vocab_size": size, "hard_vocab_limit": False, "byte_fallback": True},
+        **{
+            "model_type": "bpe",
+            "vocab_size": size,
+            "hard_vocab_limit": False,
+            "byte_fallback": True,
+        },
         **{f"{name}_id": number for number, name in enumerate(CONTROL)},
         **{f"{name}_piece": f"<{name}>" for name in CONTROL},
-        **{"normalization_rule_name": "identity", "add_dummy_prefix": False, "remove_extra_whitespaces": False},
-        **{"split_digits": True, "allow_whitespace_only_pieces": True, "minloglevel": 2, "num_threads": 1},
+        **{
+            "normalization_rule_name": "identity",
+            "add_dummy_prefix": False,
+            "remove_extra_whitespaces": False,
+        },
+        **{
+            "split_digits": True,
+            "allow_whitespace_only_pieces": True,
+            "minloglevel": 2,
+            "num_threads": 1,
+        },
         user_defined_symbols=symbols,
     )
     return prefix.with_name(f"{prefix.name}.model")
 
 
-def gemma_tokenizer(file: Path, symbols: list[str] = (), renamed: dict[str, str] | None = None) -> GemmaTokenizer:
+def gemma_tokenizer(
+    file: Path, symbols: list[str] = (), renamed: dict[str, str] | None = None
+) -> GemmaTokenizer:
     """transformers' tokenizer of the pieces in `file`. symbols: pieces to find in text first. renamed: other names."""
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(file))
     names = map(pieces.id_to_piece, range(pieces.vocab_size()))
@@ -57,7 +105,9 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
     """Merges that the package `tokenizers` has learned of bytes, cut by Qwen's regular expression."""
     learner = Qwen2Tokenizer().backend_tokenizer
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=330, initial_alphabet=alphabet, show_progress=False
+    )
     learner.train_from_iterator(ASKED, trainer)
     model = json.loads(learner.to_str())["model"]
     return Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
@@ -65,11 +115,22 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
 
 def language_folder(folder: Path, kind: str, most: int, control: list[str] = (), seed: int = 0):
     """A random tiny model of `kind`, gemma2 or qwen2, in `folder`, and its tokenizer. most: tokens of a sequence."""
-    tokenizer = gemma_tokenizer(BUNDLED_FOLDER / "tokenizer.model") if kind == "gemma2" else qwen_tokenizer()
+    tokenizer = (
+        gemma_tokenizer(BUNDLED_FOLDER / "tokenizer.model")
+        if kind == "gemma2"
+        else qwen_tokenizer()
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": control})
-    sizes = {"head_dim": 8, "num_key_value_heads": 1, "num_attention_heads": 2, "num_hidden_layers": 2}
+    sizes = {
+        "head_dim": 8,
+        "num_key_value_heads": 1,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+    }
     gemma = {"sliding_window": 6, "query_pre_attn_scalar": 8}
-    sizes |= gemma if kind == "gemma2" else {"hidden_activation": "silu", "tie_word_embeddings": False}
+    sizes |= (
+        gemma if kind == "gemma2" else {"hidden_activation": "silu", "tie_word_embeddings": False}
+    )
     text, ends = TextConfig(kind, len(tokenizer) + 4, 16, 32, **sizes), (tokenizer.eos_token_id,)
     config = LanguageConfig(text, ends, tokenizer.pad_token_id, tokenizer.bos_token_id, most)
     export_model(initialize(LanguageModel(config), seed), folder)
@@ -87,4 +148,6 @@ def texts(count: int, pieces: list[str]) -> list[str]:
         lambda: draw.choice(ODD),
         lambda: "".join(draw.choices("ab ", k=12)),
     ]
-    return ["".join(draw.choice(kinds)() for _ in range(draw.randrange(1, 25))) for _ in range(count)]
+    return [
+        "".join(draw.choice(kinds)() for _ in range(draw.randrange(1, 25))) for _ in range(count)
+    ]

@@ -21,19 +21,46 @@ logging.disable_progress_bar()  # of files that are written and read in millisec
 
 
 def hf_model(
-    generation: int = 1, image_size: int = 56, backend: str = "eager", seed: int = 0, vision_heads: int = 4, **text
+    generation: int = 1,
+    image_size: int = 56,
+    backend: str = "eager",
+    seed: int = 0,
+    vision_heads: int = 4,
+    **text,
 ):
     """A random transformers PaliGemma in fp32: 16 image tokens (patch 14), hidden 72, three or four layers."""
-    common = {"vocab_size": 128, "hidden_size": 72, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+    common = {
+        "vocab_size": 128,
+        "hidden_size": 72,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+    }
     if generation == 1:
-        text_config = transformers.GemmaConfig(**({"num_hidden_layers": 3, "num_key_value_heads": 1} | common | text))
+        text_config = transformers.GemmaConfig(
+            **({"num_hidden_layers": 3, "num_key_value_heads": 1} | common | text)
+        )
     else:
-        sizes = {"num_hidden_layers": 4, "num_key_value_heads": 2, "query_pre_attn_scalar": 24, "sliding_window": 6}
+        sizes = {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 6,
+        }
         text_config = transformers.Gemma2Config(**(common | sizes | text))
     sizes = {"hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 2, "patch_size": 14}
-    sizes |= {"num_attention_heads": vision_heads, "image_size": image_size, "vision_use_head": False}
+    sizes |= {
+        "num_attention_heads": vision_heads,
+        "image_size": image_size,
+        "vision_use_head": False,
+    }
     parts = {"vision_config": transformers.SiglipVisionConfig(**sizes), "text_config": text_config}
-    ids = {"image_token_index": IMAGE_TOKEN, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
+    ids = {
+        "image_token_index": IMAGE_TOKEN,
+        "pad_token_id": 0,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    }
     config = transformers.PaliGemmaConfig(**parts, **ids, projection_dim=72, hidden_size=72)
     config._attn_implementation = backend
     torch.manual_seed(seed)
@@ -79,8 +106,16 @@ def ours(hf, backend: str = "eager", dtype: torch.dtype = torch.float32) -> Pali
 
 def hf_mamba(seed: int = 0, **sizes) -> transformers.MambaForCausalLM:
     """A random transformers model whose every parameter matters: three layers, state size and kernel not the usual."""
-    sizes = {"hidden_size": 36, "state_size": 5, "conv_kernel": 3, "num_hidden_layers": 3, "vocab_size": 60} | sizes
-    config = transformers.MambaConfig(**sizes, layer_norm_epsilon=1e-3, pad_token_id=0, bos_token_id=2, eos_token_id=1)
+    sizes = {
+        "hidden_size": 36,
+        "state_size": 5,
+        "conv_kernel": 3,
+        "num_hidden_layers": 3,
+        "vocab_size": 60,
+    } | sizes
+    config = transformers.MambaConfig(
+        **sizes, layer_norm_epsilon=1e-3, pad_token_id=0, bos_token_id=2, eos_token_id=1
+    )
     torch.manual_seed(seed)
     model = transformers.MambaForCausalLM(config).eval()
     randomize(model)
@@ -98,16 +133,22 @@ def reload_hf(hf, backend: str, dtype: torch.dtype):
     """The transformers model as from_pretrained builds it in `dtype`; `.to` would cast its RoPE frequencies too."""
     with tempfile.TemporaryDirectory() as folder:
         hf.save_pretrained(folder)
-        return type(hf).from_pretrained(Path(folder), dtype=dtype, attn_implementation=backend).eval()
+        return (
+            type(hf).from_pretrained(Path(folder), dtype=dtype, attn_implementation=backend).eval()
+        )
 
 
 def batch(hf, rows=((5, 4), (3, 6)), seed: int = 1) -> dict[str, torch.Tensor]:
     """A left-padded batch of the model, as `left_padded` makes it."""
     vision = hf.config.vision_config
-    return left_padded(rows, (vision.image_size // vision.patch_size) ** 2, vision.image_size, IMAGE_TOKEN, seed)
+    return left_padded(
+        rows, (vision.image_size // vision.patch_size) ** 2, vision.image_size, IMAGE_TOKEN, seed
+    )
 
 
-def left_padded(rows, slots: int, side: int, image_token: int, seed: int = 1) -> dict[str, torch.Tensor]:
+def left_padded(
+    rows, slots: int, side: int, image_token: int, seed: int = 1
+) -> dict[str, torch.Tensor]:
     """Rows of `slots` image tokens, then prefix and suffix of the lengths in `rows`; pixels (B, 3, side, side)."""
     generator = torch.Generator().manual_seed(seed)
     width = slots + max(map(sum, rows))
@@ -116,17 +157,27 @@ def left_padded(rows, slots: int, side: int, image_token: int, seed: int = 1) ->
     for row, (prefix, suffix) in enumerate(rows):
         start = width - slots - prefix - suffix
         ids[row, start : start + slots] = image_token
-        ids[row, start + slots :] = torch.randint(3, image_token, (prefix + suffix,), generator=generator)
+        ids[row, start + slots :] = torch.randint(
+            3, image_token, (prefix + suffix,), generator=generator
+        )
         types[row, width - suffix :] = 1
         valid[row, start:] = 1
     pixels = torch.rand(len(rows), 3, side, side, generator=generator) * 2 - 1
-    return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": types, "attention_mask": valid}
+    return {
+        "input_ids": ids,
+        "pixel_values": pixels,
+        "token_type_ids": types,
+        "attention_mask": valid,
+    }
 
 
 def right_padded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same batch with the padding of each row moved behind its tokens."""
     order = (~inputs["attention_mask"].bool()).long().argsort(dim=1, stable=True)
-    return {name: value if name == "pixel_values" else value.gather(1, order) for name, value in inputs.items()}
+    return {
+        name: value if name == "pixel_values" else value.gather(1, order)
+        for name, value in inputs.items()
+    }
 
 
 def hf_forward(hf, inputs: dict[str, torch.Tensor]):

@@ -23,9 +23,13 @@ from train.run import MEASURED
 WORLD = World(0, 1, torch.device("cpu"))
 QUICK = "--base tiny --no-evaluate --batch-size 2 --samples 60 --dropout 0.1 --device cpu"
 
-SERVER = get_context("forkserver")  # imports everything once, and starts no thread: its children start at once
+SERVER = get_context(
+    "forkserver"
+)  # imports everything once, and starts no thread: its children start at once
 SERVER.set_forkserver_preload(["tests.runs", "torch._dynamo"])
-spawn = partial(torch.multiprocessing.start_processes, start_method="forkserver")  # as torch.multiprocessing.spawn
+spawn = partial(
+    torch.multiprocessing.start_processes, start_method="forkserver"
+)  # as torch.multiprocessing.spawn
 
 SCRIPT = "import torch\nfrom train import finetune\ntorch.set_num_threads(1)\nfinetune.main()\n"
 
@@ -61,7 +65,10 @@ def read_cells(file: Path) -> list[SimpleNamespace]:
     """The lines of a study's comparison.csv: Python writes floats so that they are read as they were."""
     kinds = {"seed": int, "n": int, "rate": float, "right": float, "cpu_seconds": float}
     with file.open(encoding="utf-8", newline="") as text:
-        return [SimpleNamespace(**{k: kinds.get(k, str)(v) for k, v in row.items()}) for row in csv.DictReader(text)]
+        return [
+            SimpleNamespace(**{k: kinds.get(k, str)(v) for k, v in row.items()})
+            for row in csv.DictReader(text)
+        ]
 
 
 def torchrun(processes: int, *arguments) -> None:
@@ -76,7 +83,9 @@ def torchrun(processes: int, *arguments) -> None:
         try:
             main([*words(flags, "--run-path", script), *words(*arguments)])
         except Exception as error:
-            raise AssertionError(*(file.read_text()[-3000:] for file in Path(folder).rglob("stderr.log"))) from error
+            raise AssertionError(
+                *(file.read_text()[-3000:] for file in Path(folder).rglob("stderr.log"))
+            ) from error
         finally:
             for number, handler in handlers.items():  # torchrun replaces them
                 signal.signal(number, handler)

@@ -36,11 +36,17 @@ def test_one_key_head_is_shared_without_a_copy(heads, is_masked, monkeypatch):
         called.append((k, options["enable_gqa"]))
         return attend(q, k, v, *args, **options)
 
-    mask = attention_mask(torch.ones(1, 5, dtype=torch.bool), torch.tensor([[0, 0, 0, 1, 1]])) if is_masked else None
+    mask = (
+        attention_mask(torch.ones(1, 5, dtype=torch.bool), torch.tensor([[0, 0, 0, 1, 1]]))
+        if is_masked
+        else None
+    )
     q, k, v = (torch.randn(1, n, 5, 8, requires_grad=True) for n in (4, heads, heads))
     keys, values = (t.repeat_interleave(4 // heads, dim=1) for t in (k, v))
     logits = q @ keys.mT * 0.3
-    expected = (logits if mask is None else logits.masked_fill(~mask, -torch.inf)).softmax(-1) @ values
+    expected = (logits if mask is None else logits.masked_fill(~mask, -torch.inf)).softmax(
+        -1
+    ) @ values
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True))
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     computed = fused_attention(q, k, v, mask, 0.3)
@@ -82,9 +88,17 @@ def test_sharded_layers_are_compiled_one_by_one(processor, tmp_path, monkeypatch
             loss = supervised_loss(called, micro)
             loss.backward()
             losses.append(loss.item())
-            gradients.append({name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None})
+            gradients.append(
+                {
+                    name: p.grad.full_tensor()
+                    for name, p in model.named_parameters()
+                    if p.grad is not None
+                }
+            )
         assert losses[0] == losses[1] and 1 < counter.frame_count <= len(layers_of(model))
         assert not counters["graph_break"]
-        assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
+        assert all(
+            torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items()
+        )
     finally:
         dist.destroy_process_group()

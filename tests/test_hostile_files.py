@@ -39,32 +39,94 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has no alarm")
 CASES = 60  # of each reader
 SECONDS = 10  # that one case may take, on a busy machine
 NASTY = (
-    *(None, True, -1, 0, 1, 1.5, 2**31, 2**63, 10**400, -0.0, 1e308, float("nan"), float("inf"), "<bos>", "(a+)+$"),
+    *(
+        None,
+        True,
+        -1,
+        0,
+        1,
+        1.5,
+        2**31,
+        2**63,
+        10**400,
+        -0.0,
+        1e308,
+        float("nan"),
+        float("inf"),
+        "<bos>",
+        "(a+)+$",
+    ),
     *("", " ", "1", "\0", "\x1b[31mred", "/etc/passwd", "a" * 100_000, "ﬀ\u202e", "{question}"),
     *([], {}, [[]], [None], {"": {}}, ["a", 1], {"question_id": 1}),
 )
 
 # --- the valid files --------------------------------------------------------------------------------------------------
 
-VOCABULARY = {piece: id_ for id_, piece in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", "a", "b", "ab", "\u2581"])}
-FLAGS = {"special": False, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-TOKENIZER = {"version": "1.0", "pre_tokenizer": None, "post_processor": None, "decoder": {"type": "Fuse"}}
-TOKENIZER |= {"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}, "truncation": None}
+VOCABULARY = {
+    piece: id_
+    for id_, piece in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", "a", "b", "ab", "\u2581"])
+}
+FLAGS = {
+    "special": False,
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+}
+TOKENIZER = {
+    "version": "1.0",
+    "pre_tokenizer": None,
+    "post_processor": None,
+    "decoder": {"type": "Fuse"},
+}
+TOKENIZER |= {
+    "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+    "truncation": None,
+}
 TOKENIZER |= {"added_tokens": [{"id": 8, "content": "<x>"} | FLAGS]}
-TOKENIZER |= {"model": {"type": "BPE", "vocab": VOCABULARY, "merges": [["a", "b"]], "unk_token": "<unk>"}}
-LANGUAGE = {"model_type": "qwen2", "eos_token_id": [1], "layer_types": ["full_attention"], "vocab_size": 9}
-LANGUAGE |= {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+TOKENIZER |= {
+    "model": {"type": "BPE", "vocab": VOCABULARY, "merges": [["a", "b"]], "unk_token": "<unk>"}
+}
+LANGUAGE = {
+    "model_type": "qwen2",
+    "eos_token_id": [1],
+    "layer_types": ["full_attention"],
+    "vocab_size": 9,
+}
+LANGUAGE |= {
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 LANGUAGE |= {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
 EXAMPLE = {"image": "a.png", "prefix": "what", "suffix": "this"}
 TURNS = [{"from": "human", "value": "what<image>"}, {"from": "gpt", "value": "this"}]
-BOXES = [{"image_id": 1, "category_id": 1, "bbox": [1, 2, 3, 4.5], "area": 9.5, "iscrowd": i} for i in (0, 1)]
+BOXES = [
+    {"image_id": 1, "category_id": 1, "bbox": [1, 2, 3, 4.5], "area": 9.5, "iscrowd": i}
+    for i in (0, 1)
+]
 IMAGES = [{"id": 1, "file_name": "a.png", "width": 8, "height": 8}]
-POPE = [{"question_id": n, "image": "a.jpg", "text": "Is there a dog?", "label": "yes"} for n in (1, 2)]
-GQA = {"question": "Is it?", "imageId": "7", "answer": "yes", "isBalanced": True, "types": {"structural": "query"}}
+POPE = [
+    {"question_id": n, "image": "a.jpg", "text": "Is there a dog?", "label": "yes"} for n in (1, 2)
+]
+GQA = {
+    "question": "Is it?",
+    "imageId": "7",
+    "answer": "yes",
+    "isBalanced": True,
+    "types": {"structural": "query"},
+}
 TEXTVQA = {"question_id": 3, "image_id": "0f", "question": "Who?", "answers": ["x", "y"]}
 GRID = {f"{row}_{col}": f"{row}{col}.jpg" for row in (0, 1) for col in (0, 1)}
 NEEDLE = {"id": 0, "image_ids": ["s.jpg"], "index": 0, "row": 0, "col": 1, "target": "01.jpg"}
-RESPONSE = {"id": 0, "gt": "1, 1, 1", "response": "1, 1, 1", "target": [[0, 0, 0]], "ground_truth": "1, 1, 1"}
+RESPONSE = {
+    "id": 0,
+    "gt": "1, 1, 1",
+    "response": "1, 1, 1",
+    "target": [[0, 0, 0]],
+    "ground_truth": "1, 1, 1",
+}
 JSON = {  # a list in .jsonl has a line for each value
     "tokenizer/tokenizer.json": TOKENIZER,
     "language/config.json": LANGUAGE,
@@ -72,8 +134,15 @@ JSON = {  # a list in .jsonl has a line for each value
     "shard/0.json": EXAMPLE,
     "vqa/results.json": [{"question_id": 1, "answer": "a"}, {"question_id": 2, "answer": "b"}],
     "examples/data.jsonl": [EXAMPLE, EXAMPLE | {"suffix": "that"}],
-    "llava/data.json": [{"image": ["a.png"], "conversations": TURNS}, {"prefix": "a", "answers": ["b", "c"]}],
-    "coco/boxes.json": {"images": IMAGES, "annotations": BOXES, "categories": [{"id": 1, "name": "dog"}]},
+    "llava/data.json": [
+        {"image": ["a.png"], "conversations": TURNS},
+        {"prefix": "a", "answers": ["b", "c"]},
+    ],
+    "coco/boxes.json": {
+        "images": IMAGES,
+        "annotations": BOXES,
+        "categories": [{"id": 1, "name": "dog"}],
+    },
     "pope/questions.jsonl": POPE,
     "captions/captions.json": {"a.jpg": "a dog", "b.jpg": "a cat"},
     "gqa/gqa.json": {"1": GQA, "2": GQA},
@@ -96,7 +165,9 @@ def files(tmp_path_factory) -> Path:
     for name, value in JSON.items():
         lines = value if name.endswith(".jsonl") else [value]
         (root / name).parent.mkdir(exist_ok=True)
-        (root / name).write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        (root / name).write_text(
+            "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
+        )
     shutil.copytree(BUNDLED_FOLDER, root / "base")
     shutil.copytree(BUNDLED_FOLDER.parent / "tiny-mamba", root / "mamba")
     model = load_model("tiny")
@@ -135,7 +206,9 @@ def read_log(path: Path) -> None:
 
 def read_pope(path: Path) -> None:
     (path.parent / "a.jpg").touch()  # looked for, not opened
-    flags = Namespace(questions=[path], images=path.parent, template="{question}", limit=None, probability=False)
+    flags = Namespace(
+        questions=[path], images=path.parent, template="{question}", limit=None, probability=False
+    )
     pope.Pope().questions(flags)
 
 
@@ -143,7 +216,9 @@ LORA = "lora/adapter_config.json", "lora/adapter_model.safetensors"
 VQAV2 = f"vqav2/{records.QUESTIONS_FILE}", f"vqav2/{records.ANNOTATIONS_FILE}"
 QUESTIONS = [Question(n, "a.jpg", (), "Is there a dog?") for n in (1, 2)]
 READERS: dict[str, Callable[[Path], object]] = {  # each opens its file as the commands do
-    **dict.fromkeys(("base/config.json", "base/model.safetensors"), lambda path: load_model(path.parent)),
+    **dict.fromkeys(
+        ("base/config.json", "base/model.safetensors"), lambda path: load_model(path.parent)
+    ),
     "base/tokenizer.model": lambda path: Processor.from_source(path.parent),
     "index/model.safetensors.index.json": lambda path: load_model(path.parent),
     "npz/model.npz": load_model,
@@ -161,7 +236,9 @@ READERS: dict[str, Callable[[Path], object]] = {  # each opens its file as the c
     "captions/captions.json": data.read_captions,
     "gqa/gqa.json": data.read_vqa,
     "textvqa/textvqa.json": data.read_vqa,
-    "needle/a.json": lambda path: data.read_needle_tests(path.with_name("2_2.json"), path, path.with_name("c.json")),
+    "needle/a.json": lambda path: data.read_needle_tests(
+        path.with_name("2_2.json"), path, path.with_name("c.json")
+    ),
     "needle/responses.json": needle.read_responses,
     "log/answers.jsonl": read_log,
     "shard/data-000.tar": read_shard,
@@ -172,15 +249,30 @@ READERS: dict[str, Callable[[Path], object]] = {  # each opens its file as the c
 
 
 def broken_bytes(raw: bytes, dice: random.Random) -> bytes:
-    at, junk, zeros = dice.randrange(len(raw) + 1), dice.randbytes(300), bytes(dice.choice((1, 100, 5000)))
-    flipped = bytes(byte ^ (dice.random() < 0.01) << dice.randrange(8) for byte in raw[:20_000]) + raw[20_000:]
+    at, junk, zeros = (
+        dice.randrange(len(raw) + 1),
+        dice.randbytes(300),
+        bytes(dice.choice((1, 100, 5000))),
+    )
+    flipped = (
+        bytes(byte ^ (dice.random() < 0.01) << dice.randrange(8) for byte in raw[:20_000])
+        + raw[20_000:]
+    )
     before, after = raw[:at], raw[at:]
-    return dice.choice((before, before + junk[:8] + after[8:], before + zeros + after, raw + after, junk, flipped))
+    return dice.choice(
+        (before, before + junk[:8] + after[8:], before + zeros + after, raw + after, junk, flipped)
+    )
 
 
 def places_of(value) -> Iterator[tuple]:
     """Each container of a JSON tree with each of its keys."""
-    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    children = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, child in children:
         yield value, key
         yield from places_of(child)
@@ -211,9 +303,19 @@ def broken_json(raw: bytes, dice: random.Random) -> bytes:
         lines, number = [json.dumps(json.loads(raw))], 0
     lines[number] = json.dumps(broken_values(json.loads(lines[number]), dice))
     if dice.random() < 0.15:
-        extreme = "[" * 200_000, "9" * 10_000, '{"a":' * 50_000, "\ufeff{}", '{"a": 1, "a": 2}', "\u2028", "nul"
+        extreme = (
+            "[" * 200_000,
+            "9" * 10_000,
+            '{"a":' * 50_000,
+            "\ufeff{}",
+            '{"a": 1, "a": 2}',
+            "\u2028",
+            "nul",
+        )
         lines[number] = dice.choice(extreme)
-    return "\n".join([*lines, ""]).encode(dice.choice(("utf-8", "utf-8", "utf-8", "utf-16")), "surrogatepass")
+    return "\n".join([*lines, ""]).encode(
+        dice.choice(("utf-8", "utf-8", "utf-8", "utf-16")), "surrogatepass"
+    )
 
 
 # --- the cases --------------------------------------------------------------------------------------------------------
@@ -234,7 +336,11 @@ def verdict(read: Callable[[Path], object], path: Path) -> str | None:
     try:
         read(path)
     except UserError as error:
-        return None if str(error).isprintable() and len(str(error)) < 2000 else f"a bad line: {str(error)[:200]!r}"
+        return (
+            None
+            if str(error).isprintable() and len(str(error)) < 2000
+            else f"a bad line: {str(error)[:200]!r}"
+        )
     except (Exception, TooLong) as error:  # what the test is for
         return f"{type(error).__name__}: {str(error)[:200]}"
     finally:

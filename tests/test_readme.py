@@ -13,8 +13,19 @@ from eval.scenes import sample
 from model.common import UserError
 
 ROOT = Path(__file__).parent.parent
-LINES = {"README.md": 170, "BENCHMARKS.md": 60, "CONTRIBUTING.md": 50, "CHANGELOG.md": 25, "docs/differential.md": 100}
-LINES |= {"docs/own-data.md": 90, "docs/evaluation.md": 60, "docs/scaling.md": 70, "docs/systems.md": 60}
+LINES = {
+    "README.md": 170,
+    "BENCHMARKS.md": 60,
+    "CONTRIBUTING.md": 50,
+    "CHANGELOG.md": 25,
+    "docs/differential.md": 100,
+}
+LINES |= {
+    "docs/own-data.md": 90,
+    "docs/evaluation.md": 60,
+    "docs/scaling.md": 70,
+    "docs/systems.md": 60,
+}
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in LINES}
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 COMMAND = re.compile(r"(?:python|torchrun\b.*) -m ((?:train|eval|weights)\b\S*)(.*)")
@@ -26,11 +37,20 @@ def blocks(text: str, language: str) -> list[str]:
 
 def test_documents_are_short():
     """Breaks when a document outgrows its budget, README needs a wide window, or files are longer than it says."""
-    assert {name: len(text.splitlines()) for name, text in TEXTS.items() if len(text.splitlines()) > LINES[name]} == {}
+    assert {
+        name: len(text.splitlines())
+        for name, text in TEXTS.items()
+        if len(text.splitlines()) > LINES[name]
+    } == {}
     assert [line for line in TEXTS["README.md"].splitlines() if len(line) > 100] == []
     files = re.findall(r"\]\((\S+\.py)\) (\d+)", TEXTS["README.md"])
-    lengths = [(int(number), (ROOT / name).read_text(encoding="utf-8").count("\n")) for name, number in files]
-    assert len(files) == 9 and all(abs(number - length) <= 0.15 * length for number, length in lengths)
+    lengths = [
+        (int(number), (ROOT / name).read_text(encoding="utf-8").count("\n"))
+        for name, number in files
+    ]
+    assert len(files) == 9 and all(
+        abs(number - length) <= 0.15 * length for number, length in lengths
+    )
 
 
 @pytest.mark.long
@@ -48,22 +68,31 @@ def test_every_command_parses(monkeypatch):
 
     def parse_args(parser, args=None, namespace=None):
         parsed = parse(parser, args, namespace)
-        if parser.prog != "python -m train.reproduce":  # which parses its other words in the paper's study
+        if (
+            parser.prog != "python -m train.reproduce"
+        ):  # which parses its other words in the paper's study
             raise Parsed
         return parsed
 
     monkeypatch.setattr(kind, "parse_known_args", parse_known_args)
     monkeypatch.setattr(kind, "parse_args", parse_args)
     lines = [
-        line for text in TEXTS.values() for block in blocks(text, "bash") for line in re.split(r"(?<!\\)\n", block)
+        line
+        for text in TEXTS.values()
+        for block in blocks(text, "bash")
+        for line in re.split(r"(?<!\\)\n", block)
     ]
     found = [match for line in lines if (match := COMMAND.search(line.replace("\\\n", " ")))]
     assert len(found) > 40
     for module, words in (match.groups() for match in found):
-        main = importlib.import_module(f"{module}.__main__" if (ROOT / module.replace(".", "/")).is_dir() else module)
+        main = importlib.import_module(
+            f"{module}.__main__" if (ROOT / module.replace(".", "/")).is_dir() else module
+        )
         with pytest.raises((Parsed, UserError)):  # eval.suite looks for its files first
             main.main(shlex.split(words, comments=True))
-    prose = "".join(FENCED.sub("", text) for name, text in TEXTS.items() if name != "CHANGELOG.md")  # of old flags
+    prose = "".join(
+        FENCED.sub("", text) for name, text in TEXTS.items() if name != "CHANGELOG.md"
+    )  # of old flags
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", prose)) <= flags | {"--help"}
 
 
@@ -74,8 +103,12 @@ def test_links_lead_somewhere():
         for path, _, place in re.findall(r"(?:\]\(|src=\")(?!http)([^)\"#]*)(#([^)\"]+))?", prose):
             target = folder / path if path else ROOT / name
             assert target.exists(), f"{name}: {path}"
-            heads = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.M) if place else []
-            assert not place or place in [re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads]
+            heads = (
+                re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.M) if place else []
+            )
+            assert not place or place in [
+                re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads
+            ]
         words = re.findall(r"[\w./-]+\.(?:py|md|cff)\b", re.sub(r"\[[^]]*\]\([^)]*\)", "", prose))
         assert [word for word in words if (ROOT / word).exists()] == []
 

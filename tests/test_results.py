@@ -18,12 +18,24 @@ NEW, EARLIER = (ROOT / "RESULTS.md").read_text(encoding="utf-8").split("\n## Ear
 NUMBER = r"[+−-]?\d+(?:\.\d+)?"
 ESTIMATE = re.compile(rf"({NUMBER})(?: (?:points|nats|%))?[ (]*\[({NUMBER}),\s({NUMBER})\]")
 # Two-sided 5 % points of Student's t by degrees of freedom, from a printed table
-T = {2: 4.302653, 3: 3.182446, 4: 2.776445, 5: 2.570582, 6: 2.446912, 7: 2.364624, 8: 2.306004, 9: 2.262157}
+T = {
+    2: 4.302653,
+    3: 3.182446,
+    4: 2.776445,
+    5: 2.570582,
+    6: 2.446912,
+    7: 2.364624,
+    8: 2.306004,
+    9: 2.262157,
+}
 
 
 def estimates(text: str) -> list[tuple[str, ...]]:
     """Each mean with the ends of its interval, as they are written."""
-    return [tuple(part.replace("−", "-") for part in match.groups()) for match in ESTIMATE.finditer(text)]
+    return [
+        tuple(part.replace("−", "-") for part in match.groups())
+        for match in ESTIMATE.finditer(text)
+    ]
 
 
 def is_known(written: tuple[str, ...], known: list[tuple[float, ...]]) -> bool:
@@ -31,7 +43,10 @@ def is_known(written: tuple[str, ...], known: list[tuple[float, ...]]) -> bool:
     halves = [0.502 * 10.0 ** -len(part.partition(".")[2]) for part in written]
     values = tuple(map(float, written))
     return any(
-        all(abs(value - other) <= half for value, other, half in zip(values, way, halves, strict=True))
+        all(
+            abs(value - other) <= half
+            for value, other, half in zip(values, way, halves, strict=True)
+        )
         for mean, low, high in known
         for way in ((mean, low, high), (-mean, -high, -low))
     )
@@ -48,7 +63,9 @@ def from_cells(page: Path) -> list[tuple[float, ...]]:
     validation = defaultdict(list)
     with page.with_suffix(".csv").open(encoding="utf-8", newline="") as text:
         for line in csv.DictReader(text):
-            if line["split"] == "validation" and (line["row"] == "fine-tuned" or line["row"].startswith("LoRA")):
+            if line["split"] == "validation" and (
+                line["row"] == "fine-tuned" or line["row"].startswith("LoRA")
+            ):
                 validation[line["measure"]].append(100 * float(line["right"]) / float(line["n"]))
             if line["split"] == "test" and int(line["seed"]) < 100:
                 for measure in {line["measure"], f"{line['measure']}/{line['rung']}"}:
@@ -60,12 +77,19 @@ def from_cells(page: Path) -> list[tuple[float, ...]]:
     inside = [measure for measure, share in shares.items() if 0.15 <= share <= 0.95]
     for study, row, rate in {(s, r, rate) for s, _, r, rate in scores if inside}:
         of_measures = [scores[study, measure, row, rate] for measure in inside]
-        scores[study, "mean", row, rate] = {n: np.mean([of[n] for of in of_measures]) for n in of_measures[0]}
+        scores[study, "mean", row, rate] = {
+            n: np.mean([of[n] for of in of_measures]) for n in of_measures[0]
+        }
     for study, measure, rate in {(s, m, rate) for s, m, _, rate in scores}:
-        for pool in (("plain", "plain again"), ("fine-tuned", *(f"LoRA r{rank}" for rank in range(17, 21)))):
+        for pool in (
+            ("plain", "plain again"),
+            ("fine-tuned", *(f"LoRA r{rank}" for rank in range(17, 21))),
+        ):
             if all((study, measure, row, rate) in scores for row in pool):
                 of_rows = [scores[study, measure, row, rate] for row in pool]
-                scores[study, measure, "pool", rate] = {n: np.mean([of[n] for of in of_rows]) for n in of_rows[-1]}
+                scores[study, measure, "pool", rate] = {
+                    n: np.mean([of[n] for of in of_rows]) for n in of_rows[-1]
+                }
     for (place, of_row), (other, of_control) in permutations(scores.items(), 2):
         if place[:2] == other[:2] and len(seeds := of_row.keys() & of_control.keys()) > 2:
             gaps = np.array([of_row[seed] - of_control[seed] for seed in seeds])
@@ -83,7 +107,9 @@ def test_a_table_follows_from_its_cells(page):
     """Breaks when a table was not made from the CSV beside it, or its intervals are not Student's t over runs."""
     tables = runpy.run_path(str(FOLDER / "pages.py"))["tables"]
     assert (text := page.read_text(encoding="utf-8")) == tables(page.stem)
-    assert len(shown := estimates(text)) >= 3 and not [gap for gap in shown if not is_known(gap, FROM_CELLS[page])]
+    assert len(shown := estimates(text)) >= 3 and not [
+        gap for gap in shown if not is_known(gap, FROM_CELLS[page])
+    ]
 
 
 def test_every_interval_of_the_page_follows_from_cells():
@@ -96,6 +122,8 @@ def test_every_interval_of_the_page_follows_from_cells():
 def test_every_earlier_interval_was_written_by_a_command():
     """Breaks when an interval of earlier reports, or of README's findings, is none of docs/results, however rounded."""
     known = [tuple(map(float, estimate)) for estimate in estimates(REPORTS)] + ALL_CELLS
-    findings = (ROOT / "README.md").read_text(encoding="utf-8").split("## Findings")[1].split("\n## ")[0]
+    findings = (
+        (ROOT / "README.md").read_text(encoding="utf-8").split("## Findings")[1].split("\n## ")[0]
+    )
     shown = estimates(f"{EARLIER} {findings}")
     assert len(shown) >= 5 and not [estimate for estimate in shown if not is_known(estimate, known)]

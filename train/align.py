@@ -30,7 +30,15 @@ from model.paligemma import PaliGemma, initialize
 from model.siglip import Siglip
 from train.data.batches import shifted
 from train.distributed import World
-from train.optim import MuonAdamW, Rule, make_adamw, matching, parameter_groups, rate_factor, set_rates
+from train.optim import (
+    MuonAdamW,
+    Rule,
+    make_adamw,
+    matching,
+    parameter_groups,
+    rate_factor,
+    set_rates,
+)
 from train.settings import Settings
 
 PICTURES, MOST_PASSES = 64, 50  # of a step; over the data
@@ -50,26 +58,36 @@ def new_tower(model: PaliGemma, seed: int = 0) -> None:
     """
     vision = replace(model.config.vision, image_size=TOWER_SIDE, patch_size=TOWER_PATCH)
     width, heads, side = vision.hidden_size, vision.num_attention_heads, TOWER_SIDE // TOWER_PATCH
-    old, generator = model.vision_tower.embeddings.patch_embedding.weight, torch.Generator().manual_seed(seed)
+    old, generator = (
+        model.vision_tower.embeddings.patch_embedding.weight,
+        torch.Generator().manual_seed(seed),
+    )
     model.config = replace(model.config, vision=vision)
     model.vision_tower = initialize(Siglip(vision).to(old.device, old.dtype), seed)
 
     def factors(scale: float, noise: float, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(width, rank) and (rank, width), whose product is near scale · identity, with noise."""
-        near = scale * torch.eye(width) + noise * torch.randn(width, width, generator=generator) / width**0.5
+        near = (
+            scale * torch.eye(width)
+            + noise * torch.randn(width, width, generator=generator) / width**0.5
+        )
         left, values, right = torch.linalg.svd(near)
         root = values[:rank].sqrt()
         return left[:, :rank] * root, right[:rank] * root[:, None]
 
     for attention in [layer.self_attn for layer in model.vision_tower.encoder.layers]:
-        for q, k in zip(attention.q_proj.weight.chunk(heads), attention.k_proj.weight.chunk(heads), strict=True):
+        for q, k in zip(
+            attention.q_proj.weight.chunk(heads), attention.k_proj.weight.chunk(heads), strict=True
+        ):
             left, right = factors(0.7, 0.7, width // heads)
             q.copy_(left.T)
             k.copy_(right)
         left, right = factors(-0.4, 0.4, width)
         attention.out_proj.weight.copy_(left)
         attention.v_proj.weight.copy_(right)
-    angles = torch.arange(side)[:, None] * math.pi / side * torch.linspace(0.25, side / 2, width // 4)
+    angles = (
+        torch.arange(side)[:, None] * math.pi / side * torch.linspace(0.25, side / 2, width // 4)
+    )
     waves = torch.cat((angles.sin(), angles.cos()), 1)  # (side, width / 2)
     places = torch.cat((waves.repeat_interleave(side, 0), waves.repeat(side, 1)), 1)
     model.vision_tower.embeddings.position_embedding.weight.copy_(places)
@@ -90,15 +108,22 @@ class AnswerHead(nn.Module):
         nn.init.normal_(self.question.weight, 1.0, 0.5)
         nn.init.zeros_(self.prior.weight)
 
-    def forward(self, patches: torch.Tensor, questions: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, patches: torch.Tensor, questions: torch.Tensor, asked: torch.Tensor
+    ) -> torch.Tensor:
         parts = self.query(questions), self.key(patches), self.value(patches)
         q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
-        seen = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2) + self.mean(patches.mean(1))[:, None]
+        seen = (
+            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+            + self.mean(patches.mean(1))[:, None]
+        )
         seen, questions = seen[asked], questions[asked]
         return self.answer(F.gelu(seen) * self.question(questions)) + self.prior(questions)
 
 
-def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world: World) -> list[float]:
+def align(
+    model: PaliGemma, records: Sequence[Record], settings: Settings, world: World
+) -> list[float]:
     """Train the vision tower for `settings.align` steps of PICTURES pictures of `records`, or for MOST_PASSES passes if
     these are fewer, in place.
 
@@ -108,15 +133,21 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
     asked = examples(records)
     pictures = {record.key: record.pictures[0] for record in records if record.key in asked}
     tower, device = model.vision_tower, next(model.parameters()).device
-    autocast = "none" if settings.autocast == "fp16" else settings.autocast  # no gradient is scaled here
+    autocast = (
+        "none" if settings.autocast == "fp16" else settings.autocast
+    )  # no gradient is scaled here
     torch.manual_seed(settings.seed)
     head = AnswerHead(model.config.text.hidden_size, COMMON + 1, COMMON).to(device)
-    muon = MuonAdamW(parameter_groups(tower, [Rule(matching(tower, ".*"), MUON_LR)]), (0.9, 0.98), ADAMW_RATIO)
+    muon = MuonAdamW(
+        parameter_groups(tower, [Rule(matching(tower, ".*"), MUON_LR)]), (0.9, 0.98), ADAMW_RATIO
+    )
     adamw = make_adamw(parameter_groups(head, [Rule(matching(head, ".*"), HEAD_LR)]), (0.9, 0.98))
     rng, losses = random.Random(f"align/{settings.seed}"), []
     passes = min(MOST_PASSES, -(-settings.align * PICTURES // max(1, len(asked))))
     order = [key for _ in range(passes) for key in rng.sample(sorted(asked), len(asked))]
-    steps = [order[start : start + PICTURES] for start in range(0, len(order), PICTURES)][: settings.align]
+    steps = [order[start : start + PICTURES] for start in range(0, len(order), PICTURES)][
+        : settings.align
+    ]
     side = model.config.vision.image_size
 
     @lru_cache(CACHED // (12 * side**2))  # every pass reads each picture
@@ -129,8 +160,12 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
         opened = {key: pixels for key in keys if (pixels := pixels_of(key)) is not None}
         if not opened:
             continue
-        numbers = [torch.tensor(asked[key]) for key in opened]  # (Q, 2): of each question and its answer
-        questions, answers = pad_sequence(numbers, batch_first=True, padding_value=-1).to(device).unbind(2)
+        numbers = [
+            torch.tensor(asked[key]) for key in opened
+        ]  # (Q, 2): of each question and its answer
+        questions, answers = (
+            pad_sequence(numbers, batch_first=True, padding_value=-1).to(device).unbind(2)
+        )
         pixels = shifted(torch.stack([*opened.values()]))
         with autocast_of(autocast, device):
             patches = model.encode_images(pixels.to(device)).float()
@@ -138,7 +173,9 @@ def align(model: PaliGemma, records: Sequence[Record], settings: Settings, world
         loss = F.cross_entropy(head(patches, questions.clamp(min=0), is_asked), answers[is_asked])
         losses.append(loss.item())
         if not math.isfinite(losses[-1]):
-            raise UserError(f"alignment, step {step}: the loss is {losses[-1]}: leave --align or --autocast out")
+            raise UserError(
+                f"alignment, step {step}: the loss is {losses[-1]}: leave --align or --autocast out"
+            )
         loss.backward()
         nn.utils.clip_grad_norm_([*tower.parameters(), *head.parameters()], 1.0)
         for optimizer in (muon, adamw):
@@ -156,9 +193,16 @@ def examples(records: Sequence[Record]) -> dict[str, list[tuple[int, int]]]:
     """For each picture its questions and answers, by number, boxes and answers that occur once left out. Question 0 are
     all that are not common."""
     usable = [r for r in records if len(r.pictures) == 1 and r.suffix and "<loc" not in r.suffix]
-    questions, answers = Counter(record.prefix for record in usable), Counter(record.suffix for record in usable)
+    questions, answers = (
+        Counter(record.prefix for record in usable),
+        Counter(record.suffix for record in usable),
+    )
     question = {text: number for number, (text, _) in enumerate(questions.most_common(COMMON), 1)}
-    answer = {text: number for number, (text, times) in enumerate(answers.most_common(COMMON)) if times > 1}
+    answer = {
+        text: number
+        for number, (text, times) in enumerate(answers.most_common(COMMON))
+        if times > 1
+    }
     asked = defaultdict(list)
     for record in usable:
         if record.suffix in answer:

@@ -23,7 +23,9 @@ def spell_number(value: float) -> str:
     return f"{value:g}".replace("e-0", "e-")
 
 
-def axis(values: Sequence[float], start: float, end: float) -> tuple[list[float], Callable[[float], float]]:
+def axis(
+    values: Sequence[float], start: float, end: float
+) -> tuple[list[float], Callable[[float], float]]:
     """The marks to print, and from data to points: about six round marks, 1, 2 or 5 × 10^k apart, from end to end."""
     low, high = min(values), max(values)
     if low == high:
@@ -31,12 +33,21 @@ def axis(values: Sequence[float], start: float, end: float) -> tuple[list[float]
     rough = (high - low) / 6
     unit = 10.0 ** math.floor(math.log10(rough))
     step = unit * next(factor for factor in (1, 2, 5, 10) if factor * unit >= rough * (1 - 1e-9))
-    marks = [step * n for n in range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)]
+    marks = [
+        step * n for n in range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)
+    ]
     return marks, lambda value: start + (value - marks[0]) / (marks[-1] - marks[0]) * (end - start)
 
 
 def line_chart(
-    series: Mapping[str, Sequence[Point]], title="", x_label="", y_label="", *, pale=(), marked=(), bars=()
+    series: Mapping[str, Sequence[Point]],
+    title="",
+    x_label="",
+    y_label="",
+    *,
+    pale=(),
+    marked=(),
+    bars=(),
 ) -> Image.Image:
     """Named series of (x, y) as lines, a single point as a dot; those named in `pale` are thin, those in `marked` have
     a dot at each point. bars: of some series, intervals (x, low, high) to draw upright. Points that are not finite
@@ -47,7 +58,9 @@ def line_chart(
 
     drawn = [point for points in series.values() for point in points if visible(point)]
     if not drawn:
-        raise UserError(f"nothing to draw in {title or 'the chart'!r}: no series has a finite point")
+        raise UserError(
+            f"nothing to draw in {title or 'the chart'!r}: no series has a finite point"
+        )
     legend = max(text_width(name, 12) for name in series) + 34 if len(series) > 1 else 0
     left, right, top, bottom = 66, WIDTH - 22 - legend, 46 if title else 18, HEIGHT - 52
     sheet = Canvas(WIDTH, HEIGHT)

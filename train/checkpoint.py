@@ -34,7 +34,11 @@ from train.optim import changed_by
 
 STATE, MANIFEST = "state.json", "manifest.json"
 BLOCK = 1 << 18  # bytes that are hashed at a time
-MOMENTS = set(), {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"}  # of a parameter: none, Adam's, Muon's
+MOMENTS = (
+    set(),
+    {"step", "exp_avg", "exp_avg_sq"},
+    {"momentum_buffer"},
+)  # of a parameter: none, Adam's, Muon's
 
 
 @dataclass
@@ -80,7 +84,12 @@ class Progress:
 
 
 def save_checkpoint(
-    run: Path, progress: Progress, model: nn.Module, optimizer: Optimizer, world: World, keep: int = 2
+    run: Path,
+    progress: Progress,
+    model: nn.Module,
+    optimizer: Optimizer,
+    world: World,
+    keep: int = 2,
 ) -> None:
     """Write `run/checkpoints/step-N`, and delete all but the newest `keep`. Every process must call it."""
     weights, moments = {}, {}
@@ -94,7 +103,10 @@ def save_checkpoint(
         world.barrier()  # the folder is there
         if is_sharded(model):
             try:
-                dcp.save(weights | moments, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+                dcp.save(
+                    weights | moments,
+                    storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
+                )
             except CheckpointException as error:  # the OSError of a full disk, in whichever process
                 raise next(cause for cause, _ in error.failures.values()) from error
         elif world.is_first:
@@ -113,7 +125,9 @@ def atomic_folder(folder: Path, world: World) -> Iterator[Path]:
     """A name for the block to write a folder to, in all processes; it becomes `folder` once it is whole, and the former
     content stays until then. Raises UserError for a full disk, and then nothing is left."""
     temporary = folder.with_name(f".{folder.name}.partial")
-    for leftover in folder.parent.glob(".*.partial") if world.is_first else ():  # of a run that was killed
+    for leftover in (
+        folder.parent.glob(".*.partial") if world.is_first else ()
+    ):  # of a run that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     world.barrier()
     try:
@@ -126,7 +140,9 @@ def atomic_folder(folder: Path, world: World) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     if world.is_first:
-        if folder.exists():  # of an evaluation before, or the run was resumed from an older checkpoint
+        if (
+            folder.exists()
+        ):  # of an evaluation before, or the run was resumed from an older checkpoint
             _discard(folder)
         temporary.rename(folder)
         sync_folder(folder.parent)
@@ -154,12 +170,24 @@ def newest_progress(run: Path) -> Progress | None:
         return None
     *before, folder = folders
     written = read_json(folder / MANIFEST)
-    files = [file for file in folder.iterdir() if file.suffix in (".json", ".safetensors") and file.name != MANIFEST]
+    files = [
+        file
+        for file in folder.iterdir()
+        if file.suffix in (".json", ".safetensors") and file.name != MANIFEST
+    ]
     present = {file.name: file_digest(file) for file in files}
-    names = sorted(name for name in written.keys() | present.keys() if written.get(name) != present.get(name))
+    names = sorted(
+        name for name in written.keys() | present.keys() if written.get(name) != present.get(name)
+    )
     if names:
-        remedy = f"delete this folder to go on from {before[-1].name}" if before else "there is none before: start anew"
-        raise UserError(f"{shown(folder)}: {', '.join(names)}: missing, changed, or of another checkpoint: {remedy}")
+        remedy = (
+            f"delete this folder to go on from {before[-1].name}"
+            if before
+            else "there is none before: start anew"
+        )
+        raise UserError(
+            f"{shown(folder)}: {', '.join(names)}: missing, changed, or of another checkpoint: {remedy}"
+        )
     with problems_at(folder / STATE):
         progress = Progress(**read_json(folder / STATE))
         progress.best = progress.best and Best(**progress.best)
@@ -172,19 +200,29 @@ def load_checkpoint(run: Path, progress: Progress, optimizer: Optimizer) -> None
     Raises UserError if it belongs to other parameters, or is not whole."""
     folder, parameters = run / "checkpoints" / f"step-{progress.step}", changed_by(optimizer)
     reader = HuggingFaceStorageReader(str(folder))
-    sizes = {name: tensor.size for name, tensor in reader.read_metadata().state_dict_metadata.items()}
-    fused = {name: group.get("fused", False) for group in optimizer.param_groups for name in group["names"]}
+    sizes = {
+        name: tensor.size for name, tensor in reader.read_metadata().state_dict_metadata.items()
+    }
+    fused = {
+        name: group.get("fused", False)
+        for group in optimizer.param_groups
+        for name in group["names"]
+    }
     optimizer.state.clear()
     tensors: dict[str, torch.Tensor] = dict(parameters)
     for moment, (name, _, kind) in ((moment, moment.rpartition("/")) for moment in sizes):
         if (parameter := parameters.get(name)) is not None:
-            counts_on = parameter.device if fused[name] else "cpu"  # where its optimizer counts steps
+            counts_on = (
+                parameter.device if fused[name] else "cpu"
+            )  # where its optimizer counts steps
             count = torch.zeros((), device=counts_on)
             moments = count if kind == "step" else torch.zeros_like(parameter, requires_grad=False)
             tensors[moment] = optimizer.state[parameter][kind] = moments
     is_whole = all({*optimizer.state[parameter]} in MOMENTS for parameter in parameters.values())
     if not is_whole or sizes != {name: tensor.shape for name, tensor in tensors.items()}:
-        raise UserError(f"{folder}: holds other parameters than this run trains, or not all of them: start anew")
+        raise UserError(
+            f"{folder}: holds other parameters than this run trains, or not all of them: start anew"
+        )
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*in a single process")  # which is intended
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())

@@ -15,7 +15,9 @@ STUDIES = {"wings": wings.main, "qmamba": qmamba.main, "text": text.main, "dose"
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study that --rows names; any other value names rows of the attention study."""
-    parser = argparse.ArgumentParser(prog="python -m train.compare", add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m train.compare", add_help=False, allow_abbrev=False
+    )
     parser.add_argument("--rows", nargs="+", default=[])
     known, rest = parser.parse_known_args(argv)
     if len(known.rows) == 1 and known.rows[0] in STUDIES:

@@ -50,7 +50,9 @@ class World:
 @contextlib.contextmanager
 def joined_world(device: str = "auto") -> Iterator[World]:
     """The world that `torchrun` started, if it did, for the block. Raises UserError for a device that is not there."""
-    rank, local, size = (int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    rank, local, size = (
+        int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    )
     if device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{local}"
     elif device == "auto" and size > 1:  # gloo does not have MPS
@@ -60,7 +62,9 @@ def joined_world(device: str = "auto") -> Iterator[World]:
     if on_gpu:
         torch.cuda.set_device(chosen)
     if size > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=chosen if on_gpu else None)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=chosen if on_gpu else None
+        )
     try:
         yield World(rank, max(1, size), chosen)
     finally:
@@ -70,7 +74,11 @@ def joined_world(device: str = "auto") -> Iterator[World]:
 
 
 def spread(
-    model: nn.Module, world: World, shard: bool, autocast: torch.dtype | None = None, compiles: bool = False
+    model: nn.Module,
+    world: World,
+    shard: bool,
+    autocast: torch.dtype | None = None,
+    compiles: bool = False,
 ) -> nn.Module:
     """The module to call in place of `model`: itself in one process; else DDP, or with `shard` FSDP2 layer by layer.
 
@@ -81,7 +89,9 @@ def spread(
         model = DistributedDataParallel(model) if world.size > 1 else model
         return torch.compile(model) if compiles else model
     halves = reads_bf16(model, autocast)
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if halves else MixedPrecisionPolicy()
+    policy = (
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32) if halves else MixedPrecisionPolicy()
+    )
     for layer in layers_of(model):
         if compiles:  # the layers alone: FSDP2 does its work between them, where a graph of the whole would break
             layer.compile()
@@ -126,15 +136,24 @@ def set_gradient_sync(model: nn.Module, sync: bool) -> None:
         model.require_backward_grad_sync = sync
 
 
-def ask_together(world: World, model, processor, questions: Sequence, **options) -> list[str | None]:
+def ask_together(
+    world: World, model, processor, questions: Sequence, **options
+) -> list[str | None]:
     """`eval.answer.ask_all`, shared by all processes, which call it with the same questions: each asks its copy of the
     model about its share of the pictures. All get all answers, None where a question cannot be asked."""
     from eval.answer import ask_all
 
-    pictures = {key: number for number, key in enumerate(dict.fromkeys(question.key for question in questions))}
-    places = [place for place, q in enumerate(questions) if pictures[q.key] % world.size == world.rank]
+    pictures = {
+        key: number
+        for number, key in enumerate(dict.fromkeys(question.key for question in questions))
+    }
+    places = [
+        place for place, q in enumerate(questions) if pictures[q.key] % world.size == world.rank
+    ]
     title = {} if world.is_first else {"progress": None}
-    answers = ask_all(model, processor, [questions[place] for place in places], left_out={}, **options | title)
+    answers = ask_all(
+        model, processor, [questions[place] for place in places], left_out={}, **options | title
+    )
     together: dict[int, str | None] = {}
     for of_process in world.gather(dict(zip(places, answers, strict=True))):
         together |= of_process

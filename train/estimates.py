@@ -55,7 +55,9 @@ class Estimate(NamedTuple):
         low, high = math.log(2), 690.0  # of −ln p
         while high - low > 1e-10:
             middle = (low + high) / 2
-            low, high = (middle, high) if self.reach(math.exp(-middle)) < distance else (low, middle)
+            low, high = (
+                (middle, high) if self.reach(math.exp(-middle)) < distance else (low, middle)
+            )
         return math.exp(-low)
 
 
@@ -77,7 +79,11 @@ def estimate(scores, groups: Sequence[int | str] | None = None) -> Estimate:
     squares[degrees == 0] = 0  # mean squares: of runs, of groups, and what neither explains
     squares /= np.maximum(degrees, 1)
     parts = [(squares[0], runs - 1), (max(squares[1] - squares[2], 0.0), number - 1)]
-    parts = [(math.sqrt(part / (runs * number)), freedom) for part, freedom in parts if part > 1e-24 * max(1, mean**2)]
+    parts = [
+        (math.sqrt(part / (runs * number)), freedom)
+        for part, freedom in parts
+        if part > 1e-24 * max(1, mean**2)
+    ]
     result = Estimate(mean, mean, mean, *sum(parts, ()) or (0.0, 1.0))
     half = result.reach(0.025)
     return result._replace(low=mean - half, high=mean + half)
@@ -99,7 +105,9 @@ def t_tail(t: float, freedom: float) -> float:
     start = math.atan2(abs(t), math.sqrt(freedom))
     end = math.acos(math.cos(start) * math.exp(-50 / (freedom - 1))) if freedom > 1 else math.pi / 2
     angles = start + (end - start) * (_NODES + 1) / 2
-    above = float(np.cos(angles) ** (freedom - 1) @ _WEIGHTS) * (end - start) / 2 * _t_scale(freedom)
+    above = (
+        float(np.cos(angles) ** (freedom - 1) @ _WEIGHTS) * (end - start) / 2 * _t_scale(freedom)
+    )
     return above if t >= 0 else 1 - above
 
 
@@ -112,7 +120,9 @@ def t_point(p: float, freedom: float) -> float:
     """The t with P(T > t) = p ≤ 0.5, by Newton's method: the tail is convex from 0 on, so a step back is rounding."""
     t, step = 0.0, 1.0
     while step > 1e-12 * (1 + t):
-        density = _t_scale(freedom) / math.sqrt(freedom) * (1 + t * t / freedom) ** (-(freedom + 1) / 2)
+        density = (
+            _t_scale(freedom) / math.sqrt(freedom) * (1 + t * t / freedom) ** (-(freedom + 1) / 2)
+        )
         step = (t_tail(t, freedom) - p) / density
         t += step
     return t

@@ -34,7 +34,14 @@ from train.distributed import World, is_sharded, joined_world
 from train.optim import count, trainable
 from train.run import MEASURED, data_fingerprints, draw_loss, read_metrics, run_folder, set_origin
 from train.settings import RECIPES, Arguments, Settings, parse, run_stem
-from train.systems.open import load_start, open_model, open_processor, open_trained, train_on, write_trained
+from train.systems.open import (
+    load_start,
+    open_model,
+    open_processor,
+    open_trained,
+    train_on,
+    write_trained,
+)
 from train.validation import Metric, open_held_out
 
 
@@ -67,21 +74,33 @@ def finetune(
     """
     names = "step loss lr gradient_norm held_out_loss exact_match vqa_accuracy AP lambda map_distance".split()
     if taken := {*MEASURED, *names} & {*metrics}:
-        raise UserError(f"metrics: {', '.join(taken)} stands in metrics.jsonl for something else: choose another name")
+        raise UserError(
+            f"metrics: {', '.join(taken)} stands in metrics.jsonl for something else: choose another name"
+        )
     flags |= {name: Path(flags[name]) for name in ("out", "resume") if flags.get(name)}
     examples: dict[str, Any] = {}
     for name, value in (("data", data), ("eval_data", eval_data)):
-        if isinstance(value, str | Path) or value is not None and len(value) and isinstance(value[0], str):
+        if (
+            isinstance(value, str | Path)
+            or value is not None
+            and len(value)
+            and isinstance(value[0], str)
+        ):
             flags[name] = [str(value)] if isinstance(value, str | Path) else [*value]
         elif value is not None:
             examples[f"{MEMORY}{name}"] = value
             flags |= {} if flags.get("resume") else {name: [f"{MEMORY}{name}"]}
     settings, arguments = parse(flags)
     if arguments.plan or arguments.show_batch:
-        raise UserError("plan and show_batch print instead of training: call the command, python -m train.finetune")
+        raise UserError(
+            "plan and show_batch print instead of training: call the command, python -m train.finetune"
+        )
     if examples.keys() - {*settings.data, *settings.eval_data}:
         raise UserError("resume: the run has its data from files: leave data and eval_data out")
-    memory = {name: held_records(of, name[len(MEMORY) :], settings.images or ".") for name, of in examples.items()}
+    memory = {
+        name: held_records(of, name[len(MEMORY) :], settings.images or ".")
+        for name, of in examples.items()
+    }
     return fine_tune(settings, arguments, memory, on_log, metrics)
 
 
@@ -94,8 +113,13 @@ def fine_tune(
 ) -> FineTuned:
     """The whole run: data, model, loop, summary. memory: the records of `finetune`'s examples, by their source."""
     stem = run_stem(settings)
-    with joined_world(settings.device) as world, run_folder(arguments, settings, stem, "train.finetune", world) as run:
-        outline, _ = open_model(settings, torch.device("meta"))  # mistakes are reported before weights are read
+    with (
+        joined_world(settings.device) as world,
+        run_folder(arguments, settings, stem, "train.finetune", world) as run,
+    ):
+        outline, _ = open_model(
+            settings, torch.device("meta")
+        )  # mistakes are reported before weights are read
         records = read_records(settings, memory=memory)
         processor, files = open_processor(settings, outline)
         progress = world.gather(newest_progress(run))[0] or Progress(world.size)
@@ -124,7 +148,9 @@ def fine_tune(
 
         validate = held_out and partial(held_out.validate, model, run, order.total, files)
         also = {"progress": progress, "on_log": on_log}
-        progress = train_on(order, model, optimizer, settings, run, world, validate=validate, **also)
+        progress = train_on(
+            order, model, optimizer, settings, run, world, validate=validate, **also
+        )
 
         result = run / "model" if settings.writes_model else run
         with atomic_folder(result, world) if settings.writes_model else nullcontext(run) as folder:
@@ -137,14 +163,18 @@ def fine_tune(
                 model = open_trained(settings, result, world.device)
             results["after"] = held_out.test(model, "after")
             if settings.keep_best and progress.best and progress.best.since:
-                model = optimizer = validate = None  # one model at a time: it may be as large as the memory
+                model = optimizer = validate = (
+                    None  # one model at a time: it may be as large as the memory
+                )
                 model = open_trained(settings, run / "best", world.device)
                 results["best"] = held_out.evaluate(model, "held-out, best")
                 if trained(results) is results["after"]:
                     model = None
                     model = open_trained(settings, result, world.device)
             results["blind"] = held_out.evaluate(model, "held-out, blind", without_pictures=True)
-        summary = summarize(settings, progress, results, count(trainable(outline).values()), held_out)
+        summary = summarize(
+            settings, progress, results, count(trainable(outline).values()), held_out
+        )
         if world.is_first:
             write_text(run / "summary.json", json.dumps(summary, indent=1) + "\n")
             draw_loss(run)
@@ -157,9 +187,15 @@ def fine_tune(
 def print_recipe(settings: Settings) -> None:
     """The recipe that the flags, the base or the data have chosen."""
     if chosen := RECIPES.get(settings.recipe):
-        whys = {"own": "own pictures on the toy model (--recipe lora has a graft): ", "one-gpu": "a base this large: "}
+        whys = {
+            "own": "own pictures on the toy model (--recipe lora has a graft): ",
+            "one-gpu": "a base this large: ",
+        }
         values = ", ".join(f"{name} {getattr(settings, name)}" for name in chosen)
-        print(f"recipe {settings.recipe}: {whys.get(settings.recipe, '')}{values}; a flag changes each", flush=True)
+        print(
+            f"recipe {settings.recipe}: {whys.get(settings.recipe, '')}{values}; a flag changes each",
+            flush=True,
+        )
 
 
 def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:
@@ -168,10 +204,16 @@ def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:
         return
     print_recipe(settings)
     if settings.is_beyond_base:
-        print("boxes: the embedded base finds its forty emoji alone, and does not learn others: take a published base")
+        print(
+            "boxes: the embedded base finds its forty emoji alone, and does not learn others: take a published base"
+        )
     total, trained = count(outline.parameters()), count(trainable(outline).values())
     size = f"{total:,} parameters, {trained:,} of them trainable ({100 * trained / total:.2f} %)"
-    kind = f"attention {settings.attention}" if settings.stage is None else f"{settings.arch}, stage {settings.stage}"
+    kind = (
+        f"attention {settings.attention}"
+        if settings.stage is None
+        else f"{settings.arch}, stage {settings.stage}"
+    )
     processes = f", {world.size} processes" if world.size > 1 else ""
     print(f"{settings.base}: {size}, {kind}, on {world.device}{processes}", flush=True)
 

@@ -22,7 +22,9 @@ RUN_CONFIG = "config.json"
 def flag(default: Any, help: str, *, least: float = -MANY, most: float = MANY, **argument) -> Any:
     """A dataclass field that is also a flag of the same name. least, most: the range of a number, ends included.
     argument: of `add_argument`, such as `choices`."""
-    return dataclasses.field(default=default, metadata={"help": help, "range": (least, most), "argument": argument})
+    return dataclasses.field(
+        default=default, metadata={"help": help, "range": (least, most), "argument": argument}
+    )
 
 
 def flag_name(name: str) -> str:
@@ -40,15 +42,24 @@ def field_kind(settings: type, field: dataclasses.Field) -> type:
 
 
 def given_flags(
-    kinds: Sequence[type], program: str, doc: str | None, argv: Sequence[str] | None, groups: Mapping = {}, **more
+    kinds: Sequence[type],
+    program: str,
+    doc: str | None,
+    argv: Sequence[str] | None,
+    groups: Mapping = {},
+    **more,
 ) -> dict:
     """The values that the command line of `program` gives; each field of the dataclasses `kinds` is a flag.
     groups: the fields of each group of --help. more: arguments of the parser."""
     form = RawDescriptionHelpFormatter  # it prints the lines of a description as they are
     parser = ArgumentParser(f"python -m {program}", description=doc, formatter_class=form, **more)
-    titled = [(fields.split(), parser.add_argument_group(title)) for title, fields in groups.items()]
+    titled = [
+        (fields.split(), parser.add_argument_group(title)) for title, fields in groups.items()
+    ]
     group_of = {name: group for names, group in titled for name in names}
-    for field, kind in ((field, field_kind(of, field)) for of in kinds for field in dataclasses.fields(of)):
+    for field, kind in (
+        (field, field_kind(of, field)) for of in kinds for field in dataclasses.fields(of)
+    ):
         help, argument = field.metadata["help"], field.metadata["argument"]
         if "default" not in help:
             help += f" (default: {field.default})"
@@ -61,25 +72,41 @@ def given_flags(
     return vars(parser.parse_args(argv))
 
 
-def from_values(settings: type[Settings], values: Mapping[str, object], where: str = "") -> Settings:
+def from_values(
+    settings: type[Settings], values: Mapping[str, object], where: str = ""
+) -> Settings:
     """An instance of the dataclass `settings`; lists, as argparse and JSON give them, become tuples.
 
     Raises UserError, with `where` before it, for the first value that has another type or is out of range.
     """
-    made = settings(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    made = settings(
+        **{
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+    )
     for field in dataclasses.fields(settings):
-        value, kind, argument = getattr(made, field.name), field_kind(settings, field), field.metadata["argument"]
+        value, kind, argument = (
+            getattr(made, field.name),
+            field_kind(settings, field),
+            field.metadata["argument"],
+        )
         if kind is Path or value is None and field.default is None or "type" in argument:
             continue  # which its own reader has checked
         (least, most), expected = field.metadata["range"], argument.get("choices") or kind.__name__
         if kind in (int, float):
-            fits, expected = type(value) in (int, kind) and least <= value <= most, f"{expected} from {least} to {most}"
+            fits, expected = (
+                type(value) in (int, kind) and least <= value <= most,
+                f"{expected} from {least} to {most}",
+            )
         elif kind is tuple:
             fits = type(value) is tuple and all(isinstance(text, str) for text in value)
         else:
             fits = type(value) is kind and value in argument.get("choices", (value,))
         if not fits:
-            raise UserError(f"{where}{flag_name(field.name)} is {quoted(value)}, expected {expected}")
+            raise UserError(
+                f"{where}{flag_name(field.name)} is {quoted(value)}, expected {expected}"
+            )
     return made
 
 
@@ -88,8 +115,12 @@ class RunArguments:
     """The flags of a run's folder, which are no settings."""
 
     out: Path | None = flag(None, "run folder to make (default: in runs/, with the next number)")
-    resume: Path | None = flag(None, "go on with an interrupted run, with its own settings", metavar="RUN")
-    allow_changed: bool = flag(False, "with --resume: although the base, the data or a setting is not what it was")
+    resume: Path | None = flag(
+        None, "go on with an interrupted run, with its own settings", metavar="RUN"
+    )
+    allow_changed: bool = flag(
+        False, "with --resume: although the base, the data or a setting is not what it was"
+    )
 
 
 Arguments = TypeVar("Arguments", bound=RunArguments)
@@ -110,14 +141,25 @@ def read_run(
     Raises UserError for flags that exclude each other, values out of range, and a folder that it has not written.
     """
     is_read = isinstance(argv, Mapping)
-    given = dict(argv) if is_read else given_flags((arguments, settings), program, description, argv, groups)
+    given = (
+        dict(argv)
+        if is_read
+        else given_flags((arguments, settings), program, description, argv, groups)
+    )
     names = [field.name for field in dataclasses.fields(arguments) if field.name in given]
     chosen = from_values(arguments, {name: given.pop(name) for name in names})
     if chosen.resume is None:
         return from_values(settings, {**defaults(given), **given}), chosen
     if chosen.out is not None or given.keys() - {"max_bad"}:
-        raise UserError("--resume goes on with the run's own settings: leave all flags but --max-bad out")
-    values, where = read_json(chosen.resume / RUN_CONFIG), f"--resume {shown(chosen.resume)}: {RUN_CONFIG}"
+        raise UserError(
+            "--resume goes on with the run's own settings: leave all flags but --max-bad out"
+        )
+    values, where = (
+        read_json(chosen.resume / RUN_CONFIG),
+        f"--resume {shown(chosen.resume)}: {RUN_CONFIG}",
+    )
     if values.keys() != {field.name for field in dataclasses.fields(settings)}:
-        raise UserError(f"{where} is not of this version of `python -m {program}`: give a folder that it has written")
+        raise UserError(
+            f"{where} is not of this version of `python -m {program}`: give a folder that it has written"
+        )
     return from_values(settings, values | given, f"{where}: "), chosen

@@ -35,11 +35,15 @@ class LoopSettings:
     clip: float = flag(1.0, "largest gradient norm; 0 does not clip", least=0, most=1e12)
     seed: int = flag(0, "of initialisation, order and dropout", least=0)
     device: str = flag("auto", "cuda, mps, cpu, … (default: cuda or mps if there is one)")
-    autocast: str = flag("auto", "default: bf16 on CUDA, else none", choices=["auto", "none", "bf16", "fp16"])
+    autocast: str = flag(
+        "auto", "default: bf16 on CUDA, else none", choices=["auto", "none", "bf16", "fp16"]
+    )
     shard: bool = flag(False, "with torchrun: FSDP2 instead of DDP")
     compile: bool = flag(False, "torch.compile the model")
     checkpointing: bool = flag(False, "recompute activations of decoder and projector, for memory")
-    workers: int | None = flag(None, "processes that prepare batches (default: 0, on CUDA up to 8)", least=0, most=1024)
+    workers: int | None = flag(
+        None, "processes that prepare batches (default: 0, on CUDA up to 8)", least=0, most=1024
+    )
     max_bad: int = flag(20, "unusable records to leave out before the run stops", least=0)
     checkpoint_every: int = flag(200, "steps between checkpoints", least=1)
     keep: int = flag(2, "checkpoints to keep", least=1)
@@ -70,7 +74,10 @@ def fit(
     nothing. Raises Diverged, UserError for too many unusable records, Interrupted after a signal, once all is saved.
     """
     progress = progress or newest_progress(run) or Progress(world.size)
-    autocast, dtype = autocast_of(settings.autocast, world.device), autocast_dtype(settings.autocast, world.device)
+    autocast, dtype = (
+        autocast_of(settings.autocast, world.device),
+        autocast_dtype(settings.autocast, world.device),
+    )
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     called = spread(model, world, settings.shard, dtype, settings.compile)
     reconnect(optimizer, model)
@@ -82,22 +89,34 @@ def fit(
         for micros in takewhile(lambda _: progress.stopped is None, steps):
             step = progress.step
             model.train()
-            torch.manual_seed((settings.seed * 1_000_003 + step) * 1_009 + world.rank)  # no random state is saved
+            torch.manual_seed(
+                (settings.seed * 1_000_003 + step) * 1_009 + world.rank
+            )  # no random state is saved
             tokens = count_records(micros, progress, settings.max_bad, world)
             losses = []
             for number, micro in enumerate(micros if tokens else ()):
                 set_gradient_sync(called, number == len(micros) - 1)
                 with autocast:
                     value = loss(called, micro)
-                scaler.scale(value * (world.size / tokens)).backward()  # DDP and FSDP2 average over the processes
+                scaler.scale(
+                    value * (world.size / tokens)
+                ).backward()  # DDP and FSDP2 average over the processes
                 losses.append(value.detach())
             if tokens:
                 scaler.unscale_(optimizer)
-            norm = gathered(nn.utils.clip_grad_norm_(trainable(model).values(), settings.clip or math.inf))
-            *losses, norm = torch.stack([*losses, norm]).float().tolist()  # read from the device at once
-            loss_sum, stopping = map(sum, zip(*world.gather((sum(losses), len(received))), strict=True))
+            norm = gathered(
+                nn.utils.clip_grad_norm_(trainable(model).values(), settings.clip or math.inf)
+            )
+            *losses, norm = (
+                torch.stack([*losses, norm]).float().tolist()
+            )  # read from the device at once
+            loss_sum, stopping = map(
+                sum, zip(*world.gather((sum(losses), len(received))), strict=True)
+            )
             # a scaler leaves infinite steps out itself
-            check_finite(loss_sum, losses, step, micros, world, 0.0 if scaler.is_enabled() else norm)
+            check_finite(
+                loss_sum, losses, step, micros, world, 0.0 if scaler.is_enabled() else norm
+            )
             set_rates(optimizer, rate_factor(step, order.total, settings.warmup, settings.schedule))
             record = {"step": step} | ({"loss": loss_sum / tokens} if tokens else {})
             record |= {"lr": optimizer.param_groups[-1]["lr"], "gradient_norm": norm}
@@ -119,7 +138,9 @@ def fit(
             if stopping:
                 raise Interrupted(received[0] if received else signal.SIGTERM)
     if not progress.samples:
-        raise UserError(f"all {len(progress.bad)} records were unusable; the first: {progress.bad[0]}")
+        raise UserError(
+            f"all {len(progress.bad)} records were unusable; the first: {progress.bad[0]}"
+        )
     return progress
 
 
@@ -128,24 +149,40 @@ def count_records(micros: Sequence, progress: Progress, max_bad: int, world: Wor
 
     Raises UserError for more than `max_bad` unusable records.
     """
-    shares = chain.from_iterable(world.gather([(len(micro.names), micro.tokens, micro.bad) for micro in micros]))
+    shares = chain.from_iterable(
+        world.gather([(len(micro.names), micro.tokens, micro.bad) for micro in micros])
+    )
     samples, tokens, bad = zip(*shares, strict=True)
     progress.samples += sum(samples)
     progress.empty_steps += not any(tokens)
-    progress.bad = list(dict.fromkeys(chain(progress.bad, *bad)))  # every epoch reports a record again
+    progress.bad = list(
+        dict.fromkeys(chain(progress.bad, *bad))
+    )  # every epoch reports a record again
     if len(progress.bad) > max_bad:
-        raise UserError(f"more unusable records than --max-bad {max_bad}: raise it; the last: {progress.bad[-1]}")
+        raise UserError(
+            f"more unusable records than --max-bad {max_bad}: raise it; the last: {progress.bad[-1]}"
+        )
     return sum(tokens)
 
 
-def check_finite(total: float, losses: Sequence[float], step: int, micros: Sequence, world: World, norm: float) -> None:
+def check_finite(
+    total: float, losses: Sequence[float], step: int, micros: Sequence, world: World, norm: float
+) -> None:
     """Raise Diverged in every process, naming the records, if the loss of a micro-batch of any is not finite.
 
     norm: of the gradient; if it is not finite, the step would leave no weight finite.
     """
     if not math.isfinite(total):
-        damaged = [(loss, *micro.names) for loss, micro in zip(losses, micros, strict=True) if not math.isfinite(loss)]
+        damaged = [
+            (loss, *micro.names)
+            for loss, micro in zip(losses, micros, strict=True)
+            if not math.isfinite(loss)
+        ]
         loss, *names = next(chain.from_iterable(world.gather(damaged)), (total, "all"))
-        raise Diverged(f"step {step}: the loss is {loss} on {', '.join(names)}: lower --lr, or look at these records")
+        raise Diverged(
+            f"step {step}: the loss is {loss} on {', '.join(names)}: lower --lr, or look at these records"
+        )
     if not math.isfinite(norm):
-        raise Diverged(f"step {step}: the loss is finite, but the norm of its gradient is {norm}: lower --lr")
+        raise Diverged(
+            f"step {step}: the loss is finite, but the norm of its gradient is {norm}: lower --lr"
+        )

@@ -45,9 +45,15 @@ def parameter_groups(model: nn.Module, rules: Sequence[Rule]) -> list[dict]:
     return groups
 
 
-def make_adamw(groups: list[dict], betas: tuple[float, float], kind: type = torch.optim.AdamW) -> torch.optim.Optimizer:
+def make_adamw(
+    groups: list[dict], betas: tuple[float, float], kind: type = torch.optim.AdamW
+) -> torch.optim.Optimizer:
     """AdamW (Loshchilov & Hutter 2019), or another `kind`, over `groups`, fused where PyTorch can."""
-    can = all(parameter.device.type in ("cuda", "cpu") for group in groups for parameter in group["params"])
+    can = all(
+        parameter.device.type in ("cuda", "cpu")
+        for group in groups
+        for parameter in group["params"]
+    )
     return kind(groups, betas=betas, fused=can)
 
 
@@ -75,13 +81,19 @@ class MuonAdamW(torch.optim.Optimizer):
             named = zip(group["names"], group["params"], strict=True)
             chosen = {name: p for name, p in named if is_inner_matrix(name, p) == is_matrix}
             if chosen:
-                rates = {rate: group[rate] * (1 if is_matrix else ratio) for rate in ("lr", "base_lr")}
-                split[is_matrix].append({**group, **rates, "names": [*chosen], "params": [*chosen.values()]})
+                rates = {
+                    rate: group[rate] * (1 if is_matrix else ratio) for rate in ("lr", "base_lr")
+                }
+                split[is_matrix].append(
+                    {**group, **rates, "names": [*chosen], "params": [*chosen.values()]}
+                )
         super().__init__([*split[False], *split[True]], {})
         self.parts = [make_adamw(split[False], betas)] if split[False] else []
         self.parts += [torch.optim.Muon(split[True], momentum=0.95)] if split[True] else []
         for part in self.parts:
-            part.state = self.state  # the parts share their groups and their state with this optimizer
+            part.state = (
+                self.state
+            )  # the parts share their groups and their state with this optimizer
 
     def step(self, closure=None) -> None:
         for part in self.parts:
@@ -104,7 +116,11 @@ def rate_factor(step: int, total: int, warmup: float, schedule: str) -> float:
     if step < warmup:
         return (step + 1) / (warmup + 1)
     done = (step - warmup) / max(1, total - warmup)
-    factors = {"linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done)), "constant": 1.0}
+    factors = {
+        "linear": 1.0 - done,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * done)),
+        "constant": 1.0,
+    }
     return factors[schedule]
 
 
@@ -117,12 +133,16 @@ def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
 def changed_by(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     """The parameters of `optimizer` by name, with those of a vision tower that was aligned and is frozen since."""
     groups = optimizer.param_groups
-    return {name: p for group in groups for name, p in zip(group["names"], group["params"], strict=True)}
+    return {
+        name: p for group in groups for name, p in zip(group["names"], group["params"], strict=True)
+    }
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are trained, by name."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
 
 def count(parameters) -> int:

@@ -32,7 +32,9 @@ from train.flags import RUN_CONFIG, RunArguments, flag_name
 
 LOCK = ".lock"
 # settings that do not change what is learned
-FREE = "workers device checkpoint_every keep evaluate eval_limit max_bad eval_every keep_best".split()
+FREE = (
+    "workers device checkpoint_every keep evaluate eval_limit max_bad eval_every keep_best".split()
+)
 
 
 class Interrupted(Exception):
@@ -55,7 +57,9 @@ def catch_signals() -> Iterator[list[int]]:
 
     before = {}
     with contextlib.suppress(ValueError):  # not the main thread
-        before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {
+            number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)
+        }
     try:
         yield received
     finally:
@@ -73,7 +77,9 @@ def check_empty(out: Path | None) -> None:
 
 
 @contextlib.contextmanager
-def run_folder(arguments: RunArguments, settings, stem: str, program: str, world: World) -> Iterator[Path]:
+def run_folder(
+    arguments: RunArguments, settings, stem: str, program: str, world: World
+) -> Iterator[Path]:
     """The folder of a run for the block, locked: the resumed one, or a new `--out` or runs/STEM-NUMBER.
 
     If the block raises before learned weights are written, the new folder is deleted. Interrupted ends the program,
@@ -83,7 +89,11 @@ def run_folder(arguments: RunArguments, settings, stem: str, program: str, world
     if world.is_first:
         check_empty(arguments.out)
         numbered = (Path("runs", f"{stem}-{number}") for number in itertools.count(1))
-        run = arguments.resume or arguments.out or next(path for path in numbered if not path.exists())
+        run = (
+            arguments.resume
+            or arguments.out
+            or next(path for path in numbered if not path.exists())
+        )
         with file_errors(run):
             run.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(run)
@@ -96,7 +106,11 @@ def run_folder(arguments: RunArguments, settings, stem: str, program: str, world
         interrupted.end_program(f"go on with: python -m {program} --resume {run}")
     except BaseException:
         log, has_weights = run / "metrics.jsonl", checkpoints(run) or (run / "best").exists()
-        if world.is_first and not arguments.resume and not (has_weights and '"loss"' in log.read_text()):
+        if (
+            world.is_first
+            and not arguments.resume
+            and not (has_weights and '"loss"' in log.read_text())
+        ):
             lock.close()
             shutil.rmtree(run, ignore_errors=True)
         raise
@@ -112,7 +126,9 @@ def lock_folder(run: Path) -> IO:
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        raise UserError(f"{shown(run)}: another process writes to this folder: wait, or choose another one") from None
+        raise UserError(
+            f"{shown(run)}: another process writes to this folder: wait, or choose another one"
+        ) from None
     except OSError:  # a file system without locks
         pass
     return lock
@@ -135,15 +151,32 @@ class Log:
     def __init__(self, run: Path, total: int, progress: Progress, world: World):
         from eval.progress import Bar
 
-        self.progress, self.samples, self.shown, self.written = progress, progress.samples, {}, time.perf_counter()
-        self.started, self.device, self.writes = self.written - progress.seconds, world.device, world.is_first
-        self.bar = Bar(total=total, initial=progress.step, desc="training", unit="step", disable=not world.is_first)
+        self.progress, self.samples, self.shown, self.written = (
+            progress,
+            progress.samples,
+            {},
+            time.perf_counter(),
+        )
+        self.started, self.device, self.writes = (
+            self.written - progress.seconds,
+            world.device,
+            world.is_first,
+        )
+        self.bar = Bar(
+            total=total,
+            initial=progress.step,
+            desc="training",
+            unit="step",
+            disable=not world.is_first,
+        )
         self.path = run / "metrics.jsonl"
         if self.writes:
             lines = self.path.read_bytes().splitlines(keepends=True) if progress.step else []
             with atomic_path(self.path) as temporary:
                 temporary.write_bytes(b"".join(lines[: progress.step]))
-            self.file = self.path.open("a", buffering=1)  # each line is the system's as soon as it is written
+            self.file = self.path.open(
+                "a", buffering=1
+            )  # each line is the system's as soon as it is written
 
     def speed(self, tokens: int) -> dict[str, float]:
         """The fields MEASURED of a step with so many supervised tokens, which ends now."""
@@ -158,7 +191,12 @@ class Log:
         if self.writes:
             with file_errors(self.path):
                 self.file.write(json.dumps(record) + "\n")
-            for name, unit in (("loss", ""), ("held_out_loss", ""), ("exact_match", " %"), ("AP", " %")):
+            for name, unit in (
+                ("loss", ""),
+                ("held_out_loss", ""),
+                ("exact_match", " %"),
+                ("AP", " %"),
+            ):
                 if name in record:
                     self.shown[name] = f"{record[name]:.3f}{unit}"
             speed = f"{self.progress.samples / self.progress.seconds:.0f}/s"
@@ -189,9 +227,15 @@ def peak_bytes(device: torch.device | str = "cpu") -> int:
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     with contextlib.suppress(OSError, StopIteration):
-        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+        line = next(
+            line
+            for line in Path("/proc/self/status").read_text().splitlines()
+            if line.startswith("VmHWM")
+        )
         return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def read_metrics(run: Path) -> list[dict]:
@@ -205,13 +249,21 @@ def draw_loss(run: Path) -> None:
     from train.chart import line_chart
 
     records = read_metrics(run)
-    losses, held_out = ([(r["step"], r[name]) for r in records if name in r] for name in ("loss", "held_out_loss"))
+    losses, held_out = (
+        [(r["step"], r[name]) for r in records if name in r] for name in ("loss", "held_out_loss")
+    )
     width = max(1, len(losses) // 50)
     before = [losses[max(0, number - width + 1) : number + 1] for number in range(len(losses))]
     means = [(last[-1][0], sum(loss for _, loss in last) / len(last)) for last in before]
-    lines = {"each step": losses, f"mean of {width}": means, **({"held-out": held_out} if held_out else {})}
+    lines = {
+        "each step": losses,
+        f"mean of {width}": means,
+        **({"held-out": held_out} if held_out else {}),
+    }
     emphasis = {"pale": ["each step"], "marked": ["held-out"]}
-    figures.save(line_chart(lines, f"{run.name}: loss", "step", "nats a token", **emphasis), run / "loss.png")
+    figures.save(
+        line_chart(lines, f"{run.name}: loss", "step", "nats a token", **emphasis), run / "loss.png"
+    )
 
 
 # What a run is made from
@@ -222,7 +274,9 @@ def data_fingerprints(records: Sequence[Record]) -> dict[str, str]:
     the first and the last 256 KiB."""
     if isinstance(records, list):
         texts = (repr((r.name, r.key, r.turns, r.answers if r.sampled else ())) for r in records)
-        paths = sorted({picture for r in records for picture in r.pictures if isinstance(picture, Path)})
+        paths = sorted(
+            {picture for r in records for picture in r.pictures if isinstance(picture, Path)}
+        )
     else:
         texts, paths = (records.rows.tobytes().hex(),), records.paths
     read = set(range(0, len(paths), max(1, len(paths) // 1024)))
@@ -237,16 +291,29 @@ def data_fingerprints(records: Sequence[Record]) -> dict[str, str]:
     return {name: digest.hexdigest()[:16] for name, digest in digests.items()}
 
 
-def set_origin(run: Path, progress: Progress, settings, fingerprints: Mapping[str, str], allow_changed: bool) -> None:
+def set_origin(
+    run: Path, progress: Progress, settings, fingerprints: Mapping[str, str], allow_changed: bool
+) -> None:
     """Store in `progress` what the run is made from: its settings, and fingerprints such as {"base": …}.
 
     Raises UserError if its checkpoint has another origin, naming what has changed; with `allow_changed` it is printed.
     """
-    origin = {flag_name(name): value for name, value in asdict(settings).items() if name not in FREE}
+    origin = {
+        flag_name(name): value for name, value in asdict(settings).items() if name not in FREE
+    }
     origin |= {f"the {name}": fingerprint for name, fingerprint in fingerprints.items()}
-    before, progress.origin = progress.origin, json.loads(json.dumps(origin))  # as a checkpoint has it
-    pairs = [] if before is None else [(name, new, before.get(name)) for name, new in progress.origin.items()]
-    changes = [f"{name} is {quoted(new)}, was {quoted(old)}" for name, new, old in pairs if new != old]
+    before, progress.origin = (
+        progress.origin,
+        json.loads(json.dumps(origin)),
+    )  # as a checkpoint has it
+    pairs = (
+        []
+        if before is None
+        else [(name, new, before.get(name)) for name, new in progress.origin.items()]
+    )
+    changes = [
+        f"{name} is {quoted(new)}, was {quoted(old)}" for name, new, old in pairs if new != old
+    ]
     message = f"{shown(run)}: changed since step {progress.step}: {'; '.join(changes)}"
     if changes and not allow_changed:
         raise UserError(f"--resume {message}: undo that, or add --allow-changed")
@@ -258,7 +325,9 @@ def provenance() -> dict[str, str]:
     """The commit ("+" if files differ from it), the processor and the version of PyTorch that made a result."""
     command = ["git", "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty=+"]
     try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
         commit = done.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         commit = "no commit"

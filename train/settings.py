@@ -46,12 +46,22 @@ _WHOLE = {"attention": "softmax", "full": True, "weight_decay": 0.0}
 RECIPES: dict[str, dict] = {
     "paper-1": _PAPER | _FAST | {"attention": "softmax", "feed_forward": "mlp"},
     "paper-2": _PAPER | _FAST | {"attention": "shared", "feed_forward": "swiglu-new"},
-    "paper-3": _PAPER | _SLOW | {"attention": "softmax", "feed_forward": "mlp", "r": 16, "alpha": 32.0},
+    "paper-3": _PAPER
+    | _SLOW
+    | {"attention": "softmax", "feed_forward": "mlp", "r": 16, "alpha": 32.0},
     "paper-4": _PAPER | _SLOW | {"attention": "shared", "feed_forward": "mlp"},
-    "paper-5": _PAPER | _SLOW | {"attention": "split", "feed_forward": "swiglu-new", "option": ('rope_pairs="fresh"',)},
+    "paper-5": _PAPER
+    | _SLOW
+    | {"attention": "split", "feed_forward": "swiglu-new", "option": ('rope_pairs="fresh"',)},
     "paligemma": _WHOLE
     | {"lr": 1e-5, "beta2": 0.999, "schedule": "cosine", "warmup": 0.05, "clip": 1.0}
-    | {"epochs": 10, "batch_size": 16, "step_batch": 256, "prompt": "answer en {question}", "answers": "sampled"},
+    | {
+        "epochs": 10,
+        "batch_size": 16,
+        "step_batch": 256,
+        "prompt": "answer en {question}",
+        "answers": "sampled",
+    },
     # The embedded base on other pictures than its 40 emojis: its vision tower starts anew, then all else learns.
     # Questions of one picture in one batch make the picture matter, and share its encoding.
     "own": _WHOLE
@@ -66,7 +76,18 @@ RECIPES: dict[str, dict] = {
 }
 PUBLISHED_WIDTH = 2048  # of the smallest published decoder, Gemma 2B
 # Flags that ask for another way of training than the recipe "own", which own pictures take on the embedded base
-_NOT_OWN = {"recipe", "attention", "diff_in", "feed_forward", "option", "full", "targets", "r", "alpha", "dropout"}
+_NOT_OWN = {
+    "recipe",
+    "attention",
+    "diff_in",
+    "feed_forward",
+    "option",
+    "full",
+    "targets",
+    "r",
+    "alpha",
+    "dropout",
+}
 _NOT_OWN |= {"quantize", "align", "arch", "shard", "dtype"}
 
 
@@ -83,12 +104,21 @@ class StageRecipe:
     embedded: Mapping[str, object] = field(default_factory=dict)
 
 
-_ONE_EPOCH = {"epochs": 1, "schedule": "cosine", "warmup": 0.03, "clip": 1.0, "batch_size": 16, "beta2": 0.999}
+_ONE_EPOCH = {
+    "epochs": 1,
+    "schedule": "cosine",
+    "warmup": 0.03,
+    "clip": 1.0,
+    "batch_size": 16,
+    "beta2": 0.999,
+}
 _WINGS = _ONE_EPOCH | {"r": 64}  # the paper's rates and decays; it gives a range for the first rate
 # Q-Mamba: the paper's rates and batches; weights in fp32, matrix products in bf16 on a GPU
 _QMAMBA = _ONE_EPOCH | {"optimizer": "radam", "weight_decay": 0.0, "dtype": "fp32"}
 _SMALL = {"batch_size": 32, "step_batch": 32}
-_SMALL_WINGS = _SMALL | {"tasks": "vqa,scan"}  # its decoder has never seen a picture: it learns to read one from scan
+_SMALL_WINGS = _SMALL | {
+    "tasks": "vqa,scan"
+}  # its decoder has never seen a picture: it learns to read one from scan
 _SMALL_QMAMBA = _SMALL | {"tasks": "vqa,locate,count,exist"}
 
 # Of each system with stages, by its `--arch` name and the stage's number. `train/systems/open.py` makes their models.
@@ -138,7 +168,8 @@ class Settings(LoopSettings):
         choices=["", *RECIPES],
     )
     base: str = flag(
-        "embedded", f"model: a folder, a hub id, `embedded`, or random weights of a preset ({', '.join(PRESETS)})"
+        "embedded",
+        f"model: a folder, a hub id, `embedded`, or random weights of a preset ({', '.join(PRESETS)})",
     )
     data: tuple[str, ...] = flag(
         EMBEDDED,
@@ -147,33 +178,58 @@ class Settings(LoopSettings):
         metavar="SOURCE[@WEIGHT]",
     )
     eval_data: tuple[str, ...] = flag(
-        (), "held-out data, also given several times (default: the share --validation of --data)", metavar="SOURCE"
+        (),
+        "held-out data, also given several times (default: the share --validation of --data)",
+        metavar="SOURCE",
     )
-    arch: str = flag("paligemma", f"what to train: paligemma, or a system with stages ({', '.join(STAGES)})")
-    stage: int | None = flag(None, "its stage; a later one starts from the model of the one before, --base RUN/model")
+    arch: str = flag(
+        "paligemma", f"what to train: paligemma, or a system with stages ({', '.join(STAGES)})"
+    )
+    stage: int | None = flag(
+        None, "its stage; a later one starts from the model of the one before, --base RUN/model"
+    )
     attention: str = flag("dex", "differential attention to graft", choices=list(KINDS))
     diff_in: str = flag("decoder", "where to graft it", choices=["decoder", "vision", "both"])
     feed_forward: str = flag("mlp", "feed-forward of the decoder", choices=list(FEED_FORWARDS))
     option: tuple[str, ...] = flag(
-        (), "of the variant, in JSON, e.g. rope_pairs='\"fresh\"'; may be given several times", metavar="NAME=VALUE"
+        (),
+        "of the variant, in JSON, e.g. rope_pairs='\"fresh\"'; may be given several times",
+        metavar="NAME=VALUE",
     )
     full: bool = flag(False, "train every weight instead of LoRA (softmax attention only)")
     targets: str = flag(DECODER_TARGETS, "LoRA: regular expression for whole module paths")
     r: int = flag(16, "LoRA rank, also of a variant's second branch", least=1, most=65536)
     alpha: float = flag(32.0, "LoRA alpha: updates are scaled by alpha / r", least=1e-6, most=1e6)
     dropout: float = flag(0.0, "LoRA dropout", least=0, most=0.9999)
-    align: int = flag(0, "with --full: steps in which the vision tower learns alone, first (train/align.py)", least=0)
-    shift: bool = flag(False, "move the pictures of training by up to a sixteenth of their side, at random")
-    new_tower: bool = flag(False, "with --align: the tower starts anew, on 8×8 patches of pictures of 64 pixels")
+    align: int = flag(
+        0,
+        "with --full: steps in which the vision tower learns alone, first (train/align.py)",
+        least=0,
+    )
+    shift: bool = flag(
+        False, "move the pictures of training by up to a sixteenth of their side, at random"
+    )
+    new_tower: bool = flag(
+        False, "with --align: the tower starts anew, on 8×8 patches of pictures of 64 pixels"
+    )
     lr: float = flag(1.5e-3, "peak learning rate", least=0, most=1e6)
     scalar_lr: float | None = flag(
-        None, "of λ, μ and norms (default: --lr); with muon of all but matrices (default: --lr / 10)", least=0, most=1e6
+        None,
+        "of λ, μ and norms (default: --lr); with muon of all but matrices (default: --lr / 10)",
+        least=0,
+        most=1e6,
     )
-    optimizer: str = flag("adamw", "muon: AdamW, but Muon for the layers' matrices", choices=[*OPTIMIZERS, "muon"])
-    weight_decay: float = flag(1e-9, "AdamW weight decay; none on λ, μ and norms", least=0, most=1e6)
+    optimizer: str = flag(
+        "adamw", "muon: AdamW, but Muon for the layers' matrices", choices=[*OPTIMIZERS, "muon"]
+    )
+    weight_decay: float = flag(
+        1e-9, "AdamW weight decay; none on λ, μ and norms", least=0, most=1e6
+    )
     beta2: float = flag(0.98, "AdamW's second momentum", least=0, most=0.9999999)
     batch_size: int = flag(32, "rows of a micro-batch, at most", least=1)
-    step_batch: int | None = flag(None, "rows of a step over all processes (default: --batch-size on each)", least=1)
+    step_batch: int | None = flag(
+        None, "rows of a step over all processes (default: --batch-size on each)", least=1
+    )
     epochs: int | None = flag(
         None,
         "passes over the data (default: 1; of other data than the scenes as many as take 320 steps, at most 32)",
@@ -181,22 +237,46 @@ class Settings(LoopSettings):
     )
     steps: int | None = flag(None, "stop after so many steps (default: all epochs)", least=1)
     samples: int = flag(16000, "size of an epoch of the embedded data", least=1, most=10**8)
-    tasks: str = flag(",".join(EMBEDDED_TASKS), "tasks of the embedded data, in turn, see eval/scenes.py")
-    fraction: float = flag(1.0, "share of the training pictures (the paper's Part 1: 0.4)", least=0, most=1)
-    validation: float = flag(0.02, "share of the pictures held out, without --eval-data", least=0, most=1)
+    tasks: str = flag(
+        ",".join(EMBEDDED_TASKS), "tasks of the embedded data, in turn, see eval/scenes.py"
+    )
+    fraction: float = flag(
+        1.0, "share of the training pictures (the paper's Part 1: 0.4)", least=0, most=1
+    )
+    validation: float = flag(
+        0.02, "share of the pictures held out, without --eval-data", least=0, most=1
+    )
     prompt: str = flag("answer {question}", "prompt of a VQAv2 question")
-    answers: str = flag("common", "VQAv2's answer, or one of ten, drawn each epoch", choices=["common", "sampled"])
-    per_picture: int = flag(1, "questions of one picture that may share a batch, and its encoding", least=1)
+    answers: str = flag(
+        "common", "VQAv2's answer, or one of ten, drawn each epoch", choices=["common", "sampled"]
+    )
+    per_picture: int = flag(
+        1, "questions of one picture that may share a batch, and its encoding", least=1
+    )
     shuffle_buffer: int = flag(10000, "records of tar shards that are shuffled together", least=1)
-    images: str | None = flag(None, "folder of the pictures (default: vqav2:DIR itself, or where the FILE is)")
-    max_length: int = flag(8192, "tokens of an example, its picture's included; longer ones are left out", least=1)
-    dtype: str = flag("auto", "of the base (default: bf16 on CUDA if frozen, else fp32)", choices=["auto", *DTYPES])
-    quantize: str | None = flag(None, "frozen weights in 8 or 4 bits (default: as --dtype)", choices=list(QUANTIZED))
+    images: str | None = flag(
+        None, "folder of the pictures (default: vqav2:DIR itself, or where the FILE is)"
+    )
+    max_length: int = flag(
+        8192, "tokens of an example, its picture's included; longer ones are left out", least=1
+    )
+    dtype: str = flag(
+        "auto",
+        "of the base (default: bf16 on CUDA if frozen, else fp32)",
+        choices=["auto", *DTYPES],
+    )
+    quantize: str | None = flag(
+        None, "frozen weights in 8 or 4 bits (default: as --dtype)", choices=list(QUANTIZED)
+    )
     evaluate: bool = flag(True, "evaluate on held-out examples, before, during and after training")
     eval_limit: int = flag(400, "held-out examples of each evaluation", least=4)
-    eval_every: int | None = flag(None, "steps between evaluations; 0 none (default: ten times a run)", least=0)
+    eval_every: int | None = flag(
+        None, "steps between evaluations; 0 none (default: ten times a run)", least=0
+    )
     keep_best: bool = flag(True, "keep the weights with the best held-out score in RUN/best")
-    patience: int = flag(0, "stop after so many evaluations without a gain; 0 never (default: 0, of own 5)", least=0)
+    patience: int = flag(
+        0, "stop after so many evaluations without a gain; 0 never (default: 0, of own 5)", least=0
+    )
 
     @property
     def options(self) -> dict[str, object]:
@@ -212,7 +292,9 @@ class Settings(LoopSettings):
         """`options`. Raises UserError for a name that is not `known`, or a value of another type than the known one."""
         for name, value in self.options.items():
             if name not in known or type(value) is not type(known[name]):
-                raise UserError(f"--option {name}={value}: expected one of {shown(dict(known), 400)}, of its type")
+                raise UserError(
+                    f"--option {name}={value}: expected one of {shown(dict(known), 400)}, of its type"
+                )
         return self.options
 
     @property
@@ -248,10 +330,19 @@ class Arguments(RunArguments):
     """The flags of `train.finetune` that are no settings."""
 
     show_batch: Path | None = flag(
-        None, "print a batch, and draw it (default: batch.png)", nargs="?", const=Path("batch.png"), metavar="FILE"
+        None,
+        "print a batch, and draw it (default: batch.png)",
+        nargs="?",
+        const=Path("batch.png"),
+        metavar="FILE",
     )
-    plan: bool = flag(False, "train nothing: print what the run takes (memory, disk, hours), and on which GPU it fits")
-    gpu: str | None = flag(None, "GPU of --plan (default: what fits on 16, 24, 48 and 80 GB)", choices=list(GPUS))
+    plan: bool = flag(
+        False,
+        "train nothing: print what the run takes (memory, disk, hours), and on which GPU it fits",
+    )
+    gpu: str | None = flag(
+        None, "GPU of --plan (default: what fits on 16, 24, 48 and 80 GB)", choices=list(GPUS)
+    )
     gpus: int = flag(1, "number of them", least=1)
 
 
@@ -272,24 +363,40 @@ def is_published_size(base: str) -> bool:
     if base.startswith("embedded"):
         return False
     config = read_config(file) if config is None and file.is_file() else config
-    return config is None or getattr(config, "text", config).hidden_size >= PUBLISHED_WIDTH  # None: of the hub
+    return (
+        config is None or getattr(config, "text", config).hidden_size >= PUBLISHED_WIDTH
+    )  # None: of the hub
 
 
-def parse(argv: Sequence[str] | Mapping[str, object] | None, description: str = "") -> tuple[Settings, Arguments]:
+def parse(
+    argv: Sequence[str] | Mapping[str, object] | None, description: str = ""
+) -> tuple[Settings, Arguments]:
     """The settings and the run folder of flags, in words or by name; a recipe changes defaults, flags override both."""
 
     def defaults(given: dict) -> dict:
         is_embedded = tuple(given.get("data", EMBEDDED)) == EMBEDDED
-        has_own = not is_embedded and not any(source.startswith("coco:") for source in given["data"])
-        is_own = has_own and given.get("base", "embedded") == "embedded" and not _NOT_OWN & given.keys()
-        is_large = not {"arch", "stage"} & given.keys() and is_published_size(given.get("base", "embedded"))
+        has_own = not is_embedded and not any(
+            source.startswith("coco:") for source in given["data"]
+        )
+        is_own = (
+            has_own and given.get("base", "embedded") == "embedded" and not _NOT_OWN & given.keys()
+        )
+        is_large = not {"arch", "stage"} & given.keys() and is_published_size(
+            given.get("base", "embedded")
+        )
         large = "paligemma" if given.get("full") else "one-gpu"
         recipe = given.get("recipe", large if is_large else "own" if is_own else "")
         stage = stage_defaults(given.get("arch"), given.get("stage"), is_embedded)
-        patience = {"patience": 0} if given.get("evaluate") is False or given.get("eval_every") == 0 else {}
+        patience = (
+            {"patience": 0}
+            if given.get("evaluate") is False or given.get("eval_every") == 0
+            else {}
+        )
         return stage | RECIPES.get(recipe, {}) | {"recipe": recipe} | patience
 
-    settings, arguments = read_run("train.finetune", description, Settings, Arguments, argv, defaults, GROUPS)
+    settings, arguments = read_run(
+        "train.finetune", description, Settings, Arguments, argv, defaults, GROUPS
+    )
     if arguments.resume is None:
         check(settings)
     return settings, arguments
@@ -300,16 +407,36 @@ def check(settings: Settings) -> None:
     s, stages, whole = settings, {"paligemma": [None], **STAGES}, settings.writes_model
     check_prompt(s.prompt)
     if s.stage not in stages.get(s.arch, ()):
-        choices = "; ".join(f"{arch} {' '.join(map(str, of_arch))}" for arch, of_arch in stages.items())
+        choices = "; ".join(
+            f"{arch} {' '.join(map(str, of_arch))}" for arch, of_arch in stages.items()
+        )
         raise UserError(f"--arch {s.arch} --stage {s.stage}: expected one of {choices}")
     for is_wrong, message in (
-        (whole and s.dtype not in ("auto", "fp32"), f"--dtype {s.dtype} loses updates of weights: use --autocast"),
+        (
+            whole and s.dtype not in ("auto", "fp32"),
+            f"--dtype {s.dtype} loses updates of weights: use --autocast",
+        ),
         (s.new_tower and not s.full, "--new-tower knows nothing: add --full and --align N"),
-        (s.align and not s.full, f"--align {s.align} trains the vision tower, which no adapter holds: add --full"),
-        (s.full and s.is_grafted, "--full trains plain weights: add --attention softmax, leave --feed-forward at mlp"),
-        (s.patience and not (s.evaluate and s.eval_every != 0), f"--patience {s.patience} needs evaluations"),
-        (s.quantize and (whole or s.shard), "--quantize is for frozen weights: leave --full, --stage and --shard out"),
-        (s.optimizer == "muon" and s.shard, "--optimizer muon needs whole matrices: leave --shard out"),
+        (
+            s.align and not s.full,
+            f"--align {s.align} trains the vision tower, which no adapter holds: add --full",
+        ),
+        (
+            s.full and s.is_grafted,
+            "--full trains plain weights: add --attention softmax, leave --feed-forward at mlp",
+        ),
+        (
+            s.patience and not (s.evaluate and s.eval_every != 0),
+            f"--patience {s.patience} needs evaluations",
+        ),
+        (
+            s.quantize and (whole or s.shard),
+            "--quantize is for frozen weights: leave --full, --stage and --shard out",
+        ),
+        (
+            s.optimizer == "muon" and s.shard,
+            "--optimizer muon needs whole matrices: leave --shard out",
+        ),
     ):
         if is_wrong:
             raise UserError(message)
@@ -322,11 +449,17 @@ def step_layout(settings: Settings, processes: int) -> tuple[int, int]:
     rows = max(1, min(settings.batch_size, wanted // processes))
     if wanted % (rows * processes):
         needed = f"{rows} rows of a micro-batch × {processes} processes"
-        raise UserError(f"--step-batch {wanted} is no multiple of {needed}: change one of them, see --batch-size")
+        raise UserError(
+            f"--step-batch {wanted} is no multiple of {needed}: change one of them, see --batch-size"
+        )
     return rows, wanted // rows
 
 
 def run_stem(settings: Settings) -> str:
     """The name of the run's folder, before its number."""
     staged = settings.stage is not None
-    return f"{settings.arch}-stage{settings.stage}" if staged else f"{Path(settings.base).name}-{settings.attention}"
+    return (
+        f"{settings.arch}-stage{settings.stage}"
+        if staged
+        else f"{Path(settings.base).name}-{settings.attention}"
+    )

@@ -29,7 +29,9 @@ from train.data.shards import PICTURES, index_of
 from train.settings import Settings
 
 
-def pack(records: Sequence[Record], prefix: Path, per_shard: int = 1000, max_bad: int = 0) -> list[Path]:
+def pack(
+    records: Sequence[Record], prefix: Path, per_shard: int = 1000, max_bad: int = 0
+) -> list[Path]:
     """Write the shards of `records` and their indices; returns the shards. Records that are left out are printed.
 
     Pictures are shuffled; all records of a picture are in one sample. Raises UserError, before anything is written, for
@@ -38,9 +40,13 @@ def pack(records: Sequence[Record], prefix: Path, per_shard: int = 1000, max_bad
     groups, of_group, bad, ends = groups_of(records), defaultdict(list), 0, ", ".join(PICTURES)
     for record in records:
         problems = [
-            picture.problem if isinstance(picture, Refusal) else f"{picture}: not found, or ends in none of {ends}"
+            picture.problem
+            if isinstance(picture, Refusal)
+            else f"{picture}: not found, or ends in none of {ends}"
             for picture in record.pictures
-            if isinstance(picture, Refusal) or picture.suffix.lower() not in PICTURES or not picture.is_file()
+            if isinstance(picture, Refusal)
+            or picture.suffix.lower() not in PICTURES
+            or not picture.is_file()
         ]
         if problems:  # training finds out whether its pictures can be decoded
             bad += 1
@@ -48,14 +54,18 @@ def pack(records: Sequence[Record], prefix: Path, per_shard: int = 1000, max_bad
         else:
             of_group[groups[record.name]].append(record)
     if bad > max_bad or not of_group:
-        raise UserError(f"{bad} of {len(records)} records cannot be used: see above, --images and --max-bad")
+        raise UserError(
+            f"{bad} of {len(records)} records cannot be used: see above, --images and --max-bad"
+        )
     samples = random.Random("shard/0").sample(list(of_group.values()), len(of_group))
     starts = range(0, len(samples), per_shard)
     paths = [prefix.with_name(f"{prefix.name}-{number:03}.tar") for number in range(len(starts))]
     with file_errors(prefix):
         prefix.parent.mkdir(parents=True, exist_ok=True)
         if list(prefix.parent.glob(f"{glob.escape(prefix.name)}-[0-9]*.tar")):
-            raise UserError(f"--out {prefix}: there are shards of this name: delete them, or give another name")
+            raise UserError(
+                f"--out {prefix}: there are shards of this name: delete them, or give another name"
+            )
         # named when all are written: a part of them, left by a killed command, would be trained on as if it were all
         with TemporaryDirectory(prefix=f".{prefix.name[:40]}-", dir=prefix.parent) as name:
             folder = Path(name)
@@ -73,11 +83,21 @@ def write_shard(path: Path, samples: Sequence[Sequence[Record]], first: int) -> 
     """Write samples, numbered from `first`: the distinct pictures of each, and its questions as JSON."""
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for number, sample in enumerate(samples, first):
-            pictures = list(dict.fromkeys(chain.from_iterable(record.pictures for record in sample)))
+            pictures = list(
+                dict.fromkeys(chain.from_iterable(record.pictures for record in sample))
+            )
             places = [f".{place}" for place in range(len(pictures))] if len(pictures) > 1 else [""]
-            files = [(place + p.suffix.lower(), p.read_bytes()) for place, p in zip(places, pictures, strict=False)]
+            files = [
+                (place + p.suffix.lower(), p.read_bytes())
+                for place, p in zip(places, pictures, strict=False)
+            ]
             questions = [question(record, pictures) for record in sample]
-            files.append((".json", json.dumps(questions, ensure_ascii=False).encode("utf-8", "backslashreplace")))
+            files.append(
+                (
+                    ".json",
+                    json.dumps(questions, ensure_ascii=False).encode("utf-8", "backslashreplace"),
+                )
+            )
             for name, content in files:
                 member = tarfile.TarInfo(f"{number:09d}{name}")
                 member.size = len(content)
@@ -90,7 +110,11 @@ def question(record: Record, pictures: Sequence[Picture]) -> dict:
     more = {"answers": record.answers, "type": record.kind}
     entry |= {name: value for name, value in more.items() if value}
     if len(record.turns) > 1:
-        said = [{"from": role, "value": text} for turn in record.turns for role, text in zip(ROLES, turn, strict=True)]
+        said = [
+            {"from": role, "value": text}
+            for turn in record.turns
+            for role, text in zip(ROLES, turn, strict=True)
+        ]
         return entry | {"conversations": said}
     return entry | {"prefix": record.prefix, "suffix": record.suffix}
 
@@ -98,17 +122,39 @@ def question(record: Record, pictures: Sequence[Picture]) -> dict:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("train.shard", __doc__)
     parser.add_argument("data", help=SOURCES)
-    parser.add_argument("--out", type=Path, required=True, metavar="PREFIX", help="shards are PREFIX-000.tar, …")
-    add_flag(parser, "--per-shard", "samples of a shard: pictures with their questions", 1000, type=positive)
-    add_flag(parser, "--max-bad", "records without pictures to leave out, at most", Settings.max_bad, type=whole(0))
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="PREFIX", help="shards are PREFIX-000.tar, …"
+    )
+    add_flag(
+        parser,
+        "--per-shard",
+        "samples of a shard: pictures with their questions",
+        1000,
+        type=positive,
+    )
+    add_flag(
+        parser,
+        "--max-bad",
+        "records without pictures to leave out, at most",
+        Settings.max_bad,
+        type=whole(0),
+    )
     add_flag(parser, "--prompt", "prompt of a VQAv2 question", Settings.prompt)
-    add_flag(parser, "--images", "folder of the pictures (default: vqav2:DIR itself, or where the FILE is)")
+    add_flag(
+        parser,
+        "--images",
+        "folder of the pictures (default: vqav2:DIR itself, or where the FILE is)",
+    )
     args = parser.parse_args(argv)
     if not args.out.name:
         raise UserError(f"--out {args.out}: is no prefix of names: give one, such as shards/vqa")
     if args.data == "embedded":
-        raise UserError("embedded: these pictures are drawn while training needs them: give data in files")
-    paths = pack(read_data(args.data, args.images, args.prompt), args.out, args.per_shard, args.max_bad)
+        raise UserError(
+            "embedded: these pictures are drawn while training needs them: give data in files"
+        )
+    paths = pack(
+        read_data(args.data, args.images, args.prompt), args.out, args.per_shard, args.max_bad
+    )
     print(f"{len(paths)} shards: --data shards:'{args.out}-{{000..{len(paths) - 1:03}}}.tar'")
 
 

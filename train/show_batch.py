@@ -25,7 +25,9 @@ def show_batch(settings: Settings, sheet: Path) -> list[str]:
     figures.check_name(sheet)
     model, _ = open_model(settings, torch.device("meta"))  # shapes and the tokenizer are enough
     processor, _ = open_processor(settings, model)
-    single = replace(settings, step_batch=None)  # a micro-batch is shown where data are too few for a step
+    single = replace(
+        settings, step_batch=None
+    )  # a micro-batch is shown where data are too few for a step
     order = Order(read_records(settings), processor, single, World(0, 1, torch.device("cpu")))
     micro = next(order.steps(0))[0]
     batch, lines, slots = micro.batch, [], iter((micro.batch.image_index + 1).tolist())
@@ -33,7 +35,10 @@ def show_batch(settings: Settings, sheet: Path) -> list[str]:
     images = [Image.fromarray(picture) for picture in pixels]
     for number, name in enumerate(micro.names):
         valid, text = batch.attention_mask[number].bool(), ""
-        ids, learned = batch.input_ids[number][valid].tolist(), (batch.labels[number][valid] != -100).tolist()
+        ids, learned = (
+            batch.input_ids[number][valid].tolist(),
+            (batch.labels[number][valid] != -100).tolist(),
+        )
         for is_learned, group in groupby(zip(ids, learned, strict=True), key=lambda pair: pair[1]):
             part = spell([token for token, _ in group], processor, slots)
             text += f"⟦{part}⟧" if is_learned else part
@@ -42,11 +47,17 @@ def show_batch(settings: Settings, sheet: Path) -> list[str]:
                 if boxes := parse_boxes(part.removesuffix("<eos>"), *image.size):
                     labels, corners = zip(*boxes, strict=True)
                     images[picture] = figures.draw_boxes(image, corners, labels, least=448)
-        lines += [f"{number + 1}  {shown(name)}: {len(ids)} tokens, {sum(learned)} of them learned", f"   {text}"]
+        lines += [
+            f"{number + 1}  {shown(name)}: {len(ids)} tokens, {sum(learned)} of them learned",
+            f"   {text}",
+        ]
     lines += [f"left out {line}" for line in micro.bad]
     if images:
         captions = [f"picture {number + 1}" for number in range(len(images))]
-        figures.save(figures.contact_sheet(images, captions, title="the pictures, as the model sees them"), sheet)
+        figures.save(
+            figures.contact_sheet(images, captions, title="the pictures, as the model sees them"),
+            sheet,
+        )
         lines.append(f"in {shown(sheet)}: {len(images)} pictures of {pixels.shape[1]} px")
     return [*lines, "nothing was trained"]
 
@@ -55,10 +66,16 @@ def spell(ids: list[int], processor: Processor, slots: Iterator[int]) -> str:
     """Tokens as text; a picture's are one [picture n], control tokens have their names."""
     config, tokenizer, text = processor.config, processor.tokenizer, ""
     control = {config.bos_token_id, config.eos_token_id, config.pad_token_id}
-    for kind, group in groupby(ids, key=lambda i: "picture" if i == config.image_token_id else i in control):
+    for kind, group in groupby(
+        ids, key=lambda i: "picture" if i == config.image_token_id else i in control
+    ):
         tokens = list(group)
         if kind == "picture":
-            text += "".join(f"[picture {next(slots)}]" for _ in range(len(tokens) // config.num_image_tokens))
+            text += "".join(
+                f"[picture {next(slots)}]" for _ in range(len(tokens) // config.num_image_tokens)
+            )
         else:
-            text += "".join(map(tokenizer.id_to_piece, tokens)) if kind else tokenizer.decode(tokens)
+            text += (
+                "".join(map(tokenizer.id_to_piece, tokens)) if kind else tokenizer.decode(tokens)
+            )
     return text.replace("\n", "↵")

@@ -33,7 +33,9 @@ from train.settings import Settings
 from train.systems.open import inputs, write_trained
 
 ASKED = 200  # examples that a model answers at an evaluation during training; the loss is of all
-Metric = Callable[[list[str], list], float]  # of the answers, and of the right ones: each a text, or a list of several
+Metric = Callable[
+    [list[str], list], float
+]  # of the answers, and of the right ones: each a text, or a list of several
 LONGEST, LONGEST_BOXES = 64, 256  # tokens of an answer that is generated; of one that names boxes
 
 
@@ -56,7 +58,12 @@ class HeldOut:
 
     @torch.no_grad()
     def evaluate(
-        self, model: PaliGemma, title: str | None = None, *, most: int | None = None, without_pictures: bool = False
+        self,
+        model: PaliGemma,
+        title: str | None = None,
+        *,
+        most: int | None = None,
+        without_pictures: bool = False,
     ) -> Result:
         """The losses of all records, the answers to `most` of them (None: to all), and their scores.
 
@@ -65,29 +72,48 @@ class HeldOut:
         from eval.question import question_of
         from eval.vqa_scoring import record_scores
 
-        records, answers = blind(self.records) if without_pictures else self.records, [None] * len(self.records)
+        records, answers = (
+            blind(self.records) if without_pictures else self.records,
+            [None] * len(self.records),
+        )
         losses, tokens = self._losses(model.eval(), records)
         if numbers := [] if is_sharded(model) else choose(self.asked, most or len(self.asked)):
             longest = max(self.lengths[number] for number in numbers)
-            asks, options = [question_of(records[n]) for n in numbers], {"max_new_tokens": longest, "progress": title}
+            asks, options = (
+                [question_of(records[n]) for n in numbers],
+                {"max_new_tokens": longest, "progress": title},
+            )
             said = ask_together(self.world, model, self.processor, asks, **options)
             for number, answer in zip(numbers, said, strict=True):
                 answers[number] = answer
         pairs = [*zip(self.records, answers, strict=True)]
-        of_record = [{} if answer is None else record_scores(record, answer) for record, answer in pairs]
-        scores = {"loss": math.fsum(loss for loss in losses if loss is not None) / tokens if tokens else None}
+        of_record = [
+            {} if answer is None else record_scores(record, answer) for record, answer in pairs
+        ]
+        scores = {
+            "loss": math.fsum(loss for loss in losses if loss is not None) / tokens
+            if tokens
+            else None
+        }
         for measure in ("exact_match", "vqa_accuracy"):
             values = [measured[measure] for measured in of_record if measure in measured]
             scores[measure] = 100 * sum(values) / len(values) if values else None
         if answered := [(record, answer) for record, answer in pairs if answer is not None]:
-            given = [answer for _, answer in answered], [[*record.answers] or record.suffix for record, _ in answered]
+            given = (
+                [answer for _, answer in answered],
+                [[*record.answers] or record.suffix for record, _ in answered],
+            )
             scores |= {name: float(metric(*given)) for name, metric in self.metrics.items()}
         if rows := rows_of_boxes(answered):
             from eval.detect import boxes_of, score_boxes
 
-            share = score_boxes([row.question.truth.boxes for row in rows], [boxes_of(row)[0] for row in rows])["AP"]
+            share = score_boxes(
+                [row.question.truth.boxes for row in rows], [boxes_of(row)[0] for row in rows]
+            )["AP"]
             scores["AP"] = None if share is None else 100 * share
-        return Result(losses, answers, [measured.get("exact_match") for measured in of_record], scores)
+        return Result(
+            losses, answers, [measured.get("exact_match") for measured in of_record], scores
+        )
 
     def test(self, model: PaliGemma, column: str) -> Result:
         """`evaluate`, and as `tests` accuracies in percent: "vqa" and "needle", None where the data has no such
@@ -101,7 +127,9 @@ class HeldOut:
             opened, ask_all = (model, self.processor), partial(ask_together, self.world)
             details = vqa.evaluate_embedded(*opened, limit, f"VQA, {column}", ask_all=ask_all)
             needles = {
-                kind: needle.evaluate_embedded(*opened, kind, limit // 2, f"{kind}, {column}", ask_all=ask_all)
+                kind: needle.evaluate_embedded(
+                    *opened, kind, limit // 2, f"{kind}, {column}", ask_all=ask_all
+                )
                 for kind in kinds
                 if kind in scenes.NEEDLES
             }
@@ -109,22 +137,44 @@ class HeldOut:
             result.tests |= {"vqa_details": details, "needle_details": needles}
         return result
 
-    def _losses(self, model: PaliGemma, records: Sequence[Record]) -> tuple[list[float | None], int]:
+    def _losses(
+        self, model: PaliGemma, records: Sequence[Record]
+    ) -> tuple[list[float | None], int]:
         """Nats by record, and all tokens. All processes call the model equally often, since FSDP2 computes in step."""
         rank, size, device = self.world.rank, self.world.size, self.world.device
-        plan, shares, on_gpu = [*self.plan, *[[]] * (-len(self.plan) % size)], {}, device.type == "cuda"
-        for micro in load(MicroBatches(records, self.processor), plan[rank::size], self.settings.workers, on_gpu):
+        plan, shares, on_gpu = (
+            [*self.plan, *[[]] * (-len(self.plan) % size)],
+            {},
+            device.type == "cuda",
+        )
+        for micro in load(
+            MicroBatches(records, self.processor), plan[rank::size], self.settings.workers, on_gpu
+        ):
             micro = micro.to(device)
             with autocast_of(self.settings.autocast, device):
                 logits = model(**inputs(micro), positions_to_keep=micro.positions).transpose(1, 2)
-                losses = F.cross_entropy(logits, micro.targets, ignore_index=-100, reduction="none").sum(1).tolist()
-            shares |= zip(micro.names, zip(losses, (micro.targets != -100).sum(1).tolist(), strict=True), strict=False)
+                losses = (
+                    F.cross_entropy(logits, micro.targets, ignore_index=-100, reduction="none")
+                    .sum(1)
+                    .tolist()
+                )
+            shares |= zip(
+                micro.names,
+                zip(losses, (micro.targets != -100).sum(1).tolist(), strict=True),
+                strict=False,
+            )
         known = {name: row for share in self.world.gather(shares) for name, row in share.items()}
         losses = [known[record.name][0] if record.name in known else None for record in records]
         return losses, sum(tokens for _, tokens in known.values())
 
     def validate(
-        self, model: PaliGemma, run: Path, total: int, files: Sequence[Path], step: int, progress: Progress
+        self,
+        model: PaliGemma,
+        run: Path,
+        total: int,
+        files: Sequence[Path],
+        step: int,
+        progress: Progress,
     ) -> dict[str, Any]:
         """Evaluate every --eval-every of `total` steps and after the last; returns the scores, and `maps_of`.
 
@@ -150,8 +200,14 @@ class HeldOut:
         else:
             best.since += 1
             progress.stopped = step if 0 < settings.patience <= best.since else None
-        known = {"held_out_loss" if name == "loss" else name: v for name, v in scores.items() if v is not None}
-        return known | (self.maps_of(model) if self.world.is_first and not is_sharded(model) else {})
+        known = {
+            "held_out_loss" if name == "loss" else name: v
+            for name, v in scores.items()
+            if v is not None
+        }
+        return known | (
+            self.maps_of(model) if self.world.is_first and not is_sharded(model) else {}
+        )
 
     def maps_of(self, model: PaliGemma) -> dict[str, dict]:
         """λ or μ by layer, and of variants with two maps the distance between them on the first batch."""
@@ -159,7 +215,11 @@ class HeldOut:
         if any(variant.maps == 2 for variant in variants_of(model).values()):
             micro = MicroBatches(self.records, self.processor)[self.plan[0]].to(self.world.device)
             values["map_distance"] = map_distance(model.eval(), **inputs(micro))
-        return {name: {path: v.tolist() for path, v in layers.items()} for name, layers in values.items() if layers}
+        return {
+            name: {path: v.tolist() for path, v in layers.items()}
+            for name, layers in values.items()
+            if layers
+        }
 
 
 def is_better(scores: Mapping[str, Any], others: Mapping[str, Any], asked: int) -> bool:
@@ -174,7 +234,11 @@ def rows_of_boxes(answered: Sequence[tuple[Record, str]]) -> list:
     """The records that ask for boxes, with their answers, as rows of `eval.detect`."""
     from eval.detect import Row, question_of
 
-    return [Row(question_of(r, truth=r.detection), (answer, []), {}) for r, answer in answered if r.detection]
+    return [
+        Row(question_of(r, truth=r.detection), (answer, []), {})
+        for r, answer in answered
+        if r.detection
+    ]
 
 
 def open_held_out(
@@ -196,21 +260,36 @@ def open_held_out(
         if settings.eval_data:
             raise
     for number in choose(range(len(source)), most):
-        with contextlib.suppress(UserError):  # of a damaged shard; training names what it leaves out
+        with contextlib.suppress(
+            UserError
+        ):  # of a damaged shard; training names what it leaves out
             records.append(replace(source[number], sampled=False))
     records = [record for record in records if record.turns]
     if not records:
         if world.is_first and settings.validation > 0:
-            print(f"--validation {settings.validation} is too small: raise it, or give --eval-data", file=sys.stderr)
+            print(
+                f"--validation {settings.validation} is too small: raise it, or give --eval-data",
+                file=sys.stderr,
+            )
         return None
-    answers = [[len(ids) + 1 for ids in processor.tokenizer.encode([a for _, a in r.turns])] for r in records]
+    answers = [
+        [len(ids) + 1 for ids in processor.tokenizer.encode([a for _, a in r.turns])]
+        for r in records
+    ]
     lengths, longest = [of_record[-1] for of_record in answers], max(map(sum, answers))
     # rows of training, or fewer where their logits would take more memory than those of training's loss
-    rows = min(settings.batch_size, max(1, MAX_LOGITS // (processor.config.text.vocab_size * longest)))
-    order = sorted(range(len(records)), key=lambda number: sum(len("".join(turn)) for turn in records[number].turns))
+    rows = min(
+        settings.batch_size, max(1, MAX_LOGITS // (processor.config.text.vocab_size * longest))
+    )
+    order = sorted(
+        range(len(records)),
+        key=lambda number: sum(len("".join(turn)) for turn in records[number].turns),
+    )
     plan = [order[start : start + rows] for start in range(0, len(order), rows)]
     limits = [LONGEST_BOXES if record.detection else LONGEST for record in records]
-    asked = [n for n, record in enumerate(records) if len(record.turns) == 1 and lengths[n] <= limits[n]]
+    asked = [
+        n for n, record in enumerate(records) if len(record.turns) == 1 and lengths[n] <= limits[n]
+    ]
     return HeldOut(records, lengths, plan, asked, processor, settings, world, metrics)
 
 

@@ -20,7 +20,15 @@ import torch
 from safetensors.torch import save_file
 
 from lora import adapter
-from model.common import UserError, file_errors, read_json, run_command, sync_files, sync_folder, write_text
+from model.common import (
+    UserError,
+    file_errors,
+    read_json,
+    run_command,
+    sync_files,
+    sync_folder,
+    write_text,
+)
 from model.config import PaliGemmaConfig
 from model.device import DTYPES
 from model.differential import fold
@@ -33,7 +41,12 @@ from weights.mapping import DIALECTS, STORED_DTYPES, dialect_names
 
 # files of the tokenizer, the processor and generation, copied unchanged
 COMPANIONS = ["tokenizer.model", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
-COMPANIONS += ["special_tokens_map.json", "added_tokens.json", "preprocessor_config.json", "processor_config.json"]
+COMPANIONS += [
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+]
 COMPANIONS += ["generation_config.json"]
 
 
@@ -53,7 +66,9 @@ def export_model(
     max_shard_gb: largest size of a file in 10⁹ bytes. companions: files to copy. texts: more files, by name. Raises
     UserError for a folder that is not empty, a value that is not finite in the dtype, and as `plain_tensors`.
     """
-    from huggingface_hub import split_torch_state_dict_into_shards  # slow to import, and not needed to load
+    from huggingface_hub import (
+        split_torch_state_dict_into_shards,
+    )  # slow to import, and not needed to load
 
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -65,15 +80,22 @@ def export_model(
     specs = {name: tensors[ours].to("meta", dtype) for name, ours in names.items()}
     split = split_torch_state_dict_into_shards(specs, max_shard_size=int(max_shard_gb * 1e9))
     # older versions of transformers read torch_dtype only, newer ones both
-    config = model.config.to_dict() | {"torch_dtype": str(next(iter(specs.values())).dtype).removeprefix("torch.")}
+    config = model.config.to_dict() | {
+        "torch_dtype": str(next(iter(specs.values())).dtype).removeprefix("torch.")
+    }
     with file_errors(folder):
         temporary.mkdir(parents=True)
         try:
             for file, part in split.filename_to_tensors.items():
-                cast = {name: tensors[names[name]].detach().to("cpu", specs[name].dtype).contiguous() for name in part}
+                cast = {
+                    name: tensors[names[name]].detach().to("cpu", specs[name].dtype).contiguous()
+                    for name in part
+                }
                 for name, tensor in cast.items():
                     if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
-                        raise UserError(f"{name} holds NaN, infinity, or more than {tensor.dtype} can: not exported")
+                        raise UserError(
+                            f"{name} holds NaN, infinity, or more than {tensor.dtype} can: not exported"
+                        )
                 save_file(cast, temporary / file, {"format": "pt"})
             written = {**(texts or {}), "config.json": json.dumps(config, indent=2) + "\n"}
             if split.is_sharded:
@@ -97,24 +119,42 @@ def plain_tensors(model: PaliGemma) -> dict[str, torch.Tensor]:
 
     Raises UserError, which names the layer, for a model that computes anything else.
     """
-    layers, modules, plain = adapter.lora_layers(model), dict(model.named_modules()), empty_model(model.config)
+    layers, modules, plain = (
+        adapter.lora_layers(model),
+        dict(model.named_modules()),
+        empty_model(model.config),
+    )
     if unmerged := [path for path, layer in layers.items() if not layer.merged]:
-        raise UserError(f"{unmerged[0]}: carries an unmerged adapter: merge it first (lora.adapter.merge, or --merge)")
-    if type(model.config) is PaliGemmaConfig and (layer := model.config.vision.feature_layer) is not None:
-        raise UserError(f"feature_layer is {layer}: the published format reads the last layer of the tower")
+        raise UserError(
+            f"{unmerged[0]}: carries an unmerged adapter: merge it first (lora.adapter.merge, or --merge)"
+        )
+    if (
+        type(model.config) is PaliGemmaConfig
+        and (layer := model.config.vision.feature_layer) is not None
+    ):
+        raise UserError(
+            f"feature_layer is {layer}: the published format reads the last layer of the tower"
+        )
     for path, expected in plain.named_modules():
         module = layers[path].base_layer if path in layers else modules.get(path)
         same = type(module) is type(expected)
         if not same or getattr(module, "activation", None) != getattr(expected, "activation", None):
             remedy = "fold the variant if it can be (model.differential.fold), else keep the base and its adapter"
-            raise UserError(f"{path}: is {type(module).__name__}, which the published format cannot express: {remedy}")
-    state = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items()}
+            raise UserError(
+                f"{path}: is {type(module).__name__}, which the published format cannot express: {remedy}"
+            )
+    state = {
+        name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items()
+    }
     return {name: state[name] for name in plain.state_dict()}
 
 
 def companions(source: str | Path, revision: str | None = None) -> list[Path]:
     """The files of `COMPANIONS` that the model `source` has."""
-    path, source = local_path(source), EMBEDDED if preset_of(source) else source  # presets use its tokenizer
+    path, source = (
+        local_path(source),
+        EMBEDDED if preset_of(source) else source,
+    )  # presets use its tokenizer
     folder = path.parent if path.is_file() else resolve(source, COMPANIONS, revision)
     return [folder / name for name in COMPANIONS if (folder / name).is_file()]
 
@@ -135,15 +175,25 @@ def locate(source: str, update: Path | None = None) -> Origin:
     if update is None and (folder / adapter.CONFIG_FILE).is_file():
         update, source = folder, adapter.read_config(folder).get("base_model_name_or_path", "")
         if not source:
-            raise UserError(f"{folder}: names no base: export its base, with this as --adapter and --merge")
+            raise UserError(
+                f"{folder}: names no base: export its base, with this as --adapter and --merge"
+            )
     elif update is None and (folder / "model" / "config.json").is_file():  # which `--full` writes
         folder = folder / "model"
         source = str(folder)
     trained = (update or folder).absolute()
-    run = trained.parent if trained.name in ("model", "best") and (trained.parent / "config.json").is_file() else None
+    run = (
+        trained.parent
+        if trained.name in ("model", "best") and (trained.parent / "config.json").is_file()
+        else None
+    )
     if update is not None:
         return Origin(source, source, update, run or update)
-    return Origin(source, source if run is None else str(read_json(run / "config.json").get("base", source)), run=run)
+    return Origin(
+        source,
+        source if run is None else str(read_json(run / "config.json").get("base", source)),
+        run=run,
+    )
 
 
 def processor_files(config: PaliGemmaConfig) -> dict[str, str]:
@@ -166,32 +216,57 @@ def processor_files(config: PaliGemmaConfig) -> dict[str, str]:
             "extra_special_tokens": {"image_token": SLOT},
         },
         "generation_config.json": {
-            **{f"{name}_token_id": getattr(config, f"{name}_token_id") for name in ("bos", "eos", "pad")},
+            **{
+                f"{name}_token_id": getattr(config, f"{name}_token_id")
+                for name in ("bos", "eos", "pad")
+            },
             "suppress_tokens": [config.image_token_id],  # as `model.generate.generate`
         },
     }
-    return {name: json.dumps(content, indent=1, ensure_ascii=False) + "\n" for name, content in files.items()}
+    return {
+        name: json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        for name, content in files.items()
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Write a model as safetensors that transformers opens.")
+    parser = argparse.ArgumentParser(
+        description="Write a model as safetensors that transformers opens."
+    )
     parser.add_argument("source", metavar="SRC", help="a run, folder, hub id, .npz, or 'embedded'")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to make")
-    parser.add_argument("--revision", help="branch, tag or commit of a hub id (default: its main branch)")
+    parser.add_argument(
+        "--revision", help="branch, tag or commit of a hub id (default: its main branch)"
+    )
     dialects = "names of the tensors, see weights/mapping.py: A is opened by old and new transformers (default: A)"
     parser.add_argument("--dialect", choices=DIALECTS, default="A", help=dialects)
-    parser.add_argument("--dtype", choices=DTYPES, help="dtype of the tensors (default: as in the source)")
-    parser.add_argument("--max-shard-gb", type=float, default=5, help="size of a file in 10^9 bytes (default: 5)")
-    parser.add_argument("--adapter", metavar="RUN", type=Path, help="adapter folder to load onto SRC (default: none)")
-    parser.add_argument("--merge", action="store_true", help="merge the adapter, the only way to export it")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="dtype of the tensors (default: as in the source)"
+    )
+    parser.add_argument(
+        "--max-shard-gb", type=float, default=5, help="size of a file in 10^9 bytes (default: 5)"
+    )
+    parser.add_argument(
+        "--adapter",
+        metavar="RUN",
+        type=Path,
+        help="adapter folder to load onto SRC (default: none)",
+    )
+    parser.add_argument(
+        "--merge", action="store_true", help="merge the adapter, the only way to export it"
+    )
     args = parser.parse_args(argv)
     if not 0 < args.max_shard_gb < 1e9:
         raise UserError(f"--max-shard-gb {args.max_shard_gb}: expected a size above 0, such as 5")
     if args.merge != (args.adapter is not None):
-        raise UserError("--adapter and --merge go together: an unmerged adapter is exchanged as its own folder")
+        raise UserError(
+            "--adapter and --merge go together: an unmerged adapter is exchanged as its own folder"
+        )
     origin = locate(args.source, args.adapter)
     checkpoint = examine(origin.source, args.revision)
-    stored = {STORED_DTYPES.get(entry.dtype, torch.float32) for entry in checkpoint.entries.values()}
+    stored = {
+        STORED_DTYPES.get(entry.dtype, torch.float32) for entry in checkpoint.entries.values()
+    }
     dtype = stored.pop() if len(stored) == 1 else torch.float32
     wanted = DTYPES.get(args.dtype, dtype)
     if origin.update is not None:  # merging rounds once; else nothing is cast before it is written
@@ -206,16 +281,31 @@ def main(argv: list[str] | None = None) -> None:
     texts = {}
     if type(model.config) is PaliGemmaConfig:
         if "tokenizer.json" not in files and origin.base != origin.source:
-            files |= {file.name: file for file in companions(origin.base) if file.name == "tokenizer.json"}
+            files |= {
+                file.name: file for file in companions(origin.base) if file.name == "tokenizer.json"
+            }
         if "tokenizer.json" not in files:
-            print("AutoProcessor will not open it: the source has no tokenizer.json, copy PaliGemma's", file=sys.stderr)
+            print(
+                "AutoProcessor will not open it: the source has no tokenizer.json, copy PaliGemma's",
+                file=sys.stderr,
+            )
         step = "best" if Path(origin.update or origin.source).name == "best" else "last"
         card = model_card(model.config, count, args.out.name, origin.base, origin.run, step)
         texts = processor_files(model.config) | {"README.md": card}
         if "processor_config.json" in files:
             texts.pop("preprocessor_config.json")
-    written = {"companions": files.values(), "texts": {name: texts[name] for name in texts if name not in files}}
-    export_model(model, args.out, dialect=args.dialect, dtype=wanted, max_shard_gb=args.max_shard_gb, **written)
+    written = {
+        "companions": files.values(),
+        "texts": {name: texts[name] for name in texts if name not in files},
+    }
+    export_model(
+        model,
+        args.out,
+        dialect=args.dialect,
+        dtype=wanted,
+        max_shard_gb=args.max_shard_gb,
+        **written,
+    )
     print(f"{args.out}: {sum(file.stat().st_size for file in args.out.iterdir()):,} bytes")
 
 

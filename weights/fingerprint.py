@@ -14,7 +14,9 @@ from torch import nn
 from model.gemma import Adaptable
 
 SAMPLES = 64
-Sample = tuple[tuple[int, ...], list[int]]  # a tensor's shape, and the bits of the sampled values in bf16
+Sample = tuple[
+    tuple[int, ...], list[int]
+]  # a tensor's shape, and the bits of the sampled values in bf16
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
@@ -25,7 +27,12 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 def _values(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """At most 64 values, evenly spread. The stride is odd: a multiple of the row length would see one column only."""
-    return gathered(tensor).detach().flatten()[:: tensor.numel() // SAMPLES | 1][:SAMPLES].to("cpu", dtype)
+    return (
+        gathered(tensor)
+        .detach()
+        .flatten()[:: tensor.numel() // SAMPLES | 1][:SAMPLES]
+        .to("cpu", dtype)
+    )
 
 
 def sample(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Sample:
@@ -48,7 +55,11 @@ def tensor_fingerprint(tensors: Mapping[str, torch.Tensor | Sample]) -> str:
 
 def exact_fingerprint(model: nn.Module) -> str:
     """A hash of all that `model` computes with, for logs: parameters, persistent buffers, grafts, and their dtypes."""
-    parts: list = [[graft.arguments() for graft in model.grafts] if isinstance(model, Adaptable) else []]
+    parts: list = [
+        [graft.arguments() for graft in model.grafts] if isinstance(model, Adaptable) else []
+    ]
     for name, tensor in (dict(model.named_parameters()) | model.state_dict()).items():
-        parts.append([name, str(tensor.dtype), list(tensor.shape), _values(tensor, torch.float32).tolist()])
+        parts.append(
+            [name, str(tensor.dtype), list(tensor.shape), _values(tensor, torch.float32).tolist()]
+        )
     return hashlib.sha256(json.dumps([parts]).encode()).hexdigest()[:16]

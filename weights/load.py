@@ -90,7 +90,9 @@ def open_tensors(path: Path) -> Any:
         with file_errors(path):
             return safe_open(path, "pt")
     except SafetensorError as error:
-        raise UserError(f"{shown(path)}: no whole safetensors file ({shown(error)}): download it again") from None
+        raise UserError(
+            f"{shown(path)}: no whole safetensors file ({shown(error)}): download it again"
+        ) from None
 
 
 def find_files(folder: Path) -> list[Path]:
@@ -99,11 +101,16 @@ def find_files(folder: Path) -> list[Path]:
         return [folder / SINGLE_FILE]
     if (index := folder / INDEX_FILE).exists():
         with config_errors(index):
-            return [folder / Path(file).name for file in sorted(set(read_json(index)["weight_map"].values()))]
+            return [
+                folder / Path(file).name
+                for file in sorted(set(read_json(index)["weight_map"].values()))
+            ]
     if len(arrays := sorted(folder.glob("*.npz"))) == 1:
         return arrays
     remedy = "give a model's own folder, not an adapter, a run or pickles"
-    raise UserError(f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE} nor one .npz: {remedy}")
+    raise UserError(
+        f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE} nor one .npz: {remedy}"
+    )
 
 
 def read_headers(file: Path) -> dict[str, Entry]:
@@ -114,23 +121,36 @@ def read_headers(file: Path) -> dict[str, Entry]:
         return npz.read_headers(file)
     opened = open_tensors(file)
     parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-    return {name: Entry(file, tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+    return {
+        name: Entry(file, tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()
+    }
 
 
-def examine(source: str | Path, revision: str | None = None, read: Callable[[Path], Any] = read_config) -> Checkpoint:
+def examine(
+    source: str | Path, revision: str | None = None, read: Callable[[Path], Any] = read_config
+) -> Checkpoint:
     """Compare the names, shapes and dtypes in the files of `source` with its config.json; no tensor is read.
 
     read: reads config.json, and so decides which kind of model is expected. Raises UserError for a file that cannot be.
     """
     path = local_path(source)
-    files = [path] if path.suffix == ".npz" and path.is_file() else find_files(resolve(source, PATTERNS, revision))
-    folder, entries = files[0].parent, {name: entry for file in files for name, entry in read_headers(file).items()}
+    files = (
+        [path]
+        if path.suffix == ".npz" and path.is_file()
+        else find_files(resolve(source, PATTERNS, revision))
+    )
+    folder, entries = (
+        files[0].parent,
+        {name: entry for file in files for name, entry in read_headers(file).items()},
+    )
     if files[0].suffix != ".npz" or (folder / "config.json").exists():
         return compare(folder, entries, read(folder / "config.json"))
     for preset in PRESETS.values():
         if not (checkpoint := compare(folder, entries, preset)).problems:
             return checkpoint
-    raise UserError(f"{files[0]}: its arrays fit no preset of model/config.py: write a config.json beside it")
+    raise UserError(
+        f"{files[0]}: its arrays fit no preset of model/config.py: write a config.json beside it"
+    )
 
 
 def compare(folder: Path, entries: dict[str, Entry], config: Any) -> Checkpoint:
@@ -138,11 +158,16 @@ def compare(folder: Path, entries: dict[str, Entry], config: Any) -> Checkpoint:
     try:
         model, kind = empty_model(config), kind_of(config)[1]
     except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
-        raise UserError(f"{folder / 'config.json'}: impossible sizes ({shown(error)}): download it again") from None
+        raise UserError(
+            f"{folder / 'config.json'}: impossible sizes ({shown(error)}): download it again"
+        ) from None
     entries = {name: entry for name, entry in entries.items() if not name.startswith(kind.ignored)}
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     is_array = any(entry.path.suffix == ".npz" for entry in entries.values())
-    spellings = {dialect: mapping.dialect_names(expected, dialect) for dialect in (*kind.dialects, mapping.NPZ)}
+    spellings = {
+        dialect: mapping.dialect_names(expected, dialect)
+        for dialect in (*kind.dialects, mapping.NPZ)
+    }
     likely = [mapping.NPZ] if is_array else kind.dialects
     dialect = max(likely, key=lambda name: len(spellings[name].keys() & entries.keys()))
     allowed = kind.aliases | spellings[dialect]
@@ -151,15 +176,22 @@ def compare(folder: Path, entries: dict[str, Entry], config: Any) -> Checkpoint:
     problems += [f"unexpected {shown(name)}" for name in sorted(entries.keys() - allowed.keys())]
     for name, entry in entries.items():
         shape = expected.get(names.get(name, ""), entry.shape)
-        is_padded = is_array and names.get(name) == mapping.EMBEDDING and entry.shape[1:] == shape[1:]
+        is_padded = (
+            is_array and names.get(name) == mapping.EMBEDDING and entry.shape[1:] == shape[1:]
+        )
         fits = entry.shape == shape or is_padded and 0 <= shape[0] - entry.shape[0] <= MAX_PADDING
         if not fits or entry.dtype not in STORED_DTYPES:
-            problems.append(f"{shown(name)} is {entry.dtype} {entry.shape}, expected floats {shape}")
+            problems.append(
+                f"{shown(name)} is {entry.dtype} {entry.shape}, expected floats {shape}"
+            )
     return Checkpoint(folder, entries, model, dialect, names, problems)
 
 
 def read_model(
-    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device | str = "cpu", quantize: str | None = None
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    quantize: str | None = None,
 ) -> Any:
     """The model of an examined checkpoint. On a CPU a tensor of this dtype is a private view of its file.
 
@@ -179,7 +211,9 @@ def read_model(
             model.load_state_dict(npz.read_npz(path, model.state_dict(), device), assign=True)
         return pack(model, quantize, layers) if quantize else model
     first, filled, files = {}, {}, {}  # the file's name and the tensor of each of ours; open files
-    for name in sorted(names, key=lambda name: -prod(entries[name].shape)):  # the largest while little else is there
+    for name in sorted(
+        names, key=lambda name: -prod(entries[name].shape)
+    ):  # the largest while little else is there
         ours, file = names[name], entries[name].path
         opened = files[file] if file in files else files.setdefault(file, open_tensors(file))
         stored = opened.get_tensor(name)
@@ -187,7 +221,9 @@ def read_model(
             other = open_tensors(entries[first[ours]].path).get_tensor(first[ours])
             pairs = zip(stored.split(4096), other.split(4096), strict=True)
             if not all(torch.equal(a.to(dtype), b.to(dtype)) for a, b in pairs):
-                raise UserError(f"{file}: {name} differs from {first[ours]}, but this model ties the two: save it so")
+                raise UserError(
+                    f"{file}: {name} differs from {first[ours]}, but this model ties the two: save it so"
+                )
         elif (path := ours.removesuffix(".weight")) in layers:
             module, packed = layers.pop(path)
             module.weight = nn.Parameter(stored, requires_grad=False)
@@ -203,7 +239,12 @@ def read_model(
 
 
 def load_model(
-    source: str | Path, *, dtype=torch.float32, device="cpu", revision: str | None = None, quantize: str | None = None
+    source: str | Path,
+    *,
+    dtype=torch.float32,
+    device="cpu",
+    revision: str | None = None,
+    quantize: str | None = None,
 ) -> PaliGemma:
     """The model of `source`, of the class that `kind_of` has for its config.json.
 
@@ -239,5 +280,7 @@ def load_siglip(source: str | Path, dtype=torch.float32, device="cpu") -> Siglip
             return read_model(examine(source, read=VisionConfig.from_file), dtype, device)
     model = load_model(source, dtype=dtype, device=device)
     if not isinstance(model, PaliGemma):
-        raise UserError(f"{source}: a language model for text alone has no vision tower: give a SigLIP, a PaliGemma")
+        raise UserError(
+            f"{source}: a language model for text alone has no vision tower: give a SigLIP, a PaliGemma"
+        )
     return model.vision_tower

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 
 # what a checkpoint of weights may hold; quantized and integer tensors are refused by name
-STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+STORED_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 
 
 class Entry(NamedTuple):
@@ -28,7 +33,11 @@ class Entry(NamedTuple):
 # the dialects of PaliGemma: {our prefix: the dialect's}, the first that fits
 DIALECTS: dict[str, dict[str, str]] = {
     # the hub's files of 2024, transformers 4.41 to 4.51
-    "A": {"language_model.": "language_model.model.", "vision_tower.": "vision_tower.vision_model.", "": ""},
+    "A": {
+        "language_model.": "language_model.model.",
+        "vision_tower.": "vision_tower.vision_model.",
+        "": "",
+    },
     # the modules of transformers 4.52 to 4.57
     "B": {"vision_tower.": "model.vision_tower.vision_model.", "": "model."},
     # the modules of transformers 5
@@ -63,9 +72,17 @@ PALIGEMMA_NAMES = Names(tuple(DIALECTS), dict.fromkeys(HEADS, EMBEDDING))
 # a tied head may be stored, too; where it is not tied, `lm_head.weight` is its own parameter
 LANGUAGE_NAMES = Names((TEXT,), {"lm_head.weight": EMBEDDING})
 # the original repository's name of the embedding, and the tied head
-MAMBA_NAMES = Names(aliases=dict.fromkeys(("backbone.embedding.weight", "lm_head.weight"), MAMBA_EMBEDDING))
+MAMBA_NAMES = Names(
+    aliases=dict.fromkeys(("backbone.embedding.weight", "lm_head.weight"), MAMBA_EMBEDDING)
+)
 # the text tower and the pooling head are left out; transformers 5 saves a tower by itself without a prefix
-_NO_TOWER = "text_model.", "logit_", "head.", "vision_model.head.", "vision_model.embeddings.position_ids"
+_NO_TOWER = (
+    "text_model.",
+    "logit_",
+    "head.",
+    "vision_model.head.",
+    "vision_model.embeddings.position_ids",
+)
 SIGLIP_NAMES = Names((SIGLIP, OWN), ignored=_NO_TOWER)
 
 
@@ -73,7 +90,9 @@ def dialect_names(ours: Iterable[str], dialect: str) -> dict[str, str]:
     """{the dialect's name: our name} of each of our parameters."""
     names = {}
     for name in ours:
-        prefix, theirs = next(pair for pair in _PREFIXES[dialect].items() if name.startswith(pair[0]))
+        prefix, theirs = next(
+            pair for pair in _PREFIXES[dialect].items() if name.startswith(pair[0])
+        )
         names[theirs + name.removeprefix(prefix)] = name
     return names
 
@@ -103,9 +122,13 @@ _VISION, _TEXT = "vision_tower.encoder.layers.{}", "language_model.layers.{}"
 _ATTENTION = f"{_BLOCK}/MultiHeadDotProductAttention_0"
 
 _BIG_VISION: dict[str, dict[str, Rule]] = {
-    "img/embedding/kernel": {"vision_tower.embeddings.patch_embedding.weight": lambda w: w.permute(3, 2, 0, 1)},  # HWIO
+    "img/embedding/kernel": {
+        "vision_tower.embeddings.patch_embedding.weight": lambda w: w.permute(3, 2, 0, 1)
+    },  # HWIO
     "img/embedding/bias": {"vision_tower.embeddings.patch_embedding.bias": _same},
-    "img/pos_embedding": {"vision_tower.embeddings.position_embedding.weight": lambda w: w[0]},  # (1, I, H)
+    "img/pos_embedding": {
+        "vision_tower.embeddings.position_embedding.weight": lambda w: w[0]
+    },  # (1, I, H)
     **{
         f"{_BLOCK}/LayerNorm_{i}/{theirs}": {f"{_VISION}.layer_norm{i + 1}.{ours}": _same}
         for i in (0, 1)
@@ -130,7 +153,9 @@ _BIG_VISION: dict[str, dict[str, Rule]] = {
     "img/Transformer/encoder_norm/bias": {"vision_tower.post_layernorm.bias": _same},
     "img/head/kernel": {"multi_modal_projector.linear.weight": torch.t},
     "img/head/bias": {"multi_modal_projector.linear.bias": _same},
-    "llm/embedder/input_embedding": {EMBEDDING: _same},  # without the rows of <image> and padding, see weights/npz.py
+    "llm/embedder/input_embedding": {
+        EMBEDDING: _same
+    },  # without the rows of <image> and padding, see weights/npz.py
     f"{_LAYER}/attn/q_einsum/w": {f"{_TEXT}.self_attn.q_proj.weight": _out_heads},
     f"{_LAYER}/attn/kv_einsum/w": {  # (2, K, H, D)
         f"{_TEXT}.self_attn.k_proj.weight": lambda w: _out_heads(w[0]),
@@ -158,7 +183,10 @@ def big_vision_rules(keys: Collection[str]) -> dict[str, dict[str, Rule]]:
     """{key of the .npz: {our name, with {} for the layer: how a layer's array becomes the parameter}}. keys: what the
     file holds; Gemma's generation follows from them."""
     norms = _NORMS_2 if f"{_LAYER}/post_ffw_norm/scale" in keys else _NORMS_1
-    scales = {f"{_LAYER}/{theirs}/scale": {f"{_TEXT}.{name}.weight": _same} for theirs, name in norms.items()}
+    scales = {
+        f"{_LAYER}/{theirs}/scale": {f"{_TEXT}.{name}.weight": _same}
+        for theirs, name in norms.items()
+    }
     return _BIG_VISION | scales
 
 

@@ -17,7 +17,12 @@ import torch
 from model.common import UserError, shown
 from weights.mapping import STORED_DTYPES, Entry, big_vision_rules, is_stacked
 
-_DTYPES = {"<f8": "F64", "<f4": "F32", "<f2": "F16", "|V2": "BF16"}  # numpy has no bfloat16: files hold raw bytes
+_DTYPES = {
+    "<f8": "F64",
+    "<f4": "F32",
+    "<f2": "F16",
+    "|V2": "BF16",
+}  # numpy has no bfloat16: files hold raw bytes
 _TREE = "params/"  # the weights; a training checkpoint holds other trees too
 
 
@@ -27,19 +32,33 @@ def _opened(path: Path) -> Iterator[tuple[zipfile.ZipFile, dict[str, zipfile.Zip
     try:
         with zipfile.ZipFile(path) as archive:
             members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-            weights = {key.removeprefix(_TREE): info for key, info in members.items() if key.startswith(_TREE)}
+            weights = {
+                key.removeprefix(_TREE): info
+                for key, info in members.items()
+                if key.startswith(_TREE)
+            }
             yield archive, weights or members
-    except Exception as error:  # a damaged archive makes zipfile and numpy raise errors of many classes
-        raise UserError(f"{path}: no .npz that can be read ({shown(str(error))}): download the file again") from None
+    except (
+        Exception
+    ) as error:  # a damaged archive makes zipfile and numpy raise errors of many classes
+        raise UserError(
+            f"{path}: no .npz that can be read ({shown(str(error))}): download the file again"
+        ) from None
 
 
 def _read_header(array: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
     """The shape and dtype of an array. Raises ValueError for what is not a plain array."""
     version = np.lib.format.read_magic(array)
-    reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    reader = (
+        np.lib.format.read_array_header_1_0
+        if version == (1, 0)
+        else np.lib.format.read_array_header_2_0
+    )
     shape, fortran, dtype = reader(array)
     if dtype.hasobject or fortran and len(shape) > 1:
-        raise ValueError("a pickled array, or one in Fortran order: save it with numpy.ascontiguousarray")
+        raise ValueError(
+            "a pickled array, or one in Fortran order: save it with numpy.ascontiguousarray"
+        )
     return shape, dtype
 
 
@@ -60,16 +79,23 @@ def read_headers(path: Path) -> dict[str, Entry]:
                 except (RuntimeError, IndexError):  # not even the right number of axes
                     given = shape
                 for layer in range(min(layers, 1000)):
-                    entries[template.format(layer)] = Entry(path, given, _DTYPES.get(dtype.str, str(dtype.str)))
+                    entries[template.format(layer)] = Entry(
+                        path, given, _DTYPES.get(dtype.str, str(dtype.str))
+                    )
     return entries
 
 
-def read_npz(path: Path, wanted: Mapping[str, torch.Tensor], device: Any = "cpu") -> dict[str, torch.Tensor]:
+def read_npz(
+    path: Path, wanted: Mapping[str, torch.Tensor], device: Any = "cpu"
+) -> dict[str, torch.Tensor]:
     """The parameters by our names, with the shapes and dtypes of `wanted`. Beside them, memory holds one layer.
 
     The embedding in the file lacks rows that no text uses, as of `<image>`: here they are the mean of the others.
     """
-    filled = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for name, tensor in wanted.items()}
+    filled = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        for name, tensor in wanted.items()
+    }
     with _opened(path) as (archive, members):
         for key, templates in big_vision_rules(members).items():
             with archive.open(members[key]) as array:
@@ -78,7 +104,9 @@ def read_npz(path: Path, wanted: Mapping[str, torch.Tensor], device: Any = "cpu"
                 for layer in range(shape[0] if is_stacked(key) else 1):
                     buffer = bytearray(dtype.itemsize * prod(of_layer))
                     array.readinto(buffer)
-                    stored = torch.frombuffer(buffer, dtype=STORED_DTYPES[_DTYPES[dtype.str]]).view(of_layer)
+                    stored = torch.frombuffer(buffer, dtype=STORED_DTYPES[_DTYPES[dtype.str]]).view(
+                        of_layer
+                    )
                     for template, rule in templates.items():
                         target, values = filled[template.format(layer)], rule(stored)
                         target[: len(values)] = values.to(device)

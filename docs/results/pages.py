@@ -37,7 +37,8 @@ BESIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "wings-quick": {"wings": ("full",)},
     "qmamba-quick": {"global": ("local",), "4 queries": ("local",), "16 queries": ("local",)},
     "text": {f"{kind}, 0.6m": ("plain, 0.6m",) for kind in ("differential", "wide")},
-    "dose": {row: dose.PLAIN for row in dose.ROWS if row not in dose.PLAIN} | {"plain again": ("plain",)},
+    "dose": {row: dose.PLAIN for row in dose.ROWS if row not in dose.PLAIN}
+    | {"plain again": ("plain",)},
     "attention": dict.fromkeys(GRAFTS, (LORA, *SIZES)) | dict.fromkeys(SIZES, (LORA,)),
     **{f"budget-{steps}": dict.fromkeys(GRAFTS[2:], (LORA,)) for steps in BUDGETS},
 }
@@ -58,26 +59,42 @@ def read(name: str, split: str = "test") -> Scores:
     for line in lines:
         study, row = line["study"], line["row"]
         if line["rate"] == max(
-            (rate for s, r, rate in counts if (s, r) == (study, row)), key=lambda x: counts[study, row, x]
+            (rate for s, r, rate in counts if (s, r) == (study, row)),
+            key=lambda x: counts[study, row, x],
         ):
             rung = [f"{line['measure']}/{line['rung']}"] if line["rung"] else []
             for measure in (line["measure"], *rung):
-                sums[study, row, measure][int(line["seed"])] += float(line["right"]), float(line["n"])
-    scores = {place: {seed: 100 * right / n for seed, (right, n) in sorted(of.items())} for place, of in sums.items()}
+                sums[study, row, measure][int(line["seed"])] += (
+                    float(line["right"]),
+                    float(line["n"]),
+                )
+    scores = {
+        place: {seed: 100 * right / n for seed, (right, n) in sorted(of.items())}
+        for place, of in sums.items()
+    }
     if split == "test" and name.startswith(("attention", "budget")):
         inside = in_range(read(name, "validation"))
         for study, row in dict.fromkeys(place[:2] for place in scores) if inside else ():
             known = [scores[study, row, measure] for measure in inside]
-            scores[study, row, "mean"] = {seed: float(np.mean([of[seed] for of in known])) for seed in known[0]}
+            scores[study, row, "mean"] = {
+                seed: float(np.mean([of[seed] for of in known])) for seed in known[0]
+            }
     return scores
 
 
 def in_range(scores: Scores) -> list[str]:
     """The measures of grafts that can show a difference."""
     of_plain = {
-        m: [mean(of) for (_, row, name), of in scores.items() if name == m and row in (LORA, *SIZES)] for m in GUESSING
+        m: [
+            mean(of) for (_, row, name), of in scores.items() if name == m and row in (LORA, *SIZES)
+        ]
+        for m in GUESSING
     }
-    return [measure for measure, means in of_plain.items() if is_inside(float(np.mean(means)), GUESSING[measure])]
+    return [
+        measure
+        for measure, means in of_plain.items()
+        if is_inside(float(np.mean(means)), GUESSING[measure])
+    ]
 
 
 def mean(by_seed: dict[int, float]) -> float:
@@ -86,21 +103,33 @@ def mean(by_seed: dict[int, float]) -> float:
 
 def gap(scores: Scores, study: str, row: str, controls: tuple[str, ...], measure: str) -> Estimate:
     """A row minus the mean of its controls, over the seeds that all of them have."""
-    of_row, of_controls = scores[study, row, measure], [scores[study, name, measure] for name in controls]
+    of_row, of_controls = (
+        scores[study, row, measure],
+        [scores[study, name, measure] for name in controls],
+    )
     seeds = [seed for seed in of_row if all(seed in of for of in of_controls)]
     return estimate([[of_row[seed] - np.mean([of[seed] for of in of_controls])] for seed in seeds])
 
 
 def tables(name: str) -> str:
     """All scores of a file, and all differences."""
-    scores, blocks = read(name), [f"# {name}", " ".join(line for line in (__doc__ or "").split("\n\n")[1].splitlines())]
+    scores, blocks = (
+        read(name),
+        [f"# {name}", " ".join(line for line in (__doc__ or "").split("\n\n")[1].splitlines())],
+    )
     for study in dict.fromkeys(place[0] for place in scores):
         rows = list(dict.fromkeys(row for s, row, _ in scores if s == study))
         measures = list(dict.fromkeys(m for s, _, m in scores if s == study))
         body = []
         for row in rows:
             known = [scores.get((study, row, measure), {}) for measure in measures]
-            body.append([row, f"{len(known[0])}", *(f"{np.mean([*of.values()]):.1f}" if of else "" for of in known)])
+            body.append(
+                [
+                    row,
+                    f"{len(known[0])}",
+                    *(f"{np.mean([*of.values()]):.1f}" if of else "" for of in known),
+                ]
+            )
         blocks += [f"## {study}", "\n".join(markdown_table(["%", "runs", *measures], body))]
         body = []
         for row, controls in BESIDE[name].items():
@@ -109,7 +138,9 @@ def tables(name: str) -> str:
                 body.append(
                     [
                         row,
-                        " and ".join(controls[:2]) if len(controls) < 3 else f"all {len(controls)} plain rows",
+                        " and ".join(controls[:2])
+                        if len(controls) < 3
+                        else f"all {len(controls)} plain rows",
                         *(interval_text(g, 1, signed=True) for g in gaps),
                     ]
                 )
@@ -125,24 +156,40 @@ def draw_doses() -> None:
     scores, found = read("dose"), defaultdict(dict)
     for study in dict.fromkeys(place[0] for place in scores):
         task, cap, times = re.fullmatch(r"dose, (\w+), cap ([\w.]+), (\d) x", study).groups()  # pyright: ignore
-        known = {row: beside for row, beside in BESIDE["dose"].items() if (study, row, task) in scores}
+        known = {
+            row: beside for row, beside in BESIDE["dose"].items() if (study, row, task) in scores
+        }
         gaps = {row: gap(scores, study, row, beside, task) for row, beside in known.items()}
-        found[task, times][None if cap == "None" else float(cap)] = {row: g._asdict() for row, g in gaps.items()}
-    for (task, times), by_cap in [(place, by_cap) for place, by_cap in found.items() if len(by_cap) > 1]:
+        found[task, times][None if cap == "None" else float(cap)] = {
+            row: g._asdict() for row, g in gaps.items()
+        }
+    for (task, times), by_cap in [
+        (place, by_cap) for place, by_cap in found.items() if len(by_cap) > 1
+    ]:
         title = f"{'Built task' if task == 'built' else 'Needle in the embedded base'}, {times} x the steps"
         save(dose.draw_gaps(title, by_cap), HERE / f"dose-{task}-{times}.png")
 
 
 def kept(scores: Scores, row: str) -> list[tuple[int, float]]:
     """What is left of the score of a row without distractors, above guessing, by their number; in percent."""
-    means = [np.mean([*scores["scratch", row, f"dose/{number}"].values()]) - GUESSING["n4o1"] for number in DISTRACTORS]
-    return [(number, 100 * float(mean / means[0])) for number, mean in zip(DISTRACTORS, means, strict=True)]
+    means = [
+        np.mean([*scores["scratch", row, f"dose/{number}"].values()]) - GUESSING["n4o1"]
+        for number in DISTRACTORS
+    ]
+    return [
+        (number, 100 * float(mean / means[0]))
+        for number, mean in zip(DISTRACTORS, means, strict=True)
+    ]
 
 
 def draw_distractors() -> None:
     scores = read("scratch")
     lines = {row: kept(scores, row) for row in ("plain", "split", "narrow")}
-    labels = "Needles from nothing: what distractors leave", "distractors", "% of the score without, above guessing"
+    labels = (
+        "Needles from nothing: what distractors leave",
+        "distractors",
+        "% of the score without, above guessing",
+    )
     save(line_chart(lines, *labels, marked=lines), HERE / "distractors.png")
 
 
@@ -163,7 +210,9 @@ def draw_seeds() -> None:
     save(sheet.finish(), HERE / "seeds.png")
 
 
-def draw_intervals(title: str, gaps: dict[str, Estimate], file: str, band: tuple[float, float] | None = None) -> None:
+def draw_intervals(
+    title: str, gaps: dict[str, Estimate], file: str, band: tuple[float, float] | None = None
+) -> None:
     """A line for each difference with its interval, in points. band: what equal rows differ by."""
     sheet, left, bottom = Canvas(600, 90 + 24 * len(gaps), title), 170, 62 + 24 * len(gaps)
     lowest = 5 * math.floor(min(gap.low for gap in gaps.values()) / 5)
@@ -189,7 +238,9 @@ def draw_grafts() -> None:
     band = min(means) - float(np.mean(means)), max(means) - float(np.mean(means))
     gaps = {row: gap(scores, "attention", row, plain, "mean") for row in GRAFTS}
     draw_intervals("Grafts minus the mean of five plain rows, points", gaps, "grafts.png", band)
-    pairs = {f"{a} - {b}": gap(scores, "attention", a, (b,), "mean") for a, b in combinations(plain, 2)}
+    pairs = {
+        f"{a} - {b}": gap(scores, "attention", a, (b,), "mean") for a, b in combinations(plain, 2)
+    }
     draw_intervals("A/A: plain rows minus each other, points", pairs, "calibration.png")
 
 
@@ -202,7 +253,11 @@ def draw_budget() -> None:
             of_row = gap(scores, "attention", row, (LORA,), "mean")
             lines[row].append((x, of_row.mean))
             bars[row].append((x, of_row.low, of_row.high))
-    labels = "Grafts minus plain LoRA by the length of a run", "binary logarithm of steps / 100", "mean, points"
+    labels = (
+        "Grafts minus plain LoRA by the length of a run",
+        "binary logarithm of steps / 100",
+        "mean, points",
+    )
     save(line_chart(lines, *labels, marked=lines, bars=bars), HERE / "budget.png")
 
 
@@ -210,10 +265,22 @@ def draw_text() -> None:
     """Right answers of the language models by the number of examples in context, on the validation split."""
     report, lines, bars = json.loads((HERE / "text.json").read_text(encoding="utf-8")), {}, {}
     for row in [row for row in report["rows"] if "×" not in row]:
-        ladders = np.array([of_run["ladders"]["examples"] for of_run in report["rows"][row]["facts"]])
-        known = [(math.log2(4 << n), estimate(100 * values[:, None])) for n, values in enumerate(ladders.T)]
-        lines[row], bars[row] = [(x, e.mean) for x, e in known], [(x, e.low, e.high) for x, e in known]
-    labels = "Language models: right answers after examples", "binary logarithm of the examples", "right answers, %"
+        ladders = np.array(
+            [of_run["ladders"]["examples"] for of_run in report["rows"][row]["facts"]]
+        )
+        known = [
+            (math.log2(4 << n), estimate(100 * values[:, None]))
+            for n, values in enumerate(ladders.T)
+        ]
+        lines[row], bars[row] = (
+            [(x, e.mean) for x, e in known],
+            [(x, e.low, e.high) for x, e in known],
+        )
+    labels = (
+        "Language models: right answers after examples",
+        "binary logarithm of the examples",
+        "right answers, %",
+    )
     save(line_chart(lines, *labels, marked=lines, bars=bars), HERE / "text.png")
 
 

@@ -29,7 +29,9 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
     if not args.data:
         return [Case(load_image(args.image), args.prompt)]
     records = one_picture_records(args.data, args.limit, args.images)
-    pairs = [(r, () if r.detection else (*r.answers, r.suffix)) for r in records]  # boxes are not judged
+    pairs = [
+        (r, () if r.detection else (*r.answers, r.suffix)) for r in records
+    ]  # boxes are not judged
     return [Case(load_image(record.pictures[0]), record.prefix, truth) for record, truth in pairs]
 
 
@@ -40,10 +42,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flag(parser, "--prompt", "such as 'answer en Where is the dog?'", metavar="TEXT")
     data = "in place of both: embedded, jsonl:FILE, csv:FILE, vqav2:DIR or coco:FILE; shows hits and misses"
     add_flag(parser, "--data", data, metavar="SRC")
-    add_flag(parser, "--images", "folder of the pictures of --data (default: that of its file)", metavar="DIR")
+    add_flag(
+        parser,
+        "--images",
+        "folder of the pictures of --data (default: that of its file)",
+        metavar="DIR",
+    )
     add_flag(parser, "--limit", "examples of --data, the first N", 12, type=positive, metavar="N")
-    add_flag(parser, "--max-new-tokens", "limit of an answer's tokens", 32, type=positive, metavar="N")
-    add_flag(parser, "--out", "the page (default: runs/eval/MODEL/explore.html)", type=Path, metavar="FILE.html")
+    add_flag(
+        parser, "--max-new-tokens", "limit of an answer's tokens", 32, type=positive, metavar="N"
+    )
+    add_flag(
+        parser,
+        "--out",
+        "the page (default: runs/eval/MODEL/explore.html)",
+        type=Path,
+        metavar="FILE.html",
+    )
     args = parser.parse_args(argv)
     subjects, cases = models_of(args), cases_of(args)
     out = args.out or out_folder(None, subjects[0].title) / "explore.html"
@@ -57,7 +72,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             plain = load(args, subject._replace(run=None))
             for case in cases:
                 case.add_plain(subject.title, plain)
-    title = f"hits and misses · {args.data}" if args.data else f"{args.prompt} · {', '.join(cases[0].answers)}"
+    title = (
+        f"hits and misses · {args.data}"
+        if args.data
+        else f"{args.prompt} · {', '.join(cases[0].answers)}"
+    )
     write_text(out, page(cases, title))
     for case in cases:
         for name, (said, _) in case.answers.items():

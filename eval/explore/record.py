@@ -23,7 +23,10 @@ from model.paligemma import PaliGemma
 from model.processor import Batch, Processor, parse_boxes
 from model.tokenizer import SPACE
 
-ONE_MAP = {"dex": "A, one map: dex changes outputs, o − λ·o·W_D", "shared": "A, one map: shared scales it by 1 − λ"}
+ONE_MAP = {
+    "dex": "A, one map: dex changes outputs, o − λ·o·W_D",
+    "shared": "A, one map: shared scales it by 1 − λ",
+}
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,19 @@ class Case:
         maps.kinds["plain"], maps.laws["plain"] = beside.kinds["A"], beside.laws["A"]
 
 
-def answer(model: PaliGemma, processor: Processor, image: Image.Image, prompt: str, limit: int) -> Said:
+def answer(
+    model: PaliGemma, processor: Processor, image: Image.Image, prompt: str, limit: int
+) -> Said:
     """The greedy answer of up to `limit` tokens. Raises UserError."""
     batch = processor([image], [prompt]).to(next(model.parameters()).device)
-    new = generate(model, batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask, limit)[0]
+    new = generate(
+        model,
+        batch.input_ids,
+        batch.pixel_values,
+        batch.token_type_ids,
+        batch.attention_mask,
+        limit,
+    )[0]
     ids = torch.cat((batch.input_ids[0], new)).tolist()
     slots = np.array(ids) == processor.config.image_token_id
     words = {int(number): spell_token(processor, ids[number]) for number in np.flatnonzero(~slots)}
@@ -103,7 +115,12 @@ def decoder_layers(model: PaliGemma | LanguageModel) -> list[Attention]:
 
 @torch.no_grad()
 def decoder_maps(
-    model: PaliGemma | LanguageModel, reduce: Callable[[torch.Tensor], Any], name: str, *, keep: int = 1, **batch
+    model: PaliGemma | LanguageModel,
+    reduce: Callable[[torch.Tensor], Any],
+    name: str,
+    *,
+    keep: int = 1,
+    **batch,
 ) -> tuple[dict[Attention, list], torch.Tensor]:
     """What `reduce` makes of the one or two maps (B, N, Sq, Sk) of each decoder layer, A₁ first, in a forward pass; and
     the logits of the last `keep` positions. batch: the model's arguments. Each map is reduced at once: whole maps of a
@@ -111,9 +128,14 @@ def decoder_maps(
     `name`s the question."""
     layers = decoder_layers(model)
     if not layers:
-        raise UserError(f"{name}: the model has no attention in its decoder, and no maps: take a PaliGemma or a WINGS")
+        raise UserError(
+            f"{name}: the model has no attention in its decoder, and no maps: take a PaliGemma or a WINGS"
+        )
     maps: dict[Attention, list] = {layer: [] for layer in layers}
-    taps = {layer: lambda weights, kept=kept: kept.append(reduce(weights)) for layer, kept in maps.items()}
+    taps = {
+        layer: lambda weights, kept=kept: kept.append(reduce(weights))
+        for layer, kept in maps.items()
+    }
     with tapped(taps):
         logits = model(**batch, positions_to_keep=keep)
     check_finite(logits, name)
@@ -133,7 +155,10 @@ def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
         factor = layer.factor(args[0]).expand(1, layer.num_heads, args[0].shape[1], 1)
         factors[layer] = factor[0, :, -count:, 0].T.cpu().numpy()
 
-    before, batch = said.new[None, :-1], said.batch  # up to the position that decides the last token
+    before, batch = (
+        said.new[None, :-1],
+        said.batch,
+    )  # up to the position that decides the last token
     ids = torch.cat((batch.input_ids, before), dim=1)
     types = torch.cat((batch.token_type_ids, torch.ones_like(before)), dim=1)
     inputs = {"input_ids": ids, "pixel_values": batch.pixel_values, "token_type_ids": types}
@@ -144,7 +169,9 @@ def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
         maps, logits = decoder_maps(model, reduce, name, keep=count, **inputs)
     chosen = logits[0].float().softmax(-1).gather(-1, said.new[:, None])[:, 0].cpu().numpy()
     # rows and shares of the first and of the last map; a layer without a second one has the first twice
-    (first, share), (second, other) = (zip(*(kept[at] for kept in maps.values()), strict=True) for at in (0, -1))
+    (first, share), (second, other) = (
+        zip(*(kept[at] for kept in maps.values()), strict=True) for at in (0, -1)
+    )
     first, second = (np.stack(rows, axis=1) for rows in (first, second))
     if not factors:
         kind = getattr(decoder_layers(model)[-1], "kind", "")

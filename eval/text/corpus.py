@@ -22,14 +22,36 @@ from model.common import UserError, atomic_path, read_json, write_text
 
 PAD, EOS, BOS, UNK = range(4)
 NEWLINE = "\n"
-GEMMA = {"model_type": "bpe", "normalization_rule_name": "identity", "byte_fallback": True, "split_digits": True}
-GEMMA |= {"add_dummy_prefix": False, "remove_extra_whitespaces": False, "allow_whitespace_only_pieces": True}
-GEMMA |= {"pad_id": PAD, "eos_id": EOS, "bos_id": BOS, "unk_id": UNK}  # the settings of its tokenizer
+GEMMA = {
+    "model_type": "bpe",
+    "normalization_rule_name": "identity",
+    "byte_fallback": True,
+    "split_digits": True,
+}
+GEMMA |= {
+    "add_dummy_prefix": False,
+    "remove_extra_whitespaces": False,
+    "allow_whitespace_only_pieces": True,
+}
+GEMMA |= {
+    "pad_id": PAD,
+    "eos_id": EOS,
+    "bos_id": BOS,
+    "unk_id": UNK,
+}  # the settings of its tokenizer
 SPLITS = ("train", "validation", "test")
 LINES = 100_000  # lines of the train split for the tokenizer's training, evenly spaced
 HELD_OUT = 20  # one document in 20 is for validation, another one for testing
 # not part of the library: installed packages, and tests, which some distributions omit
-NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "distutils"}
+NOT_LIBRARY = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "lib2to3",
+    "distutils",
+}
 
 
 class Corpus(NamedTuple):
@@ -47,22 +69,34 @@ def read_texts(paths: Sequence[str | Path]) -> dict[str, str]:
     if not paths:
         root = Path(sysconfig.get_path("stdlib"))
         names = {path: path.relative_to(root) for path in root.rglob("*.py")}
-        return {n.as_posix(): text for p, n in names.items() if not NOT_LIBRARY & {*n.parts} and (text := _decoded(p))}
+        return {
+            n.as_posix(): text
+            for p, n in names.items()
+            if not NOT_LIBRARY & {*n.parts} and (text := _decoded(p))
+        }
     texts = {}
     for path in map(Path, paths):
         files = sorted(filter(Path.is_file, path.rglob("*"))) if path.is_dir() else [path]
         read = {str(file): text for file in files if (text := _decoded(file))}
         if not read:
-            raise UserError(f"--text {path}: not found, empty, or not UTF-8 text: give files of text, or their folder")
+            raise UserError(
+                f"--text {path}: not found, empty, or not UTF-8 text: give files of text, or their folder"
+            )
         if left_out := len(files) - len(read):
-            print(f"--text {path}: left out {left_out} files that are empty or not UTF-8 text", file=sys.stderr)
+            print(
+                f"--text {path}: left out {left_out} files that are empty or not UTF-8 text",
+                file=sys.stderr,
+            )
         texts |= read
     if len(texts) >= HELD_OUT:
         return texts
     parts = {}
     for name, lines in ((name, text.splitlines(keepends=True)) for name, text in texts.items()):
         size = -(-len(lines) // HELD_OUT)
-        parts |= {f"{name}:{start}": "".join(lines[start : start + size]) for start in range(0, len(lines), size)}
+        parts |= {
+            f"{name}:{start}": "".join(lines[start : start + size])
+            for start in range(0, len(lines), size)
+        }
     return parts
 
 
@@ -81,43 +115,69 @@ def split(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def open_corpus(
-    folder: Path, paths: Sequence[str | Path] = (), vocab_size: int = 2048, known: Sequence[str] = ()
+    folder: Path,
+    paths: Sequence[str | Path] = (),
+    vocab_size: int = 2048,
+    known: Sequence[str] = (),
 ) -> Corpus:
     """The corpus of `paths` (none: the standard library), made in `folder` unless it is there. Raises UserError."""
     texts, summary = read_texts(paths), folder / "corpus.json"
-    digest = sha256(json.dumps([vocab_size, list(known), sorted(texts.items())]).encode()).hexdigest()[:16]
+    digest = sha256(
+        json.dumps([vocab_size, list(known), sorted(texts.items())]).encode()
+    ).hexdigest()[:16]
     if summary.is_file() and read_json(summary).get("digest") == digest:
         return kept_corpus(folder)
     parts = split(texts)
     lines = [line for name in parts["train"] for line in texts[name].split(NEWLINE) if line]
-    lines = lines[:: -(-len(lines) // LINES) or 1]  # sentencepiece's own sampling is not the same twice
+    lines = lines[
+        :: -(-len(lines) // LINES) or 1
+    ]  # sentencepiece's own sampling is not the same twice
     model = io.BytesIO()
-    spec = {"vocab_size": vocab_size, "user_defined_symbols": [NEWLINE, *known], "character_coverage": 0.9995}
-    spec |= {"sentence_iterator": iter(lines), "model_writer": model, "num_threads": 1, "minloglevel": 2}
+    spec = {
+        "vocab_size": vocab_size,
+        "user_defined_symbols": [NEWLINE, *known],
+        "character_coverage": 0.9995,
+    }
+    spec |= {
+        "sentence_iterator": iter(lines),
+        "model_writer": model,
+        "num_threads": 1,
+        "minloglevel": 2,
+    }
     try:
         sentencepiece.SentencePieceTrainer.train(**spec, **GEMMA)
     except RuntimeError as error:
-        raise UserError(f"--text: too little for a tokenizer of {vocab_size} pieces ({error}): give more") from None
+        raise UserError(
+            f"--text: too little for a tokenizer of {vocab_size} pieces ({error}): give more"
+        ) from None
     tokenizer = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
     tensors = {}
     for name, documents in parts.items():
         ids = [[*tokenizer.encode(texts[document]), EOS] for document in documents]
-        tensors[f"{name}_ids"] = torch.tensor([token for document in ids for token in document], dtype=torch.int32)
+        tensors[f"{name}_ids"] = torch.tensor(
+            [token for document in ids for token in document], dtype=torch.int32
+        )
         tensors[f"{name}_starts"] = torch.tensor([0, *map(len, ids)]).cumsum(0)
     summary.unlink(missing_ok=True)  # written last, it marks the folder as complete
     with atomic_path(folder / "tokenizer.model") as temporary:
         temporary.write_bytes(model.getvalue())
     with atomic_path(folder / "tokens.safetensors") as temporary:
         save_file(tensors, temporary)
-    write_text(summary, json.dumps({"digest": digest, "paths": list(map(str, paths))}, indent=1) + "\n")
+    write_text(
+        summary, json.dumps({"digest": digest, "paths": list(map(str, paths))}, indent=1) + "\n"
+    )
     return kept_corpus(folder)
 
 
 def kept_corpus(folder: Path) -> Corpus:
     """The corpus in `folder`. Raises UserError if there is none."""
     if not (folder / "corpus.json").is_file():
-        raise UserError(f"{folder}: no corpus here (tokenizer.model, tokens.safetensors, corpus.json): give the run's")
+        raise UserError(
+            f"{folder}: no corpus here (tokenizer.model, tokens.safetensors, corpus.json): give the run's"
+        )
     tensors = load_file(folder / "tokens.safetensors")
     tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    ids, starts = ({name: tensors[f"{name}_{part}"] for name in SPLITS} for part in ("ids", "starts"))
+    ids, starts = (
+        {name: tensors[f"{name}_{part}"] for name in SPLITS} for part in ("ids", "starts")
+    )
     return Corpus(tokenizer, ids, starts, read_json(folder / "corpus.json")["digest"])

@@ -60,26 +60,39 @@ def nll(model: TextModel, corpus: Corpus, length: int, limit: int, split: str = 
     Raises UserError if no document is that long."""
     rows, device = [], next(model.parameters()).device
     for number, (place, document) in enumerate(windows(corpus, length, limit, split), start=1):
-        ids = torch.tensor([[BOS, *corpus.ids[split][place : place + length].tolist()]], device=device)
+        ids = torch.tensor(
+            [[BOS, *corpus.ids[split][place : place + length].tolist()]], device=device
+        )
         logits = model(ids[:, :-1])
         check_finite(logits, f"nll test {number}")
         losses = F.cross_entropy(logits[0], ids[0, 1:], reduction="none").cpu().numpy()
-        rows += [(last, document, float(losses[first:last].mean())) for first, last in context_bins(length)]
+        rows += [
+            (last, document, float(losses[first:last].mean()))
+            for first, last in context_bins(length)
+        ]
     return {"nll": Scores(*zip(*rows, strict=True))}
 
 
 def windows(corpus: Corpus, length: int, limit: int, split: str = SPLIT) -> list[tuple[int, int]]:
     """(start, document) of up to `limit` windows of `length` tokens, evenly taken from those that lie side by side."""
     documents = enumerate(pairwise(corpus.starts[split].tolist()))
-    places = [(place, n) for n, (start, end) in documents for place in range(start, end - length + 1, length)]
+    places = [
+        (place, n)
+        for n, (start, end) in documents
+        for place in range(start, end - length + 1, length)
+    ]
     if not places:
-        raise UserError(f"no document of the {split} split has {length} tokens: give longer documents")
+        raise UserError(
+            f"no document of the {split} split has {length} tokens: give longer documents"
+        )
     return places[:: -(-len(places) // limit)]
 
 
 def context_bins(length: int) -> list[tuple[int, int]]:
     """Positions [first, last) of each bin: up to 16, then doubled, the last ends at `length`."""
-    return list(pairwise([0, *(16 << n for n in range(length.bit_length()) if 16 << n < length), length]))
+    return list(
+        pairwise([0, *(16 << n for n in range(length.bit_length()) if 16 << n < length), length])
+    )
 
 
 def recall(model: TextModel, corpus: Corpus, length: int, limit: int, split: str = SPLIT) -> Panels:
@@ -95,7 +108,9 @@ def needle_tests(
 ) -> list[tuple[int, float, Document]]:
     """(N, depth, document) of `limit` tests of each number of needles that fits, every depth as often as another."""
     tasks, dice = Tasks(corpus, split), random.Random(f"needle/{split}/{SEED}")
-    drawn = [(n, DEPTHS[test % len(DEPTHS)]) for n in numbers if 3 * n < length for test in range(limit)]
+    drawn = [
+        (n, DEPTHS[test % len(DEPTHS)]) for n in numbers if 3 * n < length for test in range(limit)
+    ]
     return [(n, depth, tasks.needles(dice, length, n, 1, depth)) for n, depth in drawn]
 
 
@@ -111,14 +126,19 @@ def attention(model: TextModel, corpus: Corpus, length: int, limit: int) -> Pane
     """Shares of the attention that predicts a needle's value, by the needle's depth: on its line, and on the noise,
     which is the rest of the text and the other needles. For the largest number of needles that fits."""
     tests = needle_tests(corpus, length, limit, [max(n for n in NEEDLES if 3 * n < length)])
-    shares = [attention_shares(model, test[-1], f"attention test {n}") for n, test in enumerate(tests, start=1)]
+    shares = [
+        attention_shares(model, test[-1], f"attention test {n}")
+        for n, test in enumerate(tests, start=1)
+    ]
     answer, noise = zip(*shares, strict=True)
     head = [100 * depth for _, depth, _ in tests], range(len(tests))
     return {"attention": Scores(*head, answer), "attention-noise": Scores(*head, noise)}
 
 
 @torch.no_grad()
-def attention_shares(model: TextModel, document: Document, name: str = "document") -> tuple[float, float]:
+def attention_shares(
+    model: TextModel, document: Document, name: str = "document"
+) -> tuple[float, float]:
     """Of |A|, or |A₁ − λ·A₂|, the share on the line of the first needle asked for, and on the rest of its haystack, at
     the position that decides the answer; the mean over layers and heads. Absolute values, since a difference may be
     negative, and the norm by head takes any factor out."""
@@ -127,24 +147,39 @@ def attention_shares(model: TextModel, document: Document, name: str = "document
     layers, _ = decoder_maps(model, lambda weights: weights[0, :, -1].float(), name, input_ids=ids)
     shares = []
     for layer, maps in layers.items():
-        weights = (maps[0] if len(maps) == 1 else maps[0] - layer.coefficient()[:, None] * maps[1]).abs()  # (N, S)
+        weights = (
+            maps[0] if len(maps) == 1 else maps[0] - layer.coefficient()[:, None] * maps[1]
+        ).abs()  # (N, S)
         weights = weights / weights.sum(-1, keepdim=True)
         answer = weights[:, first : first + 2].sum(-1).mean()
-        shares.append((answer.item(), (weights[:, slice(*document.haystack)].sum(-1).mean() - answer).item()))
+        shares.append(
+            (answer.item(), (weights[:, slice(*document.haystack)].sum(-1).mean() - answer).item())
+        )
     return tuple(np.mean(shares, axis=0).tolist())
 
 
-def examples(model: TextModel, corpus: Corpus, length: int, limit: int, split: str = SPLIT) -> Panels:
+def examples(
+    model: TextModel, corpus: Corpus, length: int, limit: int, split: str = SPLIT
+) -> Panels:
     """Accuracy by the number of examples that fit, over ORDERS random orders of the same examples, `limit` questions of
     each; and the margin: how far the best order of a question is above the worst, 1 where the order decides."""
     tasks, dice = Tasks(corpus, split), random.Random(f"examples/{split}/{SEED}")
     counts = [count for count in EXAMPLES if count + 4 <= length for _ in range(limit)]
     episodes = [tasks.episode(dice, count) for count in counts]
-    orders = [(dice.sample(shown, len(shown)), asked[:1]) for shown, asked in episodes for _ in range(ORDERS)]
-    right = np.array(hits(model, [tasks.listed(*order) for order in orders], "examples")).reshape(-1, ORDERS)
+    orders = [
+        (dice.sample(shown, len(shown)), asked[:1])
+        for shown, asked in episodes
+        for _ in range(ORDERS)
+    ]
+    right = np.array(hits(model, [tasks.listed(*order) for order in orders], "examples")).reshape(
+        -1, ORDERS
+    )
     head = counts, [f"{count}/{number % limit}" for number, count in enumerate(counts)]
     margin = right.max(1) - right.min(1)
-    return {"examples": Scores(*head, right.mean(1).tolist()), "examples-margin": Scores(*head, margin.tolist())}
+    return {
+        "examples": Scores(*head, right.mean(1).tolist()),
+        "examples-margin": Scores(*head, margin.tolist()),
+    }
 
 
 @torch.no_grad()
@@ -176,8 +211,14 @@ def table(panel: str, scores: Scores) -> list[str]:
     body = []
     for label in [*dict.fromkeys(scores.labels), "all"]:
         chosen = [i for i, other in enumerate(scores.labels) if label in ("all", other)]
-        interval = bootstrap([scores.values[i] for i in chosen], [str(scores.groups[i]) for i in chosen])
-        by_guess = f"{chance(panel, label):.3f}" if panel in ("recall", "needle", "examples") and label != "all" else ""
+        interval = bootstrap(
+            [scores.values[i] for i in chosen], [str(scores.groups[i]) for i in chosen]
+        )
+        by_guess = (
+            f"{chance(panel, label):.3f}"
+            if panel in ("recall", "needle", "examples") and label != "all"
+            else ""
+        )
         name = ", ".join(map(str, label)) if isinstance(label, tuple) else str(label)
         body.append([name, by_guess, interval_text(interval, 3)])
     return markdown_table([panel, "chance", "mean [95 %]"], body)
@@ -193,10 +234,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     for folder in args.run:
         settings = read_json(folder / "config.json")
         if "corpus" not in settings or not (folder / "model" / "config.json").is_file():
-            raise UserError(f"{folder}: no finished run of train.systems.text: give one, or finish it with --resume")
+            raise UserError(
+                f"{folder}: no finished run of train.systems.text: give one, or finish it with --resume"
+            )
         corpus = kept_corpus(Path(settings["corpus"] or folder / "corpus"))
         model = load_model(folder / "model", device=choose_device(args.device))
         print(f"{folder}\n")
         for name in MEASURES if args.measure == "all" else [args.measure]:
-            for panel, scores in MEASURES[name](model, corpus, settings["length"], args.limit).items():
+            for panel, scores in MEASURES[name](
+                model, corpus, settings["length"], args.limit
+            ).items():
                 print("\n".join([*table(panel, scores), ""]))

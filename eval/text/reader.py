@@ -23,12 +23,18 @@ from model.tokenizer import find_tokenizer, load_tokenizer
 class TextReader:
     """Rows of texts, and what may follow each."""
 
-    def __init__(self, encode: Callable[[str], list[int]], begin: list[int], pad: int | None, max_length: int):
-        self.encode = lru_cache(maxsize=4096)(encode)  # a prompt is encoded with each of its choices
+    def __init__(
+        self, encode: Callable[[str], list[int]], begin: list[int], pad: int | None, max_length: int
+    ):
+        self.encode = lru_cache(maxsize=4096)(
+            encode
+        )  # a prompt is encoded with each of its choices
         self.begin, self.padding, self.max_length = begin, pad, max_length
 
     def pixels(self, picture) -> torch.Tensor:
-        raise UserError("the model reads text alone, no pictures: take other questions, or another model")
+        raise UserError(
+            "the model reads text alone, no pictures: take other questions, or another model"
+        )
 
     def row(self, question: Question) -> TokenRow:
         """The tokens of a prompt."""
@@ -42,7 +48,9 @@ class TextReader:
     def pad(self, rows: Sequence[TokenRow]) -> Batch:
         ids, valid = pad_left([row for row, *_ in rows], self.padding)
         types, labels = torch.ones_like(ids), torch.full_like(ids, -100)
-        return Batch(ids, torch.empty(0, 3, 1, 1), types, valid, labels, torch.empty(0, dtype=torch.int64))
+        return Batch(
+            ids, torch.empty(0, 3, 1, 1), types, valid, labels, torch.empty(0, dtype=torch.int64)
+        )
 
 
 def open_reader(source: str, max_length: int) -> TextReader:
@@ -51,6 +59,11 @@ def open_reader(source: str, max_length: int) -> TextReader:
     if isinstance(config, LanguageConfig):
         tokenizer = load_text_tokenizer(source)
         begin = tokenizer.prompt("a")[: -len(tokenizer.encode("a"))]
-        return TextReader(tokenizer.encode, begin, config.pad_token_id, min(max_length, config.max_position_embeddings))
+        return TextReader(
+            tokenizer.encode,
+            begin,
+            config.pad_token_id,
+            min(max_length, config.max_position_embeddings),
+        )
     texts = Texts(load_tokenizer(find_tokenizer(source)), config.text.vocab_size, (), ())
     return TextReader(texts.encode, [BOS], PAD, max_length)

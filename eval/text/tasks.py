@@ -47,14 +47,20 @@ class Tasks:
     def __init__(self, corpus: Corpus, split: str):
         self.split, self.ids, self.id_of = split, corpus.ids[split], corpus.tokenizer.piece_to_id
         self.newline = self.id_of(NEWLINE)
-        self.unforeseen = [*map(self.id_of, (*RECORDS, *QUESTIONS))]  # no model is trained to foresee them
+        self.unforeseen = [
+            *map(self.id_of, (*RECORDS, *QUESTIONS))
+        ]  # no model is trained to foresee them
 
     def record(self, record: Record) -> int:
         return self.id_of("«{}={}»".format(*record))
 
-    def document(self, ids: list[int], asked: Sequence[Record], needles: Sequence[int] = ()) -> Document:
+    def document(
+        self, ids: list[int], asked: Sequence[Record], needles: Sequence[int] = ()
+    ) -> Document:
         """`ids`, then the questions with their answers, a new line and the end."""
-        ends = [self.id_of(piece) for city, letter in asked for piece in (f"«{city}?»", f"«{letter}»")]
+        ends = [
+            self.id_of(piece) for city, letter in asked for piece in (f"«{city}?»", f"«{letter}»")
+        ]
         answers = range(len(ids) + 1, len(ids) + len(ends), 2)
         return Document([*ids, *ends, self.newline, EOS], answers, needles, (1, len(ids)))
 
@@ -77,12 +83,16 @@ class Tasks:
         if depth is not None:
             places[0] = min(gaps, key=lambda gap: abs(gap - depth * len(text)))
         ids, spots, done = [BOS], {}, 0
-        for number in sorted(dice.sample(range(needles), needles), key=places.__getitem__):  # in a gap at random
+        for number in sorted(
+            dice.sample(range(needles), needles), key=places.__getitem__
+        ):  # in a gap at random
             ids += text[done : places[number]]
             spots[number] = len(ids)
             ids += [self.record(drawn[number]), self.newline]
             done = places[number]
-        return self.document(ids + text[done:], drawn[:asked], [spots[n] for n in range(min(asked, needles))])
+        return self.document(
+            ids + text[done:], drawn[:asked], [spots[n] for n in range(min(asked, needles))]
+        )
 
     def _lines(self, dice: random.Random, room: int) -> list[int]:
         """At most `room` tokens of text, from the start of a line to the end of one."""
@@ -104,8 +114,14 @@ class Tasks:
         """Examples, of SHOWN keys in turn, in random order; and each key that has one with the value that is right."""
         right = dict(zip(dice.sample(CITIES, SHOWN), dice.sample(LETTERS, SHOWN), strict=True))
         keys = [list(right)[number % SHOWN] for number in range(examples)]
-        wrong = {city: [other for other in right.values() if other != letter] for city, letter in right.items()}
-        drawn = [(key, right[key] if dice.random() < RELIABLE else dice.choice(wrong[key])) for key in keys]
+        wrong = {
+            city: [other for other in right.values() if other != letter]
+            for city, letter in right.items()
+        }
+        drawn = [
+            (key, right[key] if dice.random() < RELIABLE else dice.choice(wrong[key]))
+            for key in keys
+        ]
         dice.shuffle(drawn)
         return drawn, [(key, right[key]) for key in dice.sample(keys[:SHOWN], min(SHOWN, examples))]
 

@@ -18,7 +18,9 @@ TOKENIZER = BUNDLED_FOLDER / "tokenizer.model"
 
 def random_model(seed: int = 0) -> PaliGemma:
     model = initialize(PaliGemma(PRESETS["tiny"]), seed, position_std=0.5).eval()
-    for layer in model.language_model.layers:  # a fresh model with a tied head repeats the last token
+    for (
+        layer
+    ) in model.language_model.layers:  # a fresh model with a tied head repeats the last token
         layer.self_attn.o_proj.weight.data *= 6
         layer.mlp.down_proj.weight.data *= 6
     return model
@@ -61,20 +63,37 @@ def workplace(tmp_path, monkeypatch):
 def new_page():
     """A function that opens an address in this system's headless Chromium, without which the test is skipped. Errors
     that the page logs, and what it requests from elsewhere, fail the test."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="no browser: pip install playwright")
-    path, problems = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None), []
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="no browser: pip install playwright"
+    )
+    path, problems = (
+        next(
+            filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+        ),
+        [],
+    )
     if path is None:
         pytest.skip("no browser: apt-get install chromium")
     with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"] if os.geteuid() == 0 else [])
+        browser = started.chromium.launch(
+            executable_path=path, args=["--no-sandbox"] if os.geteuid() == 0 else []
+        )
 
         def open_page(url: str, width: int = 1400, scheme: str = "light"):
-            page = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme).new_page()
+            page = browser.new_context(
+                viewport={"width": width, "height": 900}, color_scheme=scheme
+            ).new_page()
             local, page.problems = (url.partition("#")[0], "data:", "blob:"), problems
             page.set_default_timeout(60_000)
-            page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+            page.on(
+                "console",
+                lambda message: problems.append(message.text) if message.type == "error" else None,
+            )
             page.on("pageerror", lambda error: problems.append(str(error)))
-            page.on("request", lambda request: request.url.startswith(local) or problems.append(request.url))
+            page.on(
+                "request",
+                lambda request: request.url.startswith(local) or problems.append(request.url),
+            )
             page.goto(url)
             return page
 

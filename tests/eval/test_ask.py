@@ -21,33 +21,61 @@ def test_many_pictures_are_asked_in_batches(workplace, monkeypatch, capsys):
     """Breaks when `--image *.jpg` fills the memory, or an answer stands at another picture."""
     rows, whole = [], generate.generate
     monkeypatch.setattr(
-        generate, "generate", lambda *args, **options: rows.append(len(args[1])) or whole(*args, **options)
+        generate,
+        "generate",
+        lambda *args, **options: rows.append(len(args[1])) or whole(*args, **options),
     )
     names = [f"{number}.png" for number in range(9)]
     for number, name in enumerate(names):
         scenes.sample("vqa", "test", 6 * number).image.save(name)
-    prompts, flags = ["count dog", "exist cat"], ["--model", "embedded", "--json", "--draw", "drawn.png"]
+    prompts, flags = (
+        ["count dog", "exist cat"],
+        ["--model", "embedded", "--json", "--draw", "drawn.png"],
+    )
     ask.main([*flags, "--image", *names, "--prompt", *prompts])
     answers = json.loads(capsys.readouterr().out)
     assert rows == [16, 2]
-    assert [(a["image"], a["prompt"]) for a in answers] == [(name, prompt) for name in names for prompt in prompts]
+    assert [(a["image"], a["prompt"]) for a in answers] == [
+        (name, prompt) for name in names for prompt in prompts
+    ]
     ask.main([*flags, "--image", names[4], "--prompt", *prompts])
     assert json.loads(capsys.readouterr().out) == answers[8:10]
     sampled = []
     for seed in (0, 0, 1):
-        ask.main([*flags, "--image", names[4], "--prompt", "caption en", *f"--temperature 3 --seed {seed}".split()])
+        ask.main(
+            [
+                *flags,
+                "--image",
+                names[4],
+                "--prompt",
+                "caption en",
+                *f"--temperature 3 --seed {seed}".split(),
+            ]
+        )
         sampled.append(json.loads(capsys.readouterr().out)[0]["answer"])
     assert sampled[0] == sampled[1] != sampled[2]
 
 
 def test_the_toy_and_no_other_says_what_it_knows(workplace):
     """Breaks when the embedded base answers a photograph without a warning, or a model of own data gets the warning."""
-    for name, base, data in (("toy", "embedded", "embedded"), ("own", "embedded", "csv:a"), ("big", "a/b", "embedded")):
+    for name, base, data in (
+        ("toy", "embedded", "embedded"),
+        ("own", "embedded", "csv:a"),
+        ("big", "a/b", "embedded"),
+    ):
         Path("runs", name).mkdir(parents=True)
         Path("runs", name, "config.json").write_text(json.dumps({"base": base, "data": [data]}))
     runs = [(run, "embedded", run) for run in ("toy", "toy/best", "own", "own/best", "big")]
-    runs += [("base", "embedded", None), ("full", "runs/toy/model", None), ("full own", "runs/own/model", None)]
-    noted = {name for name, model, run in runs if toy_note(Subject(model, run and Path("runs", run), name))}
+    runs += [
+        ("base", "embedded", None),
+        ("full", "runs/toy/model", None),
+        ("full own", "runs/own/model", None),
+    ]
+    noted = {
+        name
+        for name, model, run in runs
+        if toy_note(Subject(model, run and Path("runs", run), name))
+    }
     assert noted == {"toy", "toy/best", "base", "full"}
 
 

@@ -18,14 +18,19 @@ SMALL = "--limit 6 --max-new-tokens 2 --json".split()
 
 
 def rows(scores: dict[int, float], *measures: str) -> list[Row]:
-    return [Row(Question(n, f"picture {n // 2}", (), "?"), "", dict.fromkeys(measures, s)) for n, s in scores.items()]
+    return [
+        Row(Question(n, f"picture {n // 2}", (), "?"), "", dict.fromkeys(measures, s))
+        for n, s in scores.items()
+    ]
 
 
 def test_bootstrap_by_hand():
     """Breaks when a benchmark's interval is of another level, parts a picture's questions, or weighs them alike."""
     half = [0.0, 1.0] * 50  # scipy.stats.binom.ppf((0.025, 0.975), 100, 0.5) / 100
     assert bootstrap(half) == pytest.approx((0.5, 0.4, 0.6))
-    assert bootstrap(np.repeat(half, 3), np.repeat(np.arange(100), 3)) == pytest.approx((0.5, 0.4, 0.6))
+    assert bootstrap(np.repeat(half, 3), np.repeat(np.arange(100), 3)) == pytest.approx(
+        (0.5, 0.4, 0.6)
+    )
     assert bootstrap([1.0, 1, 1, 0], [*"aaab"]) == (0.75, 0, 1)
 
 
@@ -37,11 +42,23 @@ def test_differences_are_paired():
     values = {title: of["measures"] for title, of in values_of(Benchmark(), results).items()}
     assert values["a"]["exact"]["mean"] == 50 and "difference" not in values["a"]["exact"]
     assert values["b"]["exact"]["mean"] == 100 and values["b"]["exact"]["questions"] == 20
-    assert values["b"]["exact"]["difference"] == {"mean": 50, "low": 50, "high": 50}  # each picture: one of two
-    assert values["b, blind"]["exact"]["difference"] == {"mean": -50, "low": -50, "high": -50}  # to b
+    assert values["b"]["exact"]["difference"] == {
+        "mean": 50,
+        "low": 50,
+        "high": 50,
+    }  # each picture: one of two
+    assert values["b, blind"]["exact"]["difference"] == {
+        "mean": -50,
+        "low": -50,
+        "high": -50,
+    }  # to b
     assert "difference" not in values["b"]["vqa"]  # which a lacks
     head, _, *table = comparison_table(values_of(Benchmark(), results))
-    assert head.startswith("40 questions, ") and "b has answered 20 of them" in table and "+50.00" in table[3]
+    assert (
+        head.startswith("40 questions, ")
+        and "b has answered 20 of them" in table
+        and "+50.00" in table[3]
+    )
     assert comparison_table(values_of(Benchmark(), {"a": rows(half)})) == []  # nothing to score
 
 
@@ -49,7 +66,9 @@ def test_differences_are_paired():
 def test_several_models_are_one_table(source, twin, workplace, monkeypatch, capsys):
     """A base and its adapter are asked as one model, or share files; --quantize forgets the adapter."""
     opened, original = [], open.open_model
-    monkeypatch.setattr(open, "open_model", lambda *args, **text: opened.append(original(*args)) or opened[-1])
+    monkeypatch.setattr(
+        open, "open_model", lambda *args, **text: opened.append(original(*args)) or opened[-1]
+    )
     flags = f"--model {source} --adapter none --adapter {twin} --quantize none --quantize int8 --device cpu --out out"
     pope.main([*flags.split(), *SMALL])
     printed = json.loads(capsys.readouterr().out)
@@ -60,7 +79,9 @@ def test_several_models_are_one_table(source, twin, workplace, monkeypatch, caps
     assert len(lora_layers(small)) == len(lora_layers(whole)) > 0
     for title, values in printed.items():
         measure = values["measures"]["accuracy, random"]
-        assert measure["mean"] == values["summary"]["random"]["accuracy"] and measure["questions"] == 6
+        assert (
+            measure["mean"] == values["summary"]["random"]["accuracy"] and measure["questions"] == 6
+        )
         assert ("difference" in measure) == (title != "random")
         assert (workplace / "out" / title / "results.json").is_file()
     files = [flag for title in printed for flag in ("--results", f"out/{title}/results.json")]

@@ -15,7 +15,9 @@ from tests.runs import refused
 from weights.load import load_model
 
 pytestmark = pytest.mark.long
-SVG = b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><script>alert(1)</script></svg>'
+SVG = (
+    b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><script>alert(1)</script></svg>'
+)
 
 
 def test_without_gradio_nothing_is_loaded(monkeypatch):
@@ -31,7 +33,9 @@ def test_the_page_answers_and_refuses(processor, new_page, tmp_path, monkeypatch
     pytest.importorskip("gradio", reason="no gradio: pip install 'gradio>=6,<7'")
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    blocks = demo.serve(Subject("embedded", None, "embedded"), load_model("embedded"), processor, tmp_path)
+    blocks = demo.serve(
+        Subject("embedded", None, "embedded"), load_model("embedded"), processor, tmp_path
+    )
     page, png = new_page(blocks.local_url), io.BytesIO()
     upload = page.locator("input[type=file]").first
     scenes.sample("vqa", "test", 192).image.save(png, "PNG")
@@ -43,7 +47,9 @@ def test_the_page_answers_and_refuses(processor, new_page, tmp_path, monkeypatch
         page.locator("#prompt button").click()
 
     ask(png.getvalue(), "detect dog")
-    page.wait_for_function("() => document.querySelector('#answer textarea').value.includes('<loc1023> dog')")
+    page.wait_for_function(
+        "() => document.querySelector('#answer textarea').value.includes('<loc1023> dog')"
+    )
     page.wait_for_selector("#boxes img")
     page.locator("#inside").click()
     frame = page.frame_locator("#look iframe")
@@ -55,4 +61,6 @@ def test_the_page_answers_and_refuses(processor, new_page, tmp_path, monkeypatch
     page.get_by_text("cannot be read").first.wait_for()
     blocks.close(verbose=False)
     page.wait_for_timeout(500)
-    page.problems[:] = [problem for problem in page.problems if problem.startswith("http")]  # refusals are logged
+    page.problems[:] = [
+        problem for problem in page.problems if problem.startswith("http")
+    ]  # refusals are logged

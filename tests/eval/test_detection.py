@@ -15,7 +15,9 @@ from eval.question import Question
 from eval.records import Box, Detection, embedded_records
 from tests.runs import refused
 
-STATS = "AP,AP50,AP75,AP small,AP medium,AP large,AR1,AR10,AR100,AR small,AR medium,AR large".split(",")
+STATS = "AP,AP50,AP75,AP small,AP medium,AP large,AR1,AR10,AR100,AR small,AR medium,AR large".split(
+    ","
+)
 
 
 def sides(box: Box | Found) -> list[float]:
@@ -31,7 +33,9 @@ def drawn_case(seed: int) -> tuple[list[list[Box]], list[list[Found]]]:
     def box(near=None):
         if near is not None and dice.random() < 0.7:
             return tuple(max(0, value + dice.randrange(-1, 2) * raster) for value in near)
-        return tuple(dice.randrange(0, 160, raster) / (1 if near is None else 1.5) for _ in range(4))
+        return tuple(
+            dice.randrange(0, 160, raster) / (1 if near is None else 1.5) for _ in range(4)
+        )
 
     truths, found = [], []
     for _ in range(dice.randrange(1, 9)):
@@ -42,7 +46,9 @@ def drawn_case(seed: int) -> tuple[list[list[Box]], list[list[Found]]]:
             true.append(Box(dice.choice(labels), x, y, width, height, area, dice.random() < 0.15))
         for _ in range(dice.choice((0, 1, 6, 140 if seed % 10 == 0 else 12))):
             near = dice.choice(true) if true else None
-            label = near.label if near and dice.random() < 0.8 else dice.choice([*labels, "never true"])
+            label = (
+                near.label if near and dice.random() < 0.8 else dice.choice([*labels, "never true"])
+            )
             score = dice.choice(scores) if scores else dice.random()
             said.append(Found(label, *box(sides(near) if near else None), score))
         truths.append(true)
@@ -51,7 +57,12 @@ def drawn_case(seed: int) -> tuple[list[list[Box]], list[list[Found]]]:
 
 
 def by_pycocotools(truths, found) -> list[float]:
-    ids = {label: n for n, label in enumerate(sorted({b.label for part in (*truths, *found) for b in part}), start=1)}
+    ids = {
+        label: n
+        for n, label in enumerate(
+            sorted({b.label for part in (*truths, *found) for b in part}), start=1
+        )
+    }
 
     def rows(boxes, **names) -> list[dict]:
         pairs = [(n, box) for n, of_picture in enumerate(boxes) for box in of_picture]
@@ -75,10 +86,21 @@ def by_pycocotools(truths, found) -> list[float]:
 def test_the_measures_are_those_of_coco(capsys):
     """Any rule of COCO's is another: ties, crowds, sizes, ranks, classes without truth, empty pictures."""
     compared, pair = 0, [Box("a", x, 0, 10, 10, 100) for x in (0, 2)]
-    ties = [([pair], [[Found("a", x, 0, 10, 10, 1 / (1 + n)) for n, x in enumerate((1, x))]]) for x in (0, 2)]
-    bounds = [[Box("a", at, at, at, at, at * at) for at in (32, 96)]]  # of small, medium and large, both inclusive
-    wrong = [[Found("a", place, 0, at, at) for place in (0, 300) for at in (32, 96)] + [Found("a", *[32] * 4, 0.9)]]
-    at = [[Found("a", 99 * (n != hit), 0, 10, 10, (0.9, 0.5)[n > 1]) for n in range(5)] for hit in range(4)]
+    ties = [
+        ([pair], [[Found("a", x, 0, 10, 10, 1 / (1 + n)) for n, x in enumerate((1, x))]])
+        for x in (0, 2)
+    ]
+    bounds = [
+        [Box("a", at, at, at, at, at * at) for at in (32, 96)]
+    ]  # of small, medium and large, both inclusive
+    wrong = [
+        [Found("a", place, 0, at, at) for place in (0, 300) for at in (32, 96)]
+        + [Found("a", *[32] * 4, 0.9)]
+    ]
+    at = [
+        [Found("a", 99 * (n != hit), 0, 10, 10, (0.9, 0.5)[n > 1]) for n in range(5)]
+        for hit in range(4)
+    ]
     cases = [*map(drawn_case, range(16)), *ties, (bounds, wrong), ([pair] * 4, at)]
     for seed, (truths, found) in enumerate(cases):
         if any(truths) and any(found):  # pycocotools itself takes no empty result
@@ -94,7 +116,11 @@ def loc(*places: int) -> str:
 
 
 WHOLE = loc(0, 0, 1023, 1023)
-FORMAT, NAME, EMPTY = "not four locations and a name", "a name that was not asked for", "an empty box"
+FORMAT, NAME, EMPTY = (
+    "not four locations and a name",
+    "a name that was not asked for",
+    "an empty box",
+)
 
 
 def parsed(text: str, scores=()) -> tuple[list[Found], dict]:
@@ -108,10 +134,18 @@ def parsed(text: str, scores=()) -> tuple[list[Found], dict]:
         # y1 x1 y2 x2 of 1023, in a picture of 200 × 100 pixels
         (f"{WHOLE} cat", [("cat", 0, 0, 200, 100)], {"": 1}),
         (f"{loc(341, 0, 682, 1023)}CAT;", [("cat", 0, 100 / 3, 200, 100 / 3)], {"": 1}),
-        (f"{WHOLE}<seg001> Dog ; {WHOLE} dog", [("Dog", 0, 0, 200, 100), ("dog", 0, 0, 200, 100)], {"": 2}),
+        (
+            f"{WHOLE}<seg001> Dog ; {WHOLE} dog",
+            [("Dog", 0, 0, 200, 100), ("dog", 0, 0, 200, 100)],
+            {"": 2},
+        ),
         ("", [], {}),
         (f"no cat here ; cat {WHOLE} ; <loc0001", [], {FORMAT: 3}),
-        (f"{loc(0, 0, 9)} cat ; {loc(0, 0, 9, 9, 9)} cat ; {loc(0, 0, 9, 1024)} cat", [], {FORMAT: 3}),
+        (
+            f"{loc(0, 0, 9)} cat ; {loc(0, 0, 9, 9, 9)} cat ; {loc(0, 0, 9, 1024)} cat",
+            [],
+            {FORMAT: 3},
+        ),
         (f"{WHOLE} cow", [("cow", 0, 0, 200, 100)], {NAME: 1}),
         (f"{loc(0, 1023, 1023, 1023)} cat", [("cat", 200, 0, 0, 100)], {EMPTY: 1}),
     ],
@@ -119,7 +153,9 @@ def parsed(text: str, scores=()) -> tuple[list[Found], dict]:
 def test_answers_are_parsed_strictly(text, boxes, problems):
     """A malformed answer raises, is drawn somewhere, or is not counted; or a place is not y1 x1 y2 x2 of 1023."""
     found, counts = parsed(text)
-    assert [(f.label, *map(round, sides(f))) for f in found] == [(b[0], *map(round, b[1:])) for b in boxes]
+    assert [(f.label, *map(round, sides(f))) for f in found] == [
+        (b[0], *map(round, b[1:])) for b in boxes
+    ]
     assert counts == problems
 
 
@@ -150,11 +186,17 @@ def test_the_command_on_the_embedded_scenes(source, workplace, monkeypatch, caps
     parts = sum(record.suffix.count(";") + 1 for record in records[4:13]) + 3
     assert seeing["malformed"] == seeing[f"  {FORMAT}"] == pytest.approx(300 / parts)
     lost = {f"  AP, {record.prefix.removeprefix('detect ')}" for record in records[:4]}
-    assert all(value > 100 - 1e-9 for line, value in seeing.items() if "  AP, " in line and line not in lost)
+    assert all(
+        value > 100 - 1e-9
+        for line, value in seeing.items()
+        if "  AP, " in line and line not in lost
+    )
     out = workplace / "runs" / "eval" / "random" / "detect"
     assert Image.open(out / "detect.png").width > 900
     detect.main(["--results", str(out / "results.json"), "--json"])
     (scored,) = json.loads(capsys.readouterr().out).values()
     assert scored["summary"] == printed["random"]
-    (workplace / "bad.json").write_text(json.dumps([{"question_id": "a", "boxes": [{"label": "cat", "x": "left"}]}]))
+    (workplace / "bad.json").write_text(
+        json.dumps([{"question_id": "a", "boxes": [{"label": "cat", "x": "left"}]}])
+    )
     refused(lambda: detect.main(["--results", "bad.json"]), "bad.json[0]: ")

@@ -41,7 +41,9 @@ def one_by_one(model, processor, questions, max_new_tokens=6) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("batch_size", "is_compiled"), [(4, False), (64, False), (8, True)])
-def test_batched_answers_are_those_of_one_by_one(model, processor, monkeypatch, batch_size, is_compiled):
+def test_batched_answers_are_those_of_one_by_one(
+    model, processor, monkeypatch, batch_size, is_compiled
+):
     """An answer depends on its batch's rows, padding or pictures, or an earlier prompt; a small batch compiles anew."""
     asked, options = vqa.embedded(30), {}
     single = one_by_one(model, processor, asked)
@@ -49,9 +51,15 @@ def test_batched_answers_are_those_of_one_by_one(model, processor, monkeypatch, 
         torch._dynamo.reset()
         counter, steps, step = CompileCounter(), [], CompiledStep.__call__
         options["compiled"] = CompiledStep(model, backend=counter)
-        monkeypatch.setattr(CompiledStep, "__call__", lambda *args: steps.append(len(args[1])) or step(*args))
-    answers = answer.ask_all(model, processor, asked, max_new_tokens=6, batch_size=batch_size, **options)
-    assert answers == single and len(set(single)) > 5  # a model that says always the same could not tell
+        monkeypatch.setattr(
+            CompiledStep, "__call__", lambda *args: steps.append(len(args[1])) or step(*args)
+        )
+    answers = answer.ask_all(
+        model, processor, asked, max_new_tokens=6, batch_size=batch_size, **options
+    )
+    assert (
+        answers == single and len(set(single)) > 5
+    )  # a model that says always the same could not tell
     if is_compiled:
         assert set(steps) == {8} and counter.frame_count == 1 and len(single) % 8
 
@@ -60,7 +68,10 @@ def test_several_pictures_in_one_prompt(model, processor):
     """MMNeedle's ten pictures are shuffled, or those of another test; or an id that occurs twice mixes up answers."""
     pictures = [[noise(3 * number + part) for part in range(3)] for number in range(4)]
     asked = [Question("same", str(n), p, f"count {'dog ' * n}cat") for n, p in enumerate(pictures)]
-    asked += [Question("same", "one", pictures[0][0], "count cat"), Question("same", "none", (), "count cat")]
+    asked += [
+        Question("same", "one", pictures[0][0], "count cat"),
+        Question("same", "none", (), "count cat"),
+    ]
     single = one_by_one(model, processor, asked)
     assert answer.ask_all(model, processor, asked, max_new_tokens=6) == single
     assert len(set(single)) == 6
@@ -70,8 +81,13 @@ def test_a_picture_is_encoded_once_for_all_its_questions(model, processor, monke
     """Six questions a picture cost six encodings: the vision tower is most of the work of a large model."""
     encoded, drawn = [], []
     encode = model.encode_images
-    monkeypatch.setattr(model, "encode_images", lambda pixels: encoded.append(len(pixels)) or encode(pixels))
-    asked = [Question(q.id, q.key, lambda q=q: drawn.append(q.key) or q.picture(), q.prefix) for q in vqa.embedded(42)]
+    monkeypatch.setattr(
+        model, "encode_images", lambda pixels: encoded.append(len(pixels)) or encode(pixels)
+    )
+    asked = [
+        Question(q.id, q.key, lambda q=q: drawn.append(q.key) or q.picture(), q.prefix)
+        for q in vqa.embedded(42)
+    ]
     answer.ask_all(model, processor, asked, max_new_tokens=1, batch_size=3)
     assert len(drawn) == sum(encoded) <= 8 and max(encoded) <= 3  # one is in two windows of 24
 
@@ -79,7 +95,9 @@ def test_a_picture_is_encoded_once_for_all_its_questions(model, processor, monke
 def likelihood_by_hand(model, processor, picture, prefix, choice) -> float:
     """log p of a whole answer from one uncached forward pass, token by token."""
     batch = processor([picture], [prefix], [choice])
-    logits = model(batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask)[0].double()
+    logits = model(batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask)[
+        0
+    ].double()
     labels = batch.labels[0]
     places = [place for place in range(1, len(labels)) if labels[place] != -100]
     return sum(float(logits[p - 1][labels[p]] - logits[p - 1].exp().sum().log()) for p in places)
@@ -98,16 +116,25 @@ def test_the_likeliest_choice_is_the_answer(processor, kind, monkeypatch):
                 parameter.normal_(std=0.3)
     choices = ("top", "bottom left", "row 2 column 3", "dog")
     asked = [Question(n, str(n), noise(n), f"count {'dog ' * n}cat", choices) for n in range(6)]
-    expected = [[likelihood_by_hand(model, processor, q.picture, q.prefix, c) for c in choices] for q in asked]
+    expected = [
+        [likelihood_by_hand(model, processor, q.picture, q.prefix, c) for c in choices]
+        for q in asked
+    ]
     batch = processor.pad([processor.layout(1, question.prefix) for question in asked])
-    features = model.encode_images(processor([q.picture for q in asked], ["-"] * len(asked)).pixel_values)
+    features = model.encode_images(
+        processor([q.picture for q in asked], ["-"] * len(asked)).pixel_values
+    )
     ids = [[*processor.encode(choice), processor.config.eos_token_id] for choice in choices]
-    found = torch.stack(answer.log_likelihoods(model, batch, [ids] * len(asked), features, torch.arange(len(asked))))
+    found = torch.stack(
+        answer.log_likelihoods(model, batch, [ids] * len(asked), features, torch.arange(len(asked)))
+    )
     torch.testing.assert_close(found.double(), torch.tensor(expected).double(), rtol=0, atol=1e-4)
     # of five rows a batch, one prompt's choices
     answers = answer.ask_all(model, processor, asked, batch_size=5)
     assert answers == [choices[row.index(max(row))] for row in expected]
-    monkeypatch.setattr(answer, "log_likelihoods", lambda *args, **options: [torch.tensor([-2.0, -1, -1, -1])])
+    monkeypatch.setattr(
+        answer, "log_likelihoods", lambda *args, **options: [torch.tensor([-2.0, -1, -1, -1])]
+    )
     assert answer.choose(model, processor, asked[:1], batch, {}) == ["bottom left"]
 
 
@@ -142,10 +169,14 @@ def test_an_interrupted_run_goes_on(source, workplace, capsys, monkeypatch):
         vqa.main([*flags, "--out", "parts", *more])
         assert sum(sizes) == asked
     assert capsys.readouterr().out == 3 * whole
-    assert (workplace / "whole/results.json").read_bytes() == (workplace / "parts/results.json").read_bytes()
+    assert (workplace / "whole/results.json").read_bytes() == (
+        workplace / "parts/results.json"
+    ).read_bytes()
 
 
-def test_answers_of_another_model_prompt_or_picture_are_not_taken(model, processor, tmp_path, monkeypatch):
+def test_answers_of_another_model_prompt_or_picture_are_not_taken(
+    model, processor, tmp_path, monkeypatch
+):
     """The log of one model is scored as another's, or that of another tokenizer, strength of LoRA or picture."""
     log, file = tmp_path / "log.jsonl", tmp_path / "a.png"
     noise(3).save(file)
@@ -160,8 +191,16 @@ def test_answers_of_another_model_prompt_or_picture_are_not_taken(model, process
         strong.append(random_model())
         adapter.inject(strong[-1], adapter.DECODER_TARGETS, 2, alpha)
     longer = [replace(q, prefix=q.prefix + " now") for q in asked]
-    calls = [(model, processor, asked, 2), (other, processor, asked, 2), (model, processor, longer, 2)]
-    calls += [(model, processor, asked, 3), (model, reverse, asked, 2), *((m, processor, asked, 2) for m in strong)]
+    calls = [
+        (model, processor, asked, 2),
+        (other, processor, asked, 2),
+        (model, processor, longer, 2),
+    ]
+    calls += [
+        (model, processor, asked, 3),
+        (model, reverse, asked, 2),
+        *((m, processor, asked, 2) for m in strong),
+    ]
     for number, (*given, tokens) in enumerate([*calls, *calls]):
         answer.ask_all(*given, max_new_tokens=tokens, log=log)
         assert sum(sizes) == 3 * min(number + 1, len(calls))
@@ -172,13 +211,18 @@ def test_answers_of_another_model_prompt_or_picture_are_not_taken(model, process
 
 def test_a_log_has_one_writer_and_is_no_other_file(model, processor, source, tmp_path):
     """Two commands mix their lines, a file of something else is overwritten, or likelihoods come back as text."""
-    log, asked = tmp_path / "log.jsonl", [Question(1, "1", noise(1), "count", ("top", "dog"), scored=True)]
+    log, asked = (
+        tmp_path / "log.jsonl",
+        [Question(1, "1", noise(1), "count", ("top", "dog"), scored=True)],
+    )
     first = answer.ask_all(model, processor, asked, log=log)
     assert isinstance(first[0], list) and answer.ask_all(model, processor, asked, log=log) == first
     with answer.open_log(log):
         refused(lambda: answer.ask_all(model, processor, asked, log=log), "log.jsonl", "--out")
     anew = ["--model", source, "--limit", "1", "--no-resume", "--out", str(tmp_path)]
-    with answer.open_log(tmp_path / "answers.jsonl"):  # nor is it taken away from a command that writes to it
+    with answer.open_log(
+        tmp_path / "answers.jsonl"
+    ):  # nor is it taken away from a command that writes to it
         refused(lambda: vqa.main(anew), "answers.jsonl", "--out")
     for line in ("7", "{"):
         log.write_text(f'{{"mark": "x", "answer": "y"}}\n{line}\n')
@@ -196,7 +240,12 @@ def test_default_is_the_newest_run_or_the_embedded_base(source, workplace, monke
     """Without flags another model than the last one trained is measured, or nobody says which one it was."""
     monkeypatch.setattr("model.source.BUNDLED_FOLDER", Path(source))
     assert subjects("") == [open.Subject("embedded", None, "embedded")]
-    runs = {"first": "embedded", "old": "embedded", "other": "somewhere/else", "unfinished": "embedded"}
+    runs = {
+        "first": "embedded",
+        "old": "embedded",
+        "other": "somewhere/else",
+        "unfinished": "embedded",
+    }
     for name, base in runs.items():
         folder, model = workplace / "runs" / name, random_model()
         adapter.inject(model, adapter.DECODER_TARGETS, 2, 4.0)
@@ -213,7 +262,9 @@ def test_default_is_the_newest_run_or_the_embedded_base(source, workplace, monke
     refused(lambda: subjects("--adapter full --model embedded"), "full is a whole model", "--model")
     pope.main(["--limit", "6", *FAST])
     printed = capsys.readouterr()
-    assert printed.out.startswith("pope: runs/old on embedded (the newest run in ./runs; --adapter takes another)\n")
+    assert printed.out.startswith(
+        "pope: runs/old on embedded (the newest run in ./runs; --adapter takes another)\n"
+    )
     assert "newest" not in printed.err
     scores = json.loads(Path("runs/eval/old/pope/scores.json").read_text())
     assert scores["model"] == "runs/old on embedded" and set(scores["results"]) == {"old"}
@@ -221,7 +272,9 @@ def test_default_is_the_newest_run_or_the_embedded_base(source, workplace, monke
 
 def test_bad_input_is_one_line(source, workplace):
     """A mistake ends in a traceback, or in a line that names neither the file nor the remedy."""
-    (workplace / "Q").write_text(json.dumps([{"question_id": 1, "image": "gone.jpg", "question": "Is it?"}]))
+    (workplace / "Q").write_text(
+        json.dumps([{"question_id": 1, "image": "gone.jpg", "question": "Is it?"}])
+    )
     for flags, part in (
         (f"--model {source} --questions Q", "go together"),
         (f"--model {source} --questions Q --images .", "'gone.jpg' is not in ."),
@@ -239,18 +292,26 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(command, workplace,
     Path("dangling").symlink_to("nowhere/at/all")
     monkeypatch.setattr("eval.open.load_model", None)
     for path in ("file/a", "x" * 300, "dangling"):
-        refused(lambda path=path: command.main(["--model", "embedded", "--limit", "2", "--out", path]))
+        refused(
+            lambda path=path: command.main(["--model", "embedded", "--limit", "2", "--out", path])
+        )
 
 
 def test_a_question_that_cannot_be_asked_is_left_out(source, workplace, capsys):
     """A broken picture ends the evaluation, or counts as wrong without a word; or none is asked, and all is 0 %."""
     Image.new("RGB", (9, 9)).save("good.png")
     (workplace / "bad.png").write_bytes(b"no picture")
-    rows = [{"image": f"{name}.png", "prefix": f"what {name}", "suffix": "top"} for name in ("good", "bad")]
+    rows = [
+        {"image": f"{name}.png", "prefix": f"what {name}", "suffix": "top"}
+        for name in ("good", "bad")
+    ]
     for name, chosen in (("D", rows), ("E", rows[1:])):
         (workplace / name).write_text("".join(json.dumps(row) + "\n" for row in chosen))
     vqa.main(["--model", source, *FAST, *"--data jsonl:D --out D1".split()])
     assert "left out 1 of 2 questions: " in capsys.readouterr().err
     scores = json.loads(Path("D1/scores.json").read_text())
-    assert len(scores["left_out"]) == 1 and scores["results"]["random"]["measures"]["exact_match"]["questions"] == 1
+    assert (
+        len(scores["left_out"]) == 1
+        and scores["results"]["random"]["measures"]["exact_match"]["questions"] == 1
+    )
     refused(lambda: vqa.main(["--model", source, *FAST, *"--data jsonl:E".split()]), "bad.png")

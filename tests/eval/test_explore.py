@@ -24,7 +24,9 @@ PICTURE = scenes.sample("vqa", "test", 192).image
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "options"), [("twin", {}), ("v2", {}), ("split", {"norm": False}), ("softmax", {})])
+@pytest.mark.parametrize(
+    ("kind", "options"), [("twin", {}), ("v2", {}), ("split", {"norm": False}), ("softmax", {})]
+)
 def test_maps_are_what_the_model_computes(processor, kind, options, seeded):
     """Breaks when a map is of another query, head or layer, or what multiplies the values is not the difference."""
     model = random_model()
@@ -35,7 +37,9 @@ def test_maps_are_what_the_model_computes(processor, kind, options, seeded):
                 parameter += 0.3 * torch.randn_like(parameter)
     said = answer(model, processor, PICTURE, PROMPT, 5)
     count, values, heads, taps = len(said.new), [], [], []
-    layers = [m for path, m in attention_modules(model).items() if path.startswith("language_model.")]
+    layers = [
+        m for path, m in attention_modules(model).items() if path.startswith("language_model.")
+    ]
     for layer in layers:
         layer.v_proj.register_forward_hook(lambda _, args, out: values.append(out[0]))
         layer.o_proj.register_forward_pre_hook(lambda _, args: heads.append(args[0][0]))
@@ -49,12 +53,18 @@ def test_maps_are_what_the_model_computes(processor, kind, options, seeded):
         v = values[number].unflatten(1, (-1, layer.head_dim))
         v = v.repeat_interleave(layer.num_heads // layer.num_key_value_heads, dim=1)
         expected = heads[number][-count:].view(count, layer.num_heads, layer.head_dim)
-        torch.testing.assert_close(torch.einsum("tns,snd->tnd", result[:, number], v), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            torch.einsum("tns,snd->tnd", result[:, number], v), expected, rtol=1e-4, atol=1e-4
+        )
         layer.tap = taps.append
     with torch.no_grad():
         model(**calls[0])
-    for number, weights in enumerate(taps[:: len(taps) // len(layers)]):  # of two maps in a layer the first
-        np.testing.assert_allclose(maps.kinds[first][:, number], weights[0, :, -count:].transpose(0, 1), atol=1e-6)
+    for number, weights in enumerate(
+        taps[:: len(taps) // len(layers)]
+    ):  # of two maps in a layer the first
+        np.testing.assert_allclose(
+            maps.kinds[first][:, number], weights[0, :, -count:].transpose(0, 1), atol=1e-6
+        )
         share = weights[0][..., torch.from_numpy(said.slots)].sum() / weights[0].sum()
         assert maps.laws[first][number] == pytest.approx(float(share), rel=1e-4)
 
@@ -76,13 +86,21 @@ def random_case(tokens: int, models: int = 1, layers=18, heads=8, slots=256) -> 
         kinds = dict(zip(("A1", "A2", "plain"), maps / maps.sum(-1, keepdims=True), strict=True))
         kinds["mix"] = 2 * kinds["A1"] - kinds["A2"]
         words = {place: "word" for place in range(slots, keys + 1)}
-        said = Said(SimpleNamespace(input_ids=torch.zeros(1, length)), None, "x", words, np.arange(keys) < slots)
+        said = Said(
+            SimpleNamespace(input_ids=torch.zeros(1, length)),
+            None,
+            "x",
+            words,
+            np.arange(keys) < slots,
+        )
         case.answers[f"m{number}"] = said, Maps(kinds, {"A1": np.ones(layers)}, np.ones(tokens))
     return case
 
 
 def data_of(text: str) -> dict:
-    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    (data,) = re.findall(
+        r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL
+    )
     return json.loads(data)
 
 
@@ -97,7 +115,9 @@ def test_quantized_maps_come_back(kind, dtype, top):
     found = np.frombuffer(levels, dtype).reshape(6, -1) / top * numbers[:, :1]
     assert np.abs(found - rows)[:, :16].max() <= np.abs(rows[:, :16]).max() / top * 0.51
     sums = [numbers[:, 2], numbers[:, 3:5].sum(1), numbers[:, 5]]
-    np.testing.assert_allclose(sums, [rows[:, :16].sum(1), rows[:, 16:].sum(1), rows[:, 0]], rtol=1e-5)
+    np.testing.assert_allclose(
+        sums, [rows[:, :16].sum(1), rows[:, 16:].sum(1), rows[:, 0]], rtol=1e-5
+    )
 
 
 def test_a_page_of_3b_is_small_and_safe_and_longer_answers_lose_their_end():
@@ -129,9 +149,14 @@ def test_explore_command(twin, workplace, capsys):
     (entry,) = data_of((workplace / "runs/eval/twin/explore.html").read_text())["cases"]
     assert [model["kinds"] for model in entry["models"]] == [["A1", "A2", "mix", "plain"]]
     assert set(entry["models"][0]["laws"]) == {"A1", "A2", "plain"} and entry["hit"] is None
-    rows = [{"image": "p.png", "prefix": PROMPT, "suffix": answer} for answer in ("Bottom right", "top left")]
+    rows = [
+        {"image": "p.png", "prefix": PROMPT, "suffix": answer}
+        for answer in ("Bottom right", "top left")
+    ]
     (workplace / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for source, hits in (("jsonl:own.jsonl", [True, False]), ("embedded", [True, True, True])):
         main(["--model", "embedded", "--data", source, "--limit", "3", "--out", "hits.html"])
-        assert [case["hit"] for case in data_of((workplace / "hits.html").read_text())["cases"]] == hits
+        assert [
+            case["hit"] for case in data_of((workplace / "hits.html").read_text())["cases"]
+        ] == hits
     refused(lambda: main(["--model", twin, "--image", "p.png"]), "give --image")

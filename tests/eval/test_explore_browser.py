@@ -47,7 +47,9 @@ def shown(new_page, tmp_path):
 
 def changes(shown, before: str = "", number: int = 0) -> str:
     """The pixels of a map once they differ from those before."""
-    script = "([number, old]) => document.querySelectorAll('canvas.big')[number].toDataURL() !== old"
+    script = (
+        "([number, old]) => document.querySelectorAll('canvas.big')[number].toDataURL() !== old"
+    )
     shown.wait_for_function(script, arg=[number, before])
     return shown.locator("canvas.big").nth(number).evaluate("canvas => canvas.toDataURL()")
 
@@ -80,10 +82,22 @@ def test_the_explorer_shows_what_is_pointed_at(case, shown):
         before = changes(shown, before)
         values = [float(text.split()[0]) for text in twin.locator(".mass dd").all_inner_texts()]
         prompt, row = said.batch.input_ids.shape[1], maps.kinds[kind][0, 0, 1]
-        expected = row[said.slots].sum(), row[16:prompt].sum(), row[prompt:].sum(), row.sum(), row[0]
+        expected = (
+            row[said.slots].sum(),
+            row[16:prompt].sum(),
+            row[prompt:].sum(),
+            row.sum(),
+            row[0],
+        )
         assert values == pytest.approx([100 * float(value) for value in expected], abs=0.051)
-    labels = [text.split()[-2] for text in twin.locator("svg text").all_text_contents() if text.endswith("%")]
-    assert labels == [f"{100 * of_layer[-1]:.0f}" for of_layer in maps.laws.values()]  # said where the curve ends
+    labels = [
+        text.split()[-2]
+        for text in twin.locator("svg text").all_text_contents()
+        if text.endswith("%")
+    ]
+    assert labels == [
+        f"{100 * of_layer[-1]:.0f}" for of_layer in maps.laws.values()
+    ]  # said where the curve ends
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1400, "dark")])
@@ -91,7 +105,9 @@ def test_the_page_fits_and_links_hits_and_misses(case, shown, width, scheme):
     """Breaks when a phone scrolls sideways, the dark page is light, HTML is run, or a miss stands among the hits."""
     hostile = Case(case.image, HOSTILE, answers=case.answers, hit=True)
     shown = shown(hostile, case, anchor="#2", title=HOSTILE, width=width, scheme=scheme)
-    assert shown.evaluate("document.documentElement.scrollWidth") <= width and shown.title() == HOSTILE
+    assert (
+        shown.evaluate("document.documentElement.scrollWidth") <= width and shown.title() == HOSTILE
+    )
     paper = shown.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (int(re.findall(r"\d+", paper)[0]) < 100) == (scheme == "dark")
     assert shown.locator("#verdict.miss").inner_text().endswith("right: never")

@@ -21,7 +21,9 @@ def test_heatmap_cells():
     grid = [[(row * 4 + col) / 15 for col in range(4)] for row in range(4)]
     grid[2][1] = math.nan
     sheet = figures.heatmaps({"x": grid, "y": grid})
-    colors = [figures.GRID if math.isnan(v) else figures.accuracy_color(v) for row in grid for v in row]
+    colors = [
+        figures.GRID if math.isnan(v) else figures.accuracy_color(v) for row in grid for v in row
+    ]
     for number, color in enumerate(colors):  # the first cell is at (54, 56), each is 59 points wide
         x, y = 108 + 118 * (number % 4), 112 + 118 * (number // 4)
         assert max(sheet.crop((x + 4, y + 4, x + 114, y + 114)).getcolors(1 << 20))[1] == color
@@ -32,27 +34,51 @@ def test_heatmap_cells():
 def test_contact_sheet_frames_hits_and_misses():
     """Breaks when a hit is framed as a miss, or a picture is lost."""
     sheet = figures.contact_sheet([GREY] * 2, ["one", "two"], [True, False])
-    assert count(sheet, (128, 128, 128)) == pytest.approx(2 * 360 * 180, rel=0.05)  # 180 points wide, half as high
-    left, right = (sheet.crop((x, 0, x + sheet.width // 2, sheet.height)) for x in (0, sheet.width // 2))
+    assert count(sheet, (128, 128, 128)) == pytest.approx(
+        2 * 360 * 180, rel=0.05
+    )  # 180 points wide, half as high
+    left, right = (
+        sheet.crop((x, 0, x + sheet.width // 2, sheet.height)) for x in (0, sheet.width // 2)
+    )
     assert count(left, figures.HIT) > 500 and not count(left, figures.MISS)
     assert count(right, figures.MISS) > 500 and not count(right, figures.HIT)
 
 
 def test_boxes_are_drawn_at_their_pixels():
     """Breaks when boxes are shifted or swapped, or the picture's size changes."""
-    image = figures.draw_boxes(Image.new("RGB", (640, 480), (128, 128, 128)), [(100, 200, 300, 400)], ["cat"])
-    assert image.size == (640, 480) and image.getpixel((200, 300)) == image.getpixel((320, 300)) == (128, 128, 128)
+    image = figures.draw_boxes(
+        Image.new("RGB", (640, 480), (128, 128, 128)), [(100, 200, 300, 400)], ["cat"]
+    )
+    assert image.size == (640, 480) and image.getpixel((200, 300)) == image.getpixel(
+        (320, 300)
+    ) == (128, 128, 128)
     for at in ((100, 300), (299, 300), (200, 200), (200, 399)):
         assert np.abs(np.subtract(image.getpixel(at), figures.SERIES[0])).max() < 90, at
-    assert count(image.crop((100, 170, 160, 199)), figures.SERIES[0]) > 100  # the label, above the box
+    assert (
+        count(image.crop((100, 170, 160, 199)), figures.SERIES[0]) > 100
+    )  # the label, above the box
 
 
 def test_text_is_printable_and_cut_where_it_does_not_fit():
     """Breaks when accents, dashes or λ come out as empty boxes, or a long caption runs into its neighbor."""
-    text, font = figures.printable("café – naïve — 4×4, λ ≥ ½ °, 猫 “x”…\n\tÅ−1·±"), ImageFont.load_default(20)
+    text, font = (
+        figures.printable("café – naïve — 4×4, λ ≥ ½ °, 猫 “x”…\n\tÅ−1·±"),
+        ImageFont.load_default(20),
+    )
     assert text == "cafe - naive - 4x4, lambda >= 1⁄2 °, ? “x”... A-1·±"
-    assert not any(bytes(font.getmask(letter)) == bytes(font.getmask("\ufff0")) for letter in text if letter != " ")
-    assert figures.wrap("", 100, 12, 3) == [""] and figures.wrap("a short one", 500, 12, 3) == ["a short one"]
-    for text in ("a caption that is much too long for the lines that it is given", "Donaudampfschifffahrt" * 2):
+    assert not any(
+        bytes(font.getmask(letter)) == bytes(font.getmask("\ufff0"))
+        for letter in text
+        if letter != " "
+    )
+    assert figures.wrap("", 100, 12, 3) == [""] and figures.wrap("a short one", 500, 12, 3) == [
+        "a short one"
+    ]
+    for text in (
+        "a caption that is much too long for the lines that it is given",
+        "Donaudampfschifffahrt" * 2,
+    ):
         broken = figures.wrap(text, 80, 12, 2)
-        assert broken[-1].endswith("...") and all(figures.text_width(line, 12) <= 80 for line in broken)
+        assert broken[-1].endswith("...") and all(
+            figures.text_width(line, 12) <= 80 for line in broken
+        )

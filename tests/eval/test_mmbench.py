@@ -13,7 +13,20 @@ from eval import answer, mmbench
 from tests.runs import refused
 
 FOUR = ("cat", "dog", "a red bus", "hat")
-HEAD = ["index", "question", "hint", "A", "B", "C", "D", "answer", "category", "image", "l2-category", "split"]
+HEAD = [
+    "index",
+    "question",
+    "hint",
+    "A",
+    "B",
+    "C",
+    "D",
+    "answer",
+    "category",
+    "image",
+    "l2-category",
+    "split",
+]
 # By rule: first answer → the option of FOUR that it names, or none: undecided. B is right; other rotations are answered
 # rightly, by letter.
 RULES = {
@@ -31,12 +44,21 @@ RULES = {
         Z → Z | Z dog → Z | B Z → B | Cannot determine the answer: B → Z
         I'm sorry, but without the image provided, dog → Z""",
 }
-CASES = [case for rule in RULES.values() for case in rule.replace("\n", "|").split("|") if case.strip()]
+CASES = [
+    case for rule in RULES.values() for case in rule.replace("\n", "|").split("|") if case.strip()
+]
 # first answer, options, what it names, the answer to the last rotation if it is wrong
-BY_HAND = [(said.strip(), FOUR, named.strip(), "") for said, named in (case.split("→") for case in CASES)]
+BY_HAND = [
+    (said.strip(), FOUR, named.strip(), "") for said, named in (case.split("→") for case in CASES)
+]
 BY_HAND += [
     ("B", FOUR, "B", "A"),  # right at first, wrong when the options have changed places
-    ("Failed to obtain answer via API. A", ("yes", "Failed to obtain answer via API"), "B", ""),  # by text
+    (
+        "Failed to obtain answer via API. A",
+        ("yes", "Failed to obtain answer via API"),
+        "B",
+        "",
+    ),  # by text
     ("D", ("yes", "no"), "", ""),  # no option
     ("no", ("yes", "no"), "B", ""),
     ("B", ("yes", "no", "both"), "B", ""),
@@ -57,8 +79,14 @@ def rows_of(questions=BY_HAND):
             order = options[turn:] + options[:turn]
             image = red if not number and not turn else "0" if number == 1 else blue
             rest = [f"l3-{number % 3}", image, f"l2-{number % 2}", "dev" if number < 20 else "test"]
-            head = [number + turn * mmbench.BASE, f"what, {number}?", "look" if number == 1 else "nan"]
-            rows.append([*head, *order, *[""] * (4 - len(order)), "ABCD"[order.index(options[1])], *rest])
+            head = [
+                number + turn * mmbench.BASE,
+                f"what, {number}?",
+                "look" if number == 1 else "nan",
+            ]
+            rows.append(
+                [*head, *order, *[""] * (4 - len(order)), "ABCD"[order.index(options[1])], *rest]
+            )
     return rows
 
 
@@ -88,7 +116,9 @@ def test_thirty_questions_by_hand(workplace, capsys):
     assert (lines["overall"], lines["dev"]) == (46.67, 5.0 * sum(hits[:20]))  # 14/30
     assert found["summary"]["overall"]["undecided"] == round(100 * 6 / len(said), 2)
     third = [hits[n] for n in range(20, 30) if n % 3 == 1]
-    assert lines["dev l2-0"] == 10 * sum(hits[0:20:2]) and lines["test l3-1"] == round(100 * sum(third) / len(third), 2)
+    assert lines["dev l2-0"] == 10 * sum(hits[0:20:2]) and lines["test l3-1"] == round(
+        100 * sum(third) / len(third), 2
+    )
 
 
 def test_questions_on_one_picture_belong_together(workplace):
@@ -103,8 +133,14 @@ def test_questions_on_one_picture_belong_together(workplace):
 def test_what_pandas_reads_as_nothing_is_no_option(text, workplace):
     """An option "None" is taken for none, and the file refused whose right answer it is; "N/A" is one."""
     is_option = text.lower() == "none"
-    rows = rows_of([("B", ("cat", text, "a red bus", "hat"))]) if is_option else rows_of([("B", FOUR[:3])])
-    rows = rows if is_option else [[*row[:6], text, *row[7:]] for row in rows]  # in the column of the fourth option
+    rows = (
+        rows_of([("B", ("cat", text, "a red bus", "hat"))])
+        if is_option
+        else rows_of([("B", FOUR[:3])])
+    )
+    rows = (
+        rows if is_option else [[*row[:6], text, *row[7:]] for row in rows]
+    )  # in the column of the fourth option
     (lines,) = mmbench.read_lines(write(workplace / "T", rows))
     options = [list(mmbench.options_of(line).values()) for line in lines]
     assert all(len(of) == 3 + is_option and (text in of) == is_option for of in options)
@@ -114,8 +150,14 @@ def test_prompts_by_hand():
     """Breaks when a wording is not the one that its models were evaluated with."""
     line = {"A": "cat", "B": "dog", "question": "Who?"}
     letter = "Answer with the option's letter from the given choices directly."
-    assert mmbench.prompt_of("llava", line | {"hint": "look"}) == f"look\nWho?\nA. cat\nB. dog\n{letter}"
-    assert mmbench.prompt_of("llava", line | {"question": "谁？"}) == "谁？\nA. cat\nB. dog\n请直接回答选项字母。"
+    assert (
+        mmbench.prompt_of("llava", line | {"hint": "look"})
+        == f"look\nWho?\nA. cat\nB. dog\n{letter}"
+    )
+    assert (
+        mmbench.prompt_of("llava", line | {"question": "谁？"})
+        == "谁？\nA. cat\nB. dog\n请直接回答选项字母。"
+    )
     assert mmbench.prompt_of("paligemma", line) == "answer en  Who? choose from: cat \t dog"
 
 
@@ -123,14 +165,20 @@ def test_prompts_by_hand():
 def test_a_model_is_asked(source, workplace, capsys, monkeypatch):
     """Breaks when a picture is not the row's, the submission lacks a row, or a row without an answer has one."""
     asked, ask_all = [], answer.ask_all
-    monkeypatch.setattr(answer, "ask_all", lambda *args, **options: asked.append(args[2]) or ask_all(*args, **options))
+    monkeypatch.setattr(
+        answer,
+        "ask_all",
+        lambda *args, **options: asked.append(args[2]) or ask_all(*args, **options),
+    )
     rows = rows_of(BY_HAND[:3])
     rows[5][HEAD.index("image")] = "no picture"
     write(workplace / "T", rows)
     flags = ["--model", source, *"--tsv T --max-new-tokens 2 --json --out".split()]
     mmbench.main([*flags, "free"])
     printed, report = capsys.readouterr()
-    assert json.loads(printed)["random"]["measures"]["CircularEval"]["questions"] == 2  # rows[5]'s is not scored
+    assert (
+        json.loads(printed)["random"]["measures"]["CircularEval"]["questions"] == 2
+    )  # rows[5]'s is not scored
     assert "left out 1 of 12 questions: index 1000001: image" in report
     colors = [Image.open(q.images()[0]).getpixel((0, 0)) for q in asked[0] if q.id != 1000001]
     red, blue = (255, 0, 0), (0, 0, 255)
@@ -140,7 +188,10 @@ def test_a_model_is_asked(source, workplace, capsys, monkeypatch):
     assert cells[0] == ["index", "question", "A", "B", "C", "D", "prediction", "answer", "split"]
     assert sorted(row[0] for row in cells[1:]) == sorted(str(row[0]) for row in rows)
     assert cells[2][:6] == ["1000000", "what, 0?", "dog", "a red bus", "hat", "cat"]
-    said = {r["question_id"]: r["answer"] for r in json.loads((workplace / "free/results.json").read_text())}
+    said = {
+        r["question_id"]: r["answer"]
+        for r in json.loads((workplace / "free/results.json").read_text())
+    }
     assert said.keys() == {q.id for q in asked[0]} - {1000001} and None not in said.values()
 
 

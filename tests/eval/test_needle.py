@@ -30,7 +30,10 @@ def test_embedded_trials_ask_what_is_trained(kind, needles, absent):
         assert needle.judge(needle.response_record(test, needle.respond(test, said, "paper")))[2]
         if not absent:
             chosen = needle.asks_of([test], "constrained")
-            assert all(s.prefix == q.prefix and s.suffix in q.choices for s, q in zip(samples, chosen, strict=True))
+            assert all(
+                s.prefix == q.prefix and s.suffix in q.choices
+                for s, q in zip(samples, chosen, strict=True)
+            )
             (row,) = needle.Needle().rows(free, [*said[:-1], "here"])
             assert [*row.scores.values()] == [0]
 
@@ -39,7 +42,9 @@ def test_embedded_trials_ask_what_is_trained(kind, needles, absent):
 @pytest.mark.parametrize("protocol", needle.PROTOCOLS)
 def test_needle_command(source, workplace, capsys, protocol):
     """The response file scores otherwise than the command printed, or a figure is missing."""
-    needle.main(["--model", source, "--protocol", protocol, *"--limit 8 --kind n2o1 n4o1".split(), *FAST])
+    needle.main(
+        ["--model", source, "--protocol", protocol, *"--limit 8 --kind n2o1 n4o1".split(), *FAST]
+    )
     text = capsys.readouterr().out
     assert "NaN" not in text  # eight tests leave places without a needle, and JSON has no NaN
     printed = json.loads(text)["random"]
@@ -47,11 +52,16 @@ def test_needle_command(source, workplace, capsys, protocol):
     for kind, side in (("n2o1", 2), ("n4o1", 4)):
         needle.main(["--results", str(out / f"responses-{kind}.json"), "--json"])
         (scored,) = json.loads(capsys.readouterr().out).values()
-        assert scored["summary"][f"responses-{kind}"] | {"chance": 100 / side**2} == printed["summary"][kind]
+        assert (
+            scored["summary"][f"responses-{kind}"] | {"chance": 100 / side**2}
+            == printed["summary"][kind]
+        )
         assert printed["measures"][f"exact, {kind}"]["questions"] == 8
         assert Image.open(out / f"sheet-{kind}.png").width > 500
     named = {"paper": 0, "constrained": 100}  # a random model names no place, unless it must
-    assert printed["summary"]["n2o1"]["existence"] == named.get(protocol, printed["summary"]["n2o1"]["existence"])
+    assert printed["summary"]["n2o1"]["existence"] == named.get(
+        protocol, printed["summary"]["n2o1"]["existence"]
+    )
     assert Image.open(out / "heatmap.png").width > 1000
 
 
@@ -60,10 +70,17 @@ def test_the_embedded_accuracy_of_a_training_run(model, processor):
     asked = needle.asks_of(needle.embedded_tests("n2o1", 4), "constrained")
     rows = needle.Needle().rows(asked, answer.ask_all(model, processor, asked))
     assert len(rows) == 4 and not any("-1" in row.answer["response"] for row in rows)
-    right = [s.suffix for number in range(20) for s in scenes.needle("n2o1", "test", number).samples]
+    right = [
+        s.suffix for number in range(20) for s in scenes.needle("n2o1", "test", number).samples
+    ]
     for wrong_every, accuracy in ((10**6, 95.0), (2, 0.0), (4, 50.0)):
         said = ["neither" if at % wrong_every == 0 else suffix for at, suffix in enumerate(right)]
-        assert needle.evaluate_embedded(None, None, "n2o1", 20, ask_all=lambda *_, said=said, **__: said) == accuracy
+        assert (
+            needle.evaluate_embedded(
+                None, None, "n2o1", 20, ask_all=lambda *_, said=said, **__: said
+            )
+            == accuracy
+        )
 
 
 @pytest.fixture
@@ -77,7 +94,9 @@ def ask(coco, source, capsys):
 
     def run(flags: str, kind: str = "1_2_2"):
         files = ["--coco", str(coco), "--captions", str(coco / "C"), "--out", str(coco / "out")]
-        needle.main(["--model", source, *files, *FAST, *flags.replace("META", f"--metadata {coco}").split()])
+        needle.main(
+            ["--model", source, *files, *FAST, *flags.replace("META", f"--metadata {coco}").split()]
+        )
         printed = json.loads(capsys.readouterr().out)["random"]
         return printed, json.loads((coco / "out" / f"responses-{kind}.json").read_text())
 
@@ -96,7 +115,9 @@ def test_official_and_drawn_tests(ask):
         assert record["caption"] == f"picture {number}" and record["id"] == number
     printed, records = ask("META --limit 2 --negatives")
     assert [r["id"] for r in records][2:] == [5000, 5001] and len(records) == 4
-    halves = [printed["summary"][f"  {half}, 1_2_2"]["existence"] for half in ("positives", "negatives")]
+    halves = [
+        printed["summary"][f"  {half}, 1_2_2"]["existence"] for half in ("positives", "negatives")
+    ]
     assert halves == [0, 100]  # a random model names no place
     printed, records = ask("--limit 8")
     assert [r["id"] for r in records] == [*range(8)]
@@ -107,17 +128,27 @@ def test_official_and_drawn_tests(ask):
 def test_tests_of_many_pictures_and_needles(ask, coco, monkeypatch):
     """M pictures and K needles: the prompt, the pictures and the truth do not belong together."""
     seen, layout = [], Processor.layout
-    monkeypatch.setattr(Processor, "layout", lambda self, n, *text: seen.append((n, text[0])) or layout(self, n, *text))
+    monkeypatch.setattr(
+        Processor,
+        "layout",
+        lambda self, n, *text: seen.append((n, text[0])) or layout(self, n, *text),
+    )
     grids = json.loads((coco / "2_2.json").read_text())
     places = [[(0, 0, 0), (1, 1, 0)], [(1, 0, 1), (1, 1, 1)], [(0, 1, 1), (0, 0, 1)]]
     tests = [
-        {"id": number, "image_ids": [*grids], "target": [[*grids.values()][i][f"{r}_{c}"] for i, r, c in of]}
+        {
+            "id": number,
+            "image_ids": [*grids],
+            "target": [[*grids.values()][i][f"{r}_{c}"] for i, r, c in of],
+        }
         | {name: [place[at] for place in of] for at, name in enumerate(("index", "row", "col"))}
         for number, of in enumerate(places)
     ]
     (coco / "2_annotations_2_2_2.json").write_text(json.dumps(tests))
     printed, records = ask("META --pictures 2 --needles 2 --limit 3 --protocol official", "2_2_2_2")
-    assert printed["summary"]["2_2_2_2"]["chance"] == pytest.approx(100 / (8 * 7))  # two distinct ones of eight places
+    assert printed["summary"]["2_2_2_2"]["chance"] == pytest.approx(
+        100 / (8 * 7)
+    )  # two distinct ones of eight places
     assert {n for n, _ in seen} == {2} and len(records) == 3
     for record in records:
         assert len(record["caption"]) == 2 and record["ground_truth"].count(";") == 1
@@ -131,7 +162,9 @@ def test_a_needle_test_without_its_picture_has_no_response(ask, coco):
     printed, records = ask("META --limit 8")
     assert printed["measures"]["exact, 1_2_2"]["questions"] == 4
     left_out = json.loads((coco / "out" / "scores.json").read_text())["left_out"]
-    assert len(left_out) == 8 and all("COCO_val2014_000000000005.jpg" in reason for reason in left_out.values())
+    assert len(left_out) == 8 and all(
+        "COCO_val2014_000000000005.jpg" in reason for reason in left_out.values()
+    )
     assert [r["response"] is None for r in records] == [False] * 4 + [True] * 4
 
 
@@ -141,10 +174,18 @@ def test_pictures_and_haystacks_are_counted_once(coco):
     (coco / name).write_bytes((coco / "val2014" / name).read_bytes())
     tests = needle.drawn_tests(coco, coco / "C", 8)
     assert all(len({path.name for path in test.files}) == 4 for test in tests)
-    args = Namespace(coco=str(coco), captions=str(coco / "C"), metadata=str(coco), pictures=1, side=2, needles=1)
+    args = Namespace(
+        coco=str(coco), captions=str(coco / "C"), metadata=str(coco), pictures=1, side=2, needles=1
+    )
     args = Namespace(**vars(args), negatives=False, limit=8, kind=[], protocol="official")
     assert len({question.key for question in needle.Needle().questions(args)}) == 2
-    refused(lambda: needle.asks_of([replace(tests[0], pictures=tests[0].pictures * 2)], "paper"), "take official")
+    refused(
+        lambda: needle.asks_of([replace(tests[0], pictures=tests[0].pictures * 2)], "paper"),
+        "take official",
+    )
     args.metadata, args.negatives = None, True
     refused(lambda: needle.Needle().questions(args), "give --metadata too")
-    refused(lambda: needle.drawn_tests(coco / "gone", coco / "C", 8), "--captions: 0 of its pictures are in --coco")
+    refused(
+        lambda: needle.drawn_tests(coco / "gone", coco / "C", 8),
+        "--captions: 0 of its pictures are in --coco",
+    )

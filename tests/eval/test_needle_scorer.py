@@ -12,7 +12,13 @@ from tests.runs import refused
 
 
 def record(truth, response, id_=0):
-    return {"id": id_, "response": response, "ground_truth": truth, "target_path": "x.jpg", "caption": "x"}
+    return {
+        "id": id_,
+        "response": response,
+        "ground_truth": truth,
+        "target_path": "x.jpg",
+        "caption": "x",
+    }
 
 
 TWO, NEITHER = "1, 2, 1; 3, 1, 1", "0, 0, 0; 0, 0, 0"
@@ -21,7 +27,11 @@ TWO, NEITHER = "1, 2, 1; 3, 1, 1", "0, 0, 0; 0, 0, 0"
 @pytest.mark.parametrize(
     ("truth", "verdict", "responses"),  # right in (existence, index, exact)
     [
-        ("1, 2, 1", (True, True, True), ["1, 2, 1", "1, 2, 1.", " 1, 2, 1 . \n", "...1, 2, 1", "1,\n 2, 1"]),
+        (
+            "1, 2, 1",
+            (True, True, True),
+            ["1, 2, 1", "1, 2, 1.", " 1, 2, 1 . \n", "...1, 2, 1", "1,\n 2, 1"],
+        ),
         ("1, 2, 1", (True, True, False), ["1, 2, 2", "1", "1, 2, 1, 1", "1, 2, 1; 1, 2, 1"]),
         ("1, 2, 1", (True, False, False), ["2, 2, 1", "top left", "", "1,2,1", "'1, 2, 1'"]),
         ("10, 2, 1", (True, False, False), ["1, 2, 1"]),
@@ -33,7 +43,11 @@ TWO, NEITHER = "1, 2, 1; 3, 1, 1", "0, 0, 0; 0, 0, 0"
         # several needles: the whole list must agree
         (TWO, (True, True, True), [TWO, " 1, 2, 1;  3, 1, 1."]),
         (TWO, (True, True, False), ["1, 2, 1; 3, 1, 2"]),
-        (TWO, (True, False, False), ["3, 1, 1; 1, 2, 1", "1, 2, 1", f"{TWO}; 3, 1, 1", "1, 2, 1; -1"]),
+        (
+            TWO,
+            (True, False, False),
+            ["3, 1, 1; 1, 2, 1", "1, 2, 1", f"{TWO}; 3, 1, 1", "1, 2, 1; -1"],
+        ),
         (TWO, (False, False, False), ["-1", "-1; -1"]),
         # several negatives, in each way to say so
         (NEITHER, (True, True, True), ["-1", "-1; -1", "-1, -1", "-1-1", "-1, -1, -1; -1, -1, -1"]),
@@ -60,8 +74,17 @@ def test_a_missing_response_leaves_the_denominator():
 
 def test_accuracy_by_place():
     """A cell of the heatmap counts another place or needle, swaps rows and columns, or counts negatives or silence."""
-    pairs = [("1, 1, 2", "1, 1, 2"), ("1, 1, 2", "1, 2, 1"), ("1, 2, 1", "-1"), ("1, 2, 2", None), ("0, 0, 0", "-1")]
-    records = [record(*pair) for pair in [*pairs, ("2, 1, 1; 1, 1, 2; 1, 2, 2", "2, 1, 1; 1, 2, 2; 1, 1, 2")]]
+    pairs = [
+        ("1, 1, 2", "1, 1, 2"),
+        ("1, 1, 2", "1, 2, 1"),
+        ("1, 2, 1", "-1"),
+        ("1, 2, 2", None),
+        ("0, 0, 0", "-1"),
+    ]
+    records = [
+        record(*pair)
+        for pair in [*pairs, ("2, 1, 1; 1, 1, 2; 1, 2, 2", "2, 1, 1; 1, 2, 2; 1, 1, 2")]
+    ]
     assert needle.accuracy_by_place(records) == {(1, 1): 1, (1, 2): 1 / 3, (2, 1): 0, (2, 2): 0}
 
 
@@ -83,21 +106,34 @@ def test_strict_parse(said):
 
 def test_prompts():
     """MMNeedle's and the paper's words, with singular, plural and a format for each needle, are what is measured."""
-    asked = [f"Caption: A dog. Where is the caption? {sides}?" for sides in ("Top or Bottom", "Left or Right")]
+    asked = [
+        f"Caption: A dog. Where is the caption? {sides}?"
+        for sides in ("Top or Bottom", "Left or Right")
+    ]
     assert [prompt for prompt, _ in scenes.place_questions("A dog", 2)] == asked
     one = needle.official_prompt(["A dog."], 1, 2)
-    assert one.startswith("Given 1 image indexed from 1 to 1, each divided into 2*2 subimages, identify the subimage ")
+    assert one.startswith(
+        "Given 1 image indexed from 1 to 1, each divided into 2*2 subimages, identify the subimage "
+    )
     assert one.endswith("If no match is found, respond only with '-1'.\nCaption: A dog.")
     assert "divided into 1*1 subimage," in needle.official_prompt(["A dog."], 10, 1)
     two = needle.official_prompt(["A dog.", "A cat."], 10, 8)
-    assert two.startswith("Given 10 images indexed from 1 to 10, each divided into 8*8 subimages, identify the ")
-    assert "provided 2 captions. Respond in the format: index_1, row_1, column_1; index_2, row_2, column_2. Only" in two
+    assert two.startswith(
+        "Given 10 images indexed from 1 to 10, each divided into 8*8 subimages, identify the "
+    )
+    assert (
+        "provided 2 captions. Respond in the format: index_1, row_1, column_1; index_2, row_2, column_2. Only"
+        in two
+    )
     assert two.endswith("respond with '-1' for that caption.\nCaption_1: A dog.\nCaption_2: A cat.")
 
 
 def test_stitch_is_row_major_and_square(tmp_path):
     """The needle's picture is not at its row and column, or aspect is kept, or the size is not 256 px a sub-image."""
-    colors, corners = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)], [(0, 0), (511, 0), (0, 511), (511, 511)]
+    colors, corners = (
+        [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)],
+        [(0, 0), (511, 0), (0, 511), (511, 511)],
+    )
     for n, color in enumerate(colors):
         Image.new("RGB", (30 + 40 * n, 50), color).save(tmp_path / f"{n}.png")
     stitched = needle.stitch([tmp_path / f"{n}.png" for n in range(4)])
@@ -108,11 +144,20 @@ def test_stitch_is_row_major_and_square(tmp_path):
 def test_sample_has_each_place_equally_often():
     """The paper draws 50 of each quadrant with a seed; of larger grids, and of negatives, a plain sample."""
     places = [(0, n // 2 % 2, n % 2) for n in range(80)]
-    tests = [NeedleTest(n, (tuple("abcd"),), (place,), ("a",), ("x",)) for n, place in enumerate(places)]
+    tests = [
+        NeedleTest(n, (tuple("abcd"),), (place,), ("a",), ("x",)) for n, place in enumerate(places)
+    ]
     chosen = needle.choose(tests, 20, 42)
-    assert [sum(t.places[0] == (0, r, c) for t in chosen) for r in (0, 1) for c in (0, 1)] == [5, 5, 5, 5]
+    assert [sum(t.places[0] == (0, r, c) for t in chosen) for r in (0, 1) for c in (0, 1)] == [
+        5,
+        5,
+        5,
+        5,
+    ]
     assert chosen == needle.choose(tests, 22, 42) != needle.choose(tests, 20, 43)
-    assert [t.id for t in chosen] == sorted(t.id for t in chosen) and len(needle.choose(tests, 3, 42)) == 3
+    assert [t.id for t in chosen] == sorted(t.id for t in chosen) and len(
+        needle.choose(tests, 3, 42)
+    ) == 3
     refused(lambda: needle.choose(tests, 84, 42), "21 tests of a place are asked for, 20 are there")
 
 
@@ -124,12 +169,17 @@ def test_drawn_tests_are_true(tmp_path):
         (tmp_path / "val2014" / name).touch()
     (tmp_path / "C").write_text(json.dumps(captions))
     (tmp_path / "D").write_text(json.dumps(dict(reversed(captions.items()))))
-    drawn = [needle.drawn_tests(tmp_path, tmp_path / name, 20, seed) for name, seed in (("C", 1), ("D", 1), ("C", 2))]
+    drawn = [
+        needle.drawn_tests(tmp_path, tmp_path / name, 20, seed)
+        for name, seed in (("C", 1), ("D", 1), ("C", 2))
+    ]
     same, again, other = ([(test.haystack, test.places) for test in tests] for tests in drawn)
     assert same == again != other
     for number, test in enumerate(drawn[0]):
         ((index, row, col),), (target,), (caption,) = test.places, test.targets, test.captions
-        assert (index, row, col) == (0, number // 2 % 2, number % 2) and len({*test.haystack[0]}) == 4
+        assert (index, row, col) == (0, number // 2 % 2, number % 2) and len(
+            {*test.haystack[0]}
+        ) == 4
         assert test.haystack[0][row * 2 + col] == target and captions[Path(target).name] == caption
         assert [path.name for path in test.files] == [Path(name).name for name in test.haystack[0]]
 
@@ -137,9 +187,17 @@ def test_drawn_tests_are_true(tmp_path):
 def test_response_records_are_mmneedles_own():
     """The field names, the 1-based truth and the bare file names that MMNeedle's evaluators read."""
     one = NeedleTest(7, (tuple("abcd"),), ((0, 1, 0),), ("val2014/c.jpg",), ("a cat",))
-    expected = {"id": 7, "response": "1, 2, 1", "ground_truth": "1, 2, 1", "target_path": "c.jpg", "caption": "a cat"}
+    expected = {
+        "id": 7,
+        "response": "1, 2, 1",
+        "ground_truth": "1, 2, 1",
+        "target_path": "c.jpg",
+        "caption": "a cat",
+    }
     assert needle.response_record(one, "1, 2, 1") == expected
-    two = NeedleTest(5001, (tuple("abcd"),), (ABSENT, ABSENT), ("v/c.jpg", "v/e.jpg"), ("a cat", "an eel"))
+    two = NeedleTest(
+        5001, (tuple("abcd"),), (ABSENT, ABSENT), ("v/c.jpg", "v/e.jpg"), ("a cat", "an eel")
+    )
     expected = {"id": 5001, "response": None, "ground_truth": "0, 0, 0; 0, 0, 0"}
     expected |= {"target_path": ["c.jpg", "e.jpg"], "caption": ["a cat", "an eel"]}
     assert needle.response_record(two, None) == expected
@@ -147,11 +205,21 @@ def test_response_records_are_mmneedles_own():
 
 def test_a_response_file_is_scored(tmp_path, capsys):
     """The accuracies, the grid or the JSON-only stdout that other programs read have changed."""
-    rows = [("1, 1, 1", "1, 1, 1", 0), ("1, 2, 2", "1, 1, 2", 1), ("1, 1, 2", None, 2), ("0, 0, 0", "1, 1, 1", 5000)]
+    rows = [
+        ("1, 1, 1", "1, 1, 1", 0),
+        ("1, 2, 2", "1, 1, 2", 1),
+        ("1, 1, 2", None, 2),
+        ("0, 0, 0", "1, 1, 1", 5000),
+    ]
     (tmp_path / "F.json").write_text(json.dumps([record(*row) for row in rows]))
     needle.main(["--results", str(tmp_path / "F.json"), "--json"])
     (values,) = json.loads(capsys.readouterr().out).values()
-    expected = {"existence": 200 / 3, "index": 200 / 3, "exact": 100 / 3, "exact, mean over places": 50}
+    expected = {
+        "existence": 200 / 3,
+        "index": 200 / 3,
+        "exact": 100 / 3,
+        "exact, mean over places": 50,
+    }
     assert values["summary"]["F"] == pytest.approx(expected)
     assert values["summary"]["  F, row 1, column 1"] == {"exact": 100}
     assert values["measures"]["exact, F"]["questions"] == 3
@@ -160,6 +228,10 @@ def test_a_response_file_is_scored(tmp_path, capsys):
 def test_bad_response_files_are_named(tmp_path):
     """Half a negative counts as a place, a heatmap of 10⁸ rows is drawn, or a test counts twice."""
     truths = ("1,1,1", "1, 1", "1, 0, 0", "0, 0, 1", "-1", "1, 1, 99999999", "")
-    for records in ([record("1, 1, 1", "1")] * 2, [record("1, 1, 1", 1)], *([record(truth, "1")] for truth in truths)):
+    for records in (
+        [record("1, 1, 1", "1")] * 2,
+        [record("1, 1, 1", 1)],
+        *([record(truth, "1")] for truth in truths),
+    ):
         (tmp_path / "F.json").write_text(json.dumps(records))
         refused(lambda: needle.main(["--results", str(tmp_path / "F.json")]), "F.json")

@@ -13,7 +13,13 @@ from tests.runs import refused
 
 PARSED = {
     # only the first sentence counts; "noyes" is a word, since the comma goes; three spellings; words end at spaces
-    "no": ["No", "No, there is not.", "There is no dog in the image.", "There is not a dog.", "yes, no"],
+    "no": [
+        "No",
+        "No, there is not.",
+        "There is no dog in the image.",
+        "There is not a dog.",
+        "yes, no",
+    ],
     "yes": ["yes", "Yes. There is no cat, though.", "no,yes", "NO", "nothing", "no\n", "", ". no"],
 }
 
@@ -25,7 +31,13 @@ def test_answers_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("true_yes", "false_yes", "true_no", "false_no", "measures"),  # accuracy, precision, recall, F1, share of yes
+    (
+        "true_yes",
+        "false_yes",
+        "true_no",
+        "false_no",
+        "measures",
+    ),  # accuracy, precision, recall, F1, share of yes
     [
         (3, 1, 4, 2, (70, 75, 60, 200 / 3, 40)),
         (0, 0, 5, 5, (50, 0, 0, 0, 0)),  # never yes: precision is 0/0
@@ -36,7 +48,9 @@ def test_answers_by_hand():
 def test_measures_by_hand(true_yes, false_yes, true_no, false_no, measures):
     """A measure mixes up its denominator, or an empty one ends in a ZeroDivisionError."""
     pairs = [("yes", "yes")] * true_yes + [("no", "yes")] * false_yes + [("no", "no")] * true_no
-    assert tuple(pope.score_answers(pairs + [("yes", "no")] * false_no).values()) == pytest.approx(measures)
+    assert tuple(pope.score_answers(pairs + [("yes", "no")] * false_no).values()) == pytest.approx(
+        measures
+    )
 
 
 THINGS = [("dog", "yes"), ("cat", "no"), ("car", "yes"), ("bus", "no")]
@@ -44,7 +58,10 @@ QUESTIONS = [
     {"question_id": n, "image": f"{n % 2}.jpg", "text": f"Is there a {thing}?", "label": label}
     for n, (thing, label) in enumerate(THINGS, start=1)
 ]
-ANSWERS = [{"question_id": n, "answer": text} for n, text in ((2, "Yes."), (1, "yes"), (4, "No"), (3, "There is no."))]
+ANSWERS = [
+    {"question_id": n, "answer": text}
+    for n, text in ((2, "Yes."), (1, "yes"), (4, "No"), (3, "There is no."))
+]
 
 
 @pytest.fixture
@@ -65,26 +82,45 @@ def score(workplace, capsys):
 def test_a_file_of_answers(score):
     """Answers are matched by place, CRLF (in one file of POPE) matters, or the script's files without ids fail."""
     values = score(ANSWERS)  # right: 1 and 4; said yes: 1 and 2; are yes: 1 and 3
-    assert values["summary"] == {"Q": dict.fromkeys(("accuracy", "precision", "recall", "F1", "yes"), 50)}
+    assert values["summary"] == {
+        "Q": dict.fromkeys(("accuracy", "precision", "recall", "F1", "yes"), 50)
+    }
     assert values["measures"]["accuracy, Q"]["mean"] == 50
     by_order = [{"question": q["text"].lower(), "answer": "yes"} for q in QUESTIONS]
     assert score(by_order)["summary"]["Q"]["recall"] == 100
     refused(lambda: score(ANSWERS[:3]), "A: 1 questions have no answer")
     refused(lambda: score([*ANSWERS, {"question_id": 9, "answer": "x"}]), "A:5: id 9")
-    refused(lambda: score([{"question": "Is it?", "answer": "no"}] * 4), "A:1: ")  # POPE's files share their ids
+    refused(
+        lambda: score([{"question": "Is it?", "answer": "no"}] * 4), "A:1: "
+    )  # POPE's files share their ids
 
 
 def test_probabilities_sets_and_limits_by_hand(score):
     """P(yes) is read as P(no), or a tie as no; sets are mixed, or their mean is another; or --limit is not of each."""
-    benchmark, likely = pope.Pope(), Question("q", "k", (), "p", ("yes", "no"), scored=True, kind="A")
-    for truth, scores, right in (("yes", (-1, -2), 1), ("yes", (-2, -1), 0), ("yes", (-1, -1), 1), ("no", (-1, -1), 0)):
+    benchmark, likely = (
+        pope.Pope(),
+        Question("q", "k", (), "p", ("yes", "no"), scored=True, kind="A"),
+    )
+    for truth, scores, right in (
+        ("yes", (-1, -2), 1),
+        ("yes", (-2, -1), 0),
+        ("yes", (-1, -1), 1),
+        ("no", (-1, -1), 0),
+    ):
         assert benchmark.score(replace(likely, truth=truth), scores) == {"P(yes), A": right}
     said = [("A", "yes", "yes"), ("A", "no", None), ("B", "yes", "no"), ("B", "no", "no")]
     asked = [Question("q", "k", (), "p", truth=truth, kind=kind) for kind, truth, _ in said]
     benchmark.kinds = ["A", "B"]
     summary = benchmark.summary(benchmark.rows(asked, [answer for *_, answer in said]))
-    assert {kind: line["accuracy"] for kind, line in summary.items()} == {"A": 100, "B": 50, "mean": 75}
-    for files, count in (({"questions": ["Q"], "images": "."}, 3), ({"questions": None, "images": None}, 9)):
+    assert {kind: line["accuracy"] for kind, line in summary.items()} == {
+        "A": 100,
+        "B": 50,
+        "mean": 75,
+    }
+    for files, count in (
+        ({"questions": ["Q"], "images": "."}, 3),
+        ({"questions": None, "images": None}, 9),
+    ):
         given = Namespace(**files, limit=3, probability=False, template="{question}")
         assert len(benchmark.questions(given)) == count
 
@@ -96,7 +132,9 @@ def test_the_embedded_scenes_and_files(score, source, workplace, capsys):
     pope.main([*flags, *"--limit 18".split()])
     printed = json.loads(capsys.readouterr().out)["random"]
     assert (*printed["summary"],) == ("random", "popular", "adversarial", "mean")
-    pope.main("--limit 18 --json --probability --results runs/eval/random/pope/results.json".split())
+    pope.main(
+        "--limit 18 --json --probability --results runs/eval/random/pope/results.json".split()
+    )
     assert next(iter(json.loads(capsys.readouterr().out).values())) == printed
     (workplace / "P").write_text(json.dumps(QUESTIONS[0]))
     pope.main([*flags, *"--images . --questions Q P".split()])

@@ -13,15 +13,25 @@ from tests.runs import refused
 from weights.export import companions, export_model
 from weights.load import load_model
 
-RUNS = [("vqav2:folder", {}, "answer {question}"), ("jsonl:file", {}, "answer en {question}")]  # complete prompts
-RUNS += [("", {"prompt": "say {question}"}, "say {question}"), ("", {"prompt": 7}, None), ("", {}, RUNS[1][2])]
+RUNS = [
+    ("vqav2:folder", {}, "answer {question}"),
+    ("jsonl:file", {}, "answer en {question}"),
+]  # complete prompts
+RUNS += [
+    ("", {"prompt": "say {question}"}, "say {question}"),
+    ("", {"prompt": 7}, None),
+    ("", {}, RUNS[1][2]),
+]
 FAST = "--limit 1 --max-new-tokens 1 --json".split()
 
 
 def test_templates_are_filled_literally():
     """Breaks when a template reads attributes, takes 4 GiB, or without {question} makes all prompts one."""
     template = check_prompt("{question} {question.__class__} { {0} {question:>10000000000}")
-    assert fill_prompt(template, "Is {it}?") == "Is {it}? {question.__class__} { {0} {question:>10000000000}"
+    assert (
+        fill_prompt(template, "Is {it}?")
+        == "Is {it}? {question.__class__} { {0} {question:>10000000000}"
+    )
     refused(lambda: check_prompt("{ question }"), "{question}")
 
 
@@ -30,8 +40,14 @@ def test_templates_are_filled_literally():
 def test_a_run_is_asked_as_it_was_trained(data, stored, prompt, workplace, monkeypatch):
     """Breaks when a run is asked in other words than it learned, by a benchmark, a question, or as a whole model."""
     asked, layout = set(), Processor.layout
-    monkeypatch.setattr(Processor, "layout", lambda self, n, *text: asked.add(text[0]) or layout(self, n, *text))
-    model, run, file = load_model("embedded"), workplace / "run", workplace / "run" / "adapter_config.json"
+    monkeypatch.setattr(
+        Processor, "layout", lambda self, n, *text: asked.add(text[0]) or layout(self, n, *text)
+    )
+    model, run, file = (
+        load_model("embedded"),
+        workplace / "run",
+        workplace / "run" / "adapter_config.json",
+    )
     adapter.inject(model, adapter.DECODER_TARGETS, 2, 4.0)
     adapter.save(model, run, base="embedded")
     if data:
@@ -47,7 +63,14 @@ def test_a_run_is_asked_as_it_was_trained(data, stored, prompt, workplace, monke
     vqa.main([*flags, *FAST, "--prompt", "{question}"])
     assert question in asked
     Image.new("RGB", (9, 9)).save("p.png")
-    ask.main([*flags, *"--image p.png --max-new-tokens 1 --question Really?".split(), "--prompt", "caption en"])
+    ask.main(
+        [
+            *flags,
+            *"--image p.png --max-new-tokens 1 --question Really?".split(),
+            "--prompt",
+            "caption en",
+        ]
+    )
     assert asked >= {"caption en", fill_prompt(prompt, "Really?")}
     asked.clear()
     export_model(load_model("embedded"), run / "model", companions=companions("embedded"))

@@ -11,7 +11,15 @@ from PIL import Image
 
 from eval.answer import layout
 from eval.question import question_of
-from eval.records import Box, embedded_records, one_picture_records, read_coco, read_data, read_examples, split_records
+from eval.records import (
+    Box,
+    embedded_records,
+    one_picture_records,
+    read_coco,
+    read_data,
+    read_examples,
+    split_records,
+)
 from model.processor import Processor
 from model.system_configs import MambaConfig, ProjectorConfig, QMambaConfig, WingsConfig
 from tests.runs import refused
@@ -21,7 +29,11 @@ from train.data.sources import held_records
 
 def write(folder, name, value):
     """A JSON file; for *.jsonl its entries as lines."""
-    lines = "".join(json.dumps(entry) + "\n" for entry in value) if name.endswith(".jsonl") else json.dumps(value)
+    lines = (
+        "".join(json.dumps(entry) + "\n" for entry in value)
+        if name.endswith(".jsonl")
+        else json.dumps(value)
+    )
     (folder / name).write_text(lines)
     return folder / name
 
@@ -34,12 +46,17 @@ def draw(folder, *names, size=(8, 8)):
 
 def says(*texts):
     """A conversation in LLaVA's layout: human and gpt in turn."""
-    return [{"from": ("human", "gpt")[number % 2], "value": text} for number, text in enumerate(texts)]
+    return [
+        {"from": ("human", "gpt")[number % 2], "value": text} for number, text in enumerate(texts)
+    ]
 
 
 def chat(*contents):
     """A conversation in the layout of TRL and ms-swift: user and assistant in turn."""
-    return [{"role": ("user", "assistant")[number % 2], "content": value} for number, value in enumerate(contents)]
+    return [
+        {"role": ("user", "assistant")[number % 2], "content": value}
+        for number, value in enumerate(contents)
+    ]
 
 
 def shown(processor, record):
@@ -49,10 +66,22 @@ def shown(processor, record):
     rows = micro.batch.input_ids, micro.batch.labels, micro.batch.token_type_ids
     ids, labels, types = (row[0].tolist() for row in rows)
     targets = [label for label in labels if label != -100]
-    assert micro.targets[0][micro.targets[0] != -100].tolist() == targets and micro.tokens == len(targets)
-    image, pieces, per_picture = processor.config.image_token_id, processor.tokenizer, processor.config.num_image_tokens
+    assert micro.targets[0][micro.targets[0] != -100].tolist() == targets and micro.tokens == len(
+        targets
+    )
+    image, pieces, per_picture = (
+        processor.config.image_token_id,
+        processor.tokenizer,
+        processor.config.num_image_tokens,
+    )
     names = ["P" if i == image else pieces.id_to_piece(i) for i in ids]
-    run, out = [(n, label == i, kind) for n, i, label, kind in zip(names, ids, labels, types, strict=True)], []
+    run, out = (
+        [
+            (n, label == i, kind)
+            for n, i, label, kind in zip(names, ids, labels, types, strict=True)
+        ],
+        [],
+    )
     while run:
         length = per_picture if run[0][0] == "P" else 1
         assert run[:length] == [run[0]] * length
@@ -72,9 +101,17 @@ def marked(text):
 def processors(processor):
     """One of each system, on the vocabulary of the embedded base."""
     config = processor.config
-    ids = {"pad_token_id": config.pad_token_id, "eos_token_id": config.eos_token_id, "bos_token_id": 2}
+    ids = {
+        "pad_token_id": config.pad_token_id,
+        "eos_token_id": config.eos_token_id,
+        "bos_token_id": 2,
+    }
     mamba = MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=config.text.vocab_size + 1)
-    parts = {"vision": config.vision, "projector": ProjectorConfig(queries=8), "text": replace(mamba, **ids)}
+    parts = {
+        "vision": config.vision,
+        "projector": ProjectorConfig(queries=8),
+        "text": replace(mamba, **ids),
+    }
     qmamba = replace(QMambaConfig(), image_token_id=config.image_token_id, **parts)
     wings = WingsConfig(**vars(config), rank=4)
     made = [Processor(of, processor.tokenizer) for of in (wings, qmamba)]
@@ -96,7 +133,11 @@ def test_every_answer_and_its_end_are_learned_and_nothing_else(processors, tmp_p
     rows = [
         {"id": "1", "image": "a.png", "conversations": CONVERSATION},
         {"id": "2", "conversations": says("count cat", "2")},
-        {"id": "3", "image": ["a.png", "b.png"], "conversations": says("<image>\n<image>\ncount dog", "1")},
+        {
+            "id": "3",
+            "image": ["a.png", "b.png"],
+            "conversations": says("<image>\n<image>\ncount dog", "1"),
+        },
         {"image": ["a.png", "b.png"], "prefix": "count dog", "suffix": "1"},
         {"image": "a.png", "conversations": [system, *says("<image>\ncount dog", "1")]},
         {"image": "b.png", "conversations": says("count dog", "1", "<image>count cat", "2")},
@@ -107,12 +148,19 @@ def test_every_answer_and_its_end_are_learned_and_nothing_else(processors, tmp_p
     one, two = plain.replace("0:P 0:P", "0:P"), "0:<bos> 0:count 0:▁cat 0:\\n 1:*2 1:*<eos>"
     more = " 1:count 1:▁cat 1:\\n 1:*2 1:*<eos>"
     expected = [FRONT + LATER, two, plain, plain, one, one + more]
-    assert [shown(processors["paligemma"], record) for record in made] == [marked(text) for text in expected]
+    assert [shown(processors["paligemma"], record) for record in made] == [
+        marked(text) for text in expected
+    ]
     newline = "0:P 0:<bos> 0:\\n 0:count 0:▁dog 0:\\n 1:*1 1:*<eos>"
-    third, last = newline.replace("0:\\n", "0:\\n 0:P 0:\\n", 1), "0:<bos> 0:count 0:▁dog 0:\\n 1:*1 1:*<eos> 1:P"
+    third, last = (
+        newline.replace("0:\\n", "0:\\n 0:P 0:\\n", 1),
+        "0:<bos> 0:count 0:▁dog 0:\\n 1:*1 1:*<eos> 1:P",
+    )
     expected = [INSIDE + LATER, two, third, plain, newline, last + more]
     for system in ("wings", "qmamba"):
-        assert [shown(processors[system], record) for record in made] == [marked(text) for text in expected], system
+        assert [shown(processors[system], record) for record in made] == [
+            marked(text) for text in expected
+        ], system
 
 
 def test_of_a_conversation_the_first_turn_is_explored(tmp_path):
@@ -129,11 +177,16 @@ def test_of_a_conversation_the_first_turn_is_explored(tmp_path):
 def test_a_later_question_is_asked_as_it_is_learned(processors, tmp_path):
     """Breaks when a conversation is scored without its earlier turns, or its picture is elsewhere than in training."""
     draw(tmp_path, "a.png")
-    (record,) = read_examples(write(tmp_path, "own.jsonl", [{"image": "a.png", "conversations": CONVERSATION}]))
+    (record,) = read_examples(
+        write(tmp_path, "own.jsonl", [{"image": "a.png", "conversations": CONVERSATION}])
+    )
     for processor in processors.values():
         learned = collate([record], processor).batch
         ids, types, _ = layout(processor, question_of(record), 1)
-        assert ids + processor.encode("2") + [processor.config.eos_token_id] == learned.input_ids[0].tolist()
+        assert (
+            ids + processor.encode("2") + [processor.config.eos_token_id]
+            == learned.input_ids[0].tolist()
+        )
         assert types == learned.token_type_ids[0].tolist()[: len(types)]
 
 
@@ -148,8 +201,15 @@ def test_a_later_question_is_asked_as_it_is_learned(processors, tmp_path):
         {"image": ["a.png"], "images": ["a.png"], "prefix": "a", "suffix": "b"},
         {"messages": chat([IMAGE, A], "b")},
         {"images": ["a.png"], "messages": chat([{"type": "video"}, A], "b")},
-        {"images": ["a.png"] * 2, "messages": chat([IMAGE | {"index": 1}, IMAGE | {"index": 0}, A], "b")},
-        {"images": ["a.png"], "messages": chat("<image>a", "<bbox>"), "objects": {"bbox": [[1, 2, 3, 4]]}},
+        {
+            "images": ["a.png"] * 2,
+            "messages": chat([IMAGE | {"index": 1}, IMAGE | {"index": 0}, A], "b"),
+        },
+        {
+            "images": ["a.png"],
+            "messages": chat("<image>a", "<bbox>"),
+            "objects": {"bbox": [[1, 2, 3, 4]]},
+        },
         {"prefix": "a", "answers": ["b", 2]},
         {"prefix": "a", "answers": "bb"},
         {"prefix": "a"},
@@ -168,7 +228,11 @@ def test_a_malformed_record_is_named_left_out_and_counted(record, processor, tmp
     (tmp_path / "own.jsonl").write_bytes(b"\n".join([b"\xef\xbb\xbf" + good, bad, b"", good]))
     micro = collate(read_examples(tmp_path / "own.jsonl"), processor)
     assert micro.names == ("own.jsonl:1", "own.jsonl:4") and len(micro.bad) == 1
-    assert micro.bad[0].startswith("own.jsonl:2: ") and micro.bad[0].isprintable() and len(micro.bad[0]) < 700
+    assert (
+        micro.bad[0].startswith("own.jsonl:2: ")
+        and micro.bad[0].isprintable()
+        and len(micro.bad[0]) < 700
+    )
 
 
 def test_layouts_of_other_tools_are_read_as_ours(tmp_path):
@@ -177,20 +241,39 @@ def test_layouts_of_other_tools_are_read_as_ours(tmp_path):
     (tmp_path / "link.png").symlink_to(tmp_path / "x/b.png")
     a, b, none = tmp_path / "x/a.png", tmp_path / "link.png", {"image": None, "conversations": None}
     system = {"role": "system", "content": "Be brief."}
-    parts = [{"index": None, "text": "dog\n", "type": "text"}, {"index": 0, "text": None, "type": "image"}]
-    own = [IMAGE | {"image": "x/a.png"}, {"type": "image_url", "image_url": {"url": f"file://{b}"}}, A]
+    parts = [
+        {"index": None, "text": "dog\n", "type": "text"},
+        {"index": 0, "text": None, "type": "image"},
+    ]
+    own = [
+        IMAGE | {"image": "x/a.png"},
+        {"type": "image_url", "image_url": {"url": f"file://{b}"}},
+        A,
+    ]
     cases = [  # ms-swift's documentation: marks in texts, absolute paths; TRL's llava-instruct-mix-vsft; others
         (chat("<image><image>a", "b", "c", "d"), [a, b], (("<image><image>a", "b"), ("c", "d"))),
         (chat(parts, [A]), [a], (("dog\n<image>", "a"),)),
         (chat("cat", "1"), [a, b], (("cat", "1"),)),
         (chat(own, "b"), [a, b], (("<image><image>a", "b"),)),
     ]
-    rows = [none | {"messages": said, "images": list(map(str, pictures))} for said, pictures, _ in cases]
-    rows[0]["messages"], rows[2]["type"], rows[3]["images"] = [system, *rows[0]["messages"]], "count", None
+    rows = [
+        none | {"messages": said, "images": list(map(str, pictures))} for said, pictures, _ in cases
+    ]
+    rows[0]["messages"], rows[2]["type"], rows[3]["images"] = (
+        [system, *rows[0]["messages"]],
+        "count",
+        None,
+    )
     made = read_data(f"jsonl:{write(tmp_path, 'own.jsonl', rows)}")
-    assert [(list(record.pictures), record.turns) for record in made] == [case[1:] for case in cases]
+    assert [(list(record.pictures), record.turns) for record in made] == [
+        case[1:] for case in cases
+    ]
     assert [record.kind for record in made] == ["", "", "count", ""]
-    refused(lambda: read_data(f"jsonl:{write(tmp_path, 'o.json', [{'query': 'a'}])}"), "query", '"messages"')
+    refused(
+        lambda: read_data(f"jsonl:{write(tmp_path, 'o.json', [{'query': 'a'}])}"),
+        "query",
+        '"messages"',
+    )
 
 
 @pytest.mark.parametrize(("kind", "name"), [("csv", "own.txt"), ("jsonl", "own.csv")])
@@ -200,7 +283,11 @@ def test_a_table_is_read_as_its_rows(kind, name, tmp_path):
     table = 'image,prefix,suffix,type\r\na.png,"Is it red, or blue?",red,colour\r\n,a,2,\r\na.png,a,b,c,d\r\n'
     (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + table.encode())  # as Excel writes it
     red, blank, bad = read_data(f"{kind}:{tmp_path / name}")
-    assert (red.pictures, red.turns, red.kind) == ((tmp_path / "a.png",), (("Is it red, or blue?", "red"),), "colour")
+    assert (red.pictures, red.turns, red.kind) == (
+        (tmp_path / "a.png",),
+        (("Is it red, or blue?", "red"),),
+        "colour",
+    )
     assert (blank.pictures, blank.turns, blank.kind) == ((), (("a", "2"),), "")
     assert not bad.turns and "cells" in bad.pictures[0].problem
 
@@ -210,7 +297,9 @@ def test_pictures_from_python_are_those_of_their_files(tmp_path, processor):
     draw(tmp_path, "a.png", "b.png")
     other, image = (Image.open(tmp_path / name) for name in ("a.png", "b.png"))
     pictures = [tmp_path / "b.png", image, np.asarray(image), other, np.zeros((8, 8, 3))]
-    made = held_records([{"image": picture, "prefix": "a", "suffix": "b"} for picture in pictures], "data", ".")
+    made = held_records(
+        [{"image": picture, "prefix": "a", "suffix": "b"} for picture in pictures], "data", "."
+    )
     assert made[1].key == made[2].key and len({record.key for record in made}) == 4
     micro = collate(made, processor)
     assert micro.names == ("data[0]", "data[1]", "data[2]", "data[3]") and len(micro.bad) == 1
@@ -220,7 +309,11 @@ def test_pictures_from_python_are_those_of_their_files(tmp_path, processor):
 
 def test_several_answers(tmp_path):
     """Breaks when the answer to learn is not the most frequent one, or one that is given beside them is not taken."""
-    rows = [{"answers": ["two", "2", "2"]}, {"suffix": "two", "answers": ["2", "2"]}, {"suffix": "two"}]
+    rows = [
+        {"answers": ["two", "2", "2"]},
+        {"suffix": "two", "answers": ["2", "2"]},
+        {"suffix": "two"},
+    ]
     rows = [{"prefix": "q"} | row for row in rows]
     made = read_data(f"jsonl:{write(tmp_path, 'own.jsonl', rows)}")
     expected = [("2", ("two", "2", "2")), ("two", ("2", "2")), ("two", ())]
@@ -239,9 +332,14 @@ def coco(folder):
         (2, 18, 0, 0, 640, 480, {"iscrowd": 1}),
     ]
     return {
-        "images": [{"id": i, "file_name": f"{'abc'[i - 1]}.png", "width": 640, "height": 480} for i in (1, 2, 3)],
+        "images": [
+            {"id": i, "file_name": f"{'abc'[i - 1]}.png", "width": 640, "height": 480}
+            for i in (1, 2, 3)
+        ],
         "categories": [{"id": 18, "name": "dog"}, {"id": 1, "name": "traffic light"}],
-        "annotations": [{"image_id": i, "category_id": c, "bbox": at, **more} for i, c, *at, more in boxes],
+        "annotations": [
+            {"image_id": i, "category_id": c, "bbox": at, **more} for i, c, *at, more in boxes
+        ],
     }
 
 
@@ -249,7 +347,9 @@ def test_coco_s_boxes_are_paligemma_s(tmp_path, processor):
     """Breaks when a box has another order or rounding, a crowd is to be answered, or the truth for scoring is lost."""
     file = write(tmp_path, "instances.json", coco(tmp_path))
     (record,) = read_data(f"coco:{file}")  # of the others, one has a crowd only, and one nothing
-    assert record.prefix == "detect dog ; traffic light" and record.pictures == (tmp_path / "a.png",)
+    assert record.prefix == "detect dog ; traffic light" and record.pictures == (
+        tmp_path / "a.png",
+    )
     # 1023 · (10/480, 500.5/640, 30/480, 1), 1023 · (0.1, 0.1, 0.6, 0.6), 1023 · (0.5, 0.5, 1, 1): halves to even
     assert record.suffix == (
         "<loc0021><loc0800><loc0064><loc1023> dog ; <loc0102><loc0102><loc0614><loc0614> dog ; "
@@ -274,14 +374,19 @@ def test_coco_s_ids_names_and_boxes_are_sound(tmp_path):
     for part, number, change, *parts in UNSOUND:
         value = coco(tmp_path)
         value[part][number] |= change
-        refused(partial(read_coco, write(tmp_path, "instances.json", value)), "instances.json", *parts)
+        refused(
+            partial(read_coco, write(tmp_path, "instances.json", value)), "instances.json", *parts
+        )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda x, y, w, h: [x, y, w + 0.9, h], None),  # as COCO's own rounding
-        (lambda x, y, w, h: [x, y, w + 300, h], None),  # objects that reach out of the picture, as some data have them
+        (
+            lambda x, y, w, h: [x, y, w + 300, h],
+            None,
+        ),  # objects that reach out of the picture, as some data have them
         (lambda x, y, w, h: [x / 640, y / 480, w / 640, h / 480], "boxes are shares"),
         (lambda x, y, w, h: [x, y, x + w, y + h], "boxes are [x1, y1, x2, y2]"),
     ],
@@ -289,18 +394,28 @@ def test_coco_s_ids_names_and_boxes_are_sound(tmp_path):
 def test_boxes_in_other_units_are_refused(change, message, tmp_path):
     """Breaks when shares of the sides, or corners, are learned as widths and heights in pixels."""
     value = coco(tmp_path)
-    value["annotations"] = [entry | {"bbox": change(*entry["bbox"])} for entry in value["annotations"]]
+    value["annotations"] = [
+        entry | {"bbox": change(*entry["bbox"])} for entry in value["annotations"]
+    ]
     file = write(tmp_path, "instances.json", value)
     assert read_coco(file) if message is None else refused(lambda: read_coco(file), message)
 
 
 def test_embedded_boxes_are_the_squares_of_the_answer():
     """Breaks when the truth that eval.detect scores is not what the answer says, or tasks do not come in turn."""
-    mixed, alone = embedded_records(("detect", "vqa"), count=6), embedded_records(("detect",), count=3)
-    assert [r.name for r in mixed[::2]] == [r.name for r in alone] and all(r.name[:3] == "vqa" for r in mixed[1::2])
+    mixed, alone = (
+        embedded_records(("detect", "vqa"), count=6),
+        embedded_records(("detect",), count=3),
+    )
+    assert [r.name for r in mixed[::2]] == [r.name for r in alone] and all(
+        r.name[:3] == "vqa" for r in mixed[1::2]
+    )
     for record in embedded_records(("detect",), count=5):
         boxes = record.detection.boxes
-        assert len(boxes) == record.suffix.count(";") + 1 and record.prefix == f"detect {boxes[0].label}"
+        assert (
+            len(boxes) == record.suffix.count(";") + 1
+            and record.prefix == f"detect {boxes[0].label}"
+        )
         y, x = (int(part[:4]) / 1024 * 112 for part in record.suffix.split("<loc")[1:3])
         assert (boxes[0].x, boxes[0].y, boxes[0].width, boxes[0].height) == (x, y, 28, 28)
 
@@ -311,14 +426,23 @@ def test_no_picture_is_on_both_sides(tmp_path):
     draw(tmp_path, *names)
     (tmp_path / "link.png").symlink_to(tmp_path / "0.png")
     (tmp_path / "x").mkdir()
-    shown = [*names[:30] * 2, *(names[i : i + 2] for i in range(0, 12, 3)), "link.png", "./x/../0.png"]
+    shown = [
+        *names[:30] * 2,
+        *(names[i : i + 2] for i in range(0, 12, 3)),
+        "link.png",
+        "./x/../0.png",
+    ]
     rows = [{"image": name, "prefix": "a", "suffix": "b"} for name in shown]
     rows += [{"prefix": f"text {number}", "suffix": "b"} for number in range(10)]
     made = read_examples(write(tmp_path, "own.jsonl", rows))
     assert len(made) == len(rows)
     for seed in range(4):
-        train, held_out = (split_records(made, split, 1.0, 0.4, seed) for split in ("train", "validation"))
-        learned, asked = ({p.resolve() for r in side for p in r.pictures} for side in (train, held_out))
+        train, held_out = (
+            split_records(made, split, 1.0, 0.4, seed) for split in ("train", "validation")
+        )
+        learned, asked = (
+            {p.resolve() for r in side for p in r.pictures} for side in (train, held_out)
+        )
         assert not learned & asked and len(train) + len(held_out) == len(rows)
         # 26 groups of pictures (30, of which 4 pairs are joined) and 10 texts; 40 % of them
         assert len({r.key for r in held_out}) >= 14
@@ -329,6 +453,10 @@ def test_no_picture_is_on_both_sides(tmp_path):
 def test_a_source_without_its_kind_or_records_is_refused(tmp_path):
     """Breaks when a user who gives a file is not told how to name it, or a run can learn nothing."""
     (tmp_path / "own.jsonl").write_bytes(b"{\n[]")
-    refused(lambda: read_examples(tmp_path / "own.jsonl"), "own.jsonl: none of its 2 records", "own.jsonl:1: ")
+    refused(
+        lambda: read_examples(tmp_path / "own.jsonl"),
+        "own.jsonl: none of its 2 records",
+        "own.jsonl:1: ",
+    )
     for source in ("own.jsonl", "jsonl:", "tsv:a", "shards:a.tar"):
         refused(lambda source=source: read_data(source), source)

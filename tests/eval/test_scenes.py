@@ -34,7 +34,13 @@ def seen(scene: pictures.Scene) -> list[tuple[str, float, float]]:
     middles = []
     for placed in scene.objects:
         row, column = divmod(placed.square, 4)
-        middles.append((placed.name, column * 28 + placed.x + placed.size / 2, row * 28 + placed.y + placed.size / 2))
+        middles.append(
+            (
+                placed.name,
+                column * 28 + placed.x + placed.size / 2,
+                row * 28 + placed.y + placed.size / 2,
+            )
+        )
     return sorted(middles, key=lambda middle: (middle[2] // 28, middle[1]))
 
 
@@ -52,17 +58,29 @@ def number_of(objects: list, noun: str) -> int:
 def truth(question: str, objects: list) -> set[str]:
     """All answers that a person could defend."""
     rules = {
-        r"Is there an? (\w+) in the image\?": lambda name: {"yes" if number_of(objects, name) else "no"},
+        r"Is there an? (\w+) in the image\?": lambda name: {
+            "yes" if number_of(objects, name) else "no"
+        },
         r"Is any (\w+) in the image\?": lambda name: {"yes" if number_of(objects, name) else "no"},
         r"Is the (\w+) in the (.*)\?": lambda name, where: {
             "yes" if place(x, y) == where else "no" for other, x, y in objects if other == name
         },
         r"How many (\w+) are there\?": lambda noun: {str(number_of(objects, noun))},
-        r"Where is the (\w+)\?": lambda name: {place(x, y) for other, x, y in objects if other == name},
-        r"What is in the (.*)\?": lambda where: {name for name, x, y in objects if place(x, y) == where},
-        r"Which (\w+) is in the image\?": lambda group: {n for n, _, _ in objects if n in pictures.CATEGORIES[group]},
+        r"Where is the (\w+)\?": lambda name: {
+            place(x, y) for other, x, y in objects if other == name
+        },
+        r"What is in the (.*)\?": lambda where: {
+            name for name, x, y in objects if place(x, y) == where
+        },
+        r"Which (\w+) is in the image\?": lambda group: {
+            n for n, _, _ in objects if n in pictures.CATEGORIES[group]
+        },
     }
-    (answers,) = (rule(*match.groups()) for form, rule in rules.items() if (match := re.fullmatch(form, question)))
+    (answers,) = (
+        rule(*match.groups())
+        for form, rule in rules.items()
+        if (match := re.fullmatch(form, question))
+    )
     return answers
 
 
@@ -73,29 +91,49 @@ def inside(top: int, left: int, bottom: int, right: int, x: float, y: float) -> 
 @pytest.mark.long
 def test_every_composition_belongs_to_one_split():
     """Breaks when a scene leaks from one split into another."""
-    groups = {split: [s for task in scenes.TASKS for s in stream(task, split, 100)] for split in pictures.SPLITS}
-    groups["test"] += [s for strategy in scenes.STRATEGIES for s in scenes.pope(strategy, images=20)]
+    groups = {
+        split: [s for task in scenes.TASKS for s in stream(task, split, 100)]
+        for split in pictures.SPLITS
+    }
+    groups["test"] += [
+        s for strategy in scenes.STRATEGIES for s in scenes.pope(strategy, images=20)
+    ]
     compositions = {split: {s.scene.squares for s in samples} for split, samples in groups.items()}
     assert min(map(len, compositions.values())) > 300
     assert not any(a & b for a, b in combinations(compositions.values(), 2))
-    assert all(pictures.split_of(squares) == split for split, group in compositions.items() for squares in group)
+    assert all(
+        pictures.split_of(squares) == split
+        for split, group in compositions.items()
+        for squares in group
+    )
     random.seed(1)  # nor does order, a global generator or a cache decide what a sample is
     scenes.vqa_picture.cache_clear()
-    assert groups["train"][699:599:-1] == [scenes.sample("vqa", "train", n) for n in range(99, -1, -1)]
+    assert groups["train"][699:599:-1] == [
+        scenes.sample("vqa", "train", n) for n in range(99, -1, -1)
+    ]
 
 
 def test_the_benchmark_and_its_pixels_are_the_published_ones():
     """Breaks when test scenes, questions, pixels or tokens change: figures measured before are of another benchmark."""
     samples = [s for task in scenes.TASKS for s in stream(task, "test", 50)]
     texts = [repr((s.prefix, s.suffix, s.scene.objects, s.scene.ground)) for s in samples]
-    digest = hashlib.sha256("".join(texts).replace("Placed(square=", "Placed(cell=").encode())  # as it was published
+    digest = hashlib.sha256(
+        "".join(texts).replace("Placed(square=", "Placed(cell=").encode()
+    )  # as it was published
     for strategy in scenes.STRATEGIES:
-        digest.update(repr([(s.prefix, s.suffix) for s in scenes.pope(strategy, images=20)]).encode())
+        digest.update(
+            repr([(s.prefix, s.suffix) for s in scenes.pope(strategy, images=20)]).encode()
+        )
     assert digest.hexdigest()[:16] == "b392ca89673b7e97"
     digest, processor = hashlib.sha256(), Processor.from_source("embedded")
     for task in scenes.TASKS:
         micro = collate([sample_record(s, "train") for s in stream(task, "train", 30)], processor)
-        for tensor in (micro.batch.pixel_values, micro.batch.input_ids, micro.batch.image_index, micro.targets):
+        for tensor in (
+            micro.batch.pixel_values,
+            micro.batch.input_ids,
+            micro.batch.image_index,
+            micro.targets,
+        ):
             digest.update(tensor.contiguous().numpy().tobytes())
     assert digest.hexdigest()[:16] == "a957687731d9d21c"
 
@@ -104,16 +142,31 @@ def test_vqa_answers_are_true_and_the_only_true_ones():
     """Breaks when an answer is wrong, a question has two right answers, or a picture gets a question twice."""
     for image_id in range(150):
         samples = scenes.vqa_picture("test", image_id)
-        assert tuple(s.answer_type for s in samples) == scenes.QUESTIONS and len({s.prefix for s in samples}) == 6
+        assert (
+            tuple(s.answer_type for s in samples) == scenes.QUESTIONS
+            and len({s.prefix for s in samples}) == 6
+        )
         for s in samples:
-            assert s.prefix == f"answer en {s.question}" and s.question.lower().startswith(s.question_type)
-            assert truth(s.question, seen(s.scene)) == {s.suffix}, (s.question, s.suffix, s.scene.squares)
+            assert s.prefix == f"answer en {s.question}" and s.question.lower().startswith(
+                s.question_type
+            )
+            assert truth(s.question, seen(s.scene)) == {s.suffix}, (
+                s.question,
+                s.suffix,
+                s.scene.squares,
+            )
 
 
 def test_short_probes_are_true():
     """Breaks when a pretraining answer is wrong."""
-    long = {"locate": "Where is the {}?", "exist": "Is there a {} in the image?", "count": "How many {}s are there?"}
-    for word, name, s in ((*s.prefix.split(), s) for task in long for s in stream(task, "train", 100)):
+    long = {
+        "locate": "Where is the {}?",
+        "exist": "Is there a {} in the image?",
+        "count": "How many {}s are there?",
+    }
+    for word, name, s in (
+        (*s.prefix.split(), s) for task in long for s in stream(task, "train", 100)
+    ):
         assert truth(long[word].format(name), seen(s.scene)) == {s.suffix}
 
 
@@ -127,7 +180,9 @@ def test_scan_and_caption_say_what_is_there():
     for s in stream("caption", "train", 100):
         objects, told = seen(s.scene), [part.split() for part in re.split(r", | and ", s.suffix)]
         assert all(number_of(objects, noun) == numbers[word] for word, noun in told)
-        assert sum(numbers[word] for word, _ in told) == len(objects) and s.suffix.count(" and ") == (len(told) > 1)
+        assert sum(numbers[word] for word, _ in told) == len(objects) and s.suffix.count(
+            " and "
+        ) == (len(told) > 1)
     assert scenes.describe(["apple", "none", "dog", "bus", "dog"]) == "an apple, two dogs and a bus"
 
 
@@ -138,7 +193,9 @@ def test_detection_boxes_hold_the_objects():
         name = s.prefix.removeprefix("detect ")
         middles = [(x, y) for other, x, y in seen(s.scene) if other == name]
         for part, middle in zip(s.suffix.split(" ; "), middles, strict=True):
-            *sides, label = re.fullmatch(r"<loc(\d{4})><loc(\d{4})><loc(\d{4})><loc(\d{4})> (\S+)", part).groups()
+            *sides, label = re.fullmatch(
+                r"<loc(\d{4})><loc(\d{4})><loc(\d{4})><loc(\d{4})> (\S+)", part
+            ).groups()
             assert label == name and inside(*map(int, sides), *middle)
 
 
@@ -163,14 +220,21 @@ def test_needles_are_in_one_place_and_take_turns(kind):
         needle = scenes.needle(kind, "test", index)
         parts, (target,), (caption,) = parts_of(needle), needle.targets, needle.captions
         (row, column), wanted = target, nouns(caption)
-        assert all(len(names) == objects for names in parts.values()) and parts.pop(target) == wanted
+        assert (
+            all(len(names) == objects for names in parts.values()) and parts.pop(target) == wanted
+        )
         assert all(len({*wanted} & {*names}) == objects - 1 for names in parts.values())
         assert objects == 1 or {*wanted} <= {name for names in parts.values() for name in names}
         turns[target] += 1
         told = {"Row and Column?": f"row {row + 1} column {column + 1}"}
         if n == 2:
-            told = {"Top or Bottom?": ["top", "bottom"][row], "Left or Right?": ["left", "right"][column]}
-        told = {f"Caption: {caption}. Where is the caption? {text}": word for text, word in told.items()}
+            told = {
+                "Top or Bottom?": ["top", "bottom"][row],
+                "Left or Right?": ["left", "right"][column],
+            }
+        told = {
+            f"Caption: {caption}. Where is the caption? {text}": word for text, word in told.items()
+        }
         assert {s.prefix: s.suffix for s in needle.samples} == told
     assert set(turns.values()) == {4} and len(turns) == n**2
     streamed = [s for index in range(8) for s in scenes.needle(kind, "train", index).samples]
@@ -182,13 +246,22 @@ def test_absent_and_several_needles(kind):
     """Breaks when an absent needle can be found, or the second needle is not where it is said to be."""
     for index in range(20):
         absent = scenes.needle(kind, "test", index, needles=2, negative=True)
-        wanted, parts = {frozenset(nouns(caption)) for caption in absent.captions}, parts_of(absent).values()
+        wanted, parts = (
+            {frozenset(nouns(caption)) for caption in absent.captions},
+            parts_of(absent).values(),
+        )
         assert absent.targets == ((-1, -1),) * 2 and {s.suffix for s in absent.samples} == {"none"}
         assert len(wanted) == 2 and not any(w <= set(names) for w in wanted for names in parts)
-        assert kind != "n2o2" or set().union(*wanted) <= set().union(*parts)  # both objects are there, apart
+        assert kind != "n2o2" or set().union(*wanted) <= set().union(
+            *parts
+        )  # both objects are there, apart
         there = scenes.needle(kind, "test", index, needles=2)
-        assert len(set(there.targets)) == 2 and len({s.question_id for s in there.samples}) == len(there.samples)
-        assert [parts_of(there)[target] for target in there.targets] == [nouns(caption) for caption in there.captions]
+        assert len(set(there.targets)) == 2 and len({s.question_id for s in there.samples}) == len(
+            there.samples
+        )
+        assert [parts_of(there)[target] for target in there.targets] == [
+            nouns(caption) for caption in there.captions
+        ]
 
 
 def test_pope_asks_about_present_and_absent_objects_in_turn():
@@ -197,19 +270,31 @@ def test_pope_asks_about_present_and_absent_objects_in_turn():
     frequency, company = scenes.object_statistics()
     fame, closeness = Counter(), Counter()
     for strategy, poll in polls.items():
-        assert [s.suffix for s in poll] == ["yes", "no"] * 180 and [s.question_id for s in poll] == [*range(1, 361)]
+        assert [s.suffix for s in poll] == ["yes", "no"] * 180 and [
+            s.question_id for s in poll
+        ] == [*range(1, 361)]
         assert [s.prefix for s in poll[::2]] == [s.prefix for s in polls["random"][::2]]
         assert [s.scene for s in poll] == [s.scene for s in polls["random"]]
-        assert all(len({s.prefix for s in poll[start : start + 6]}) == 6 for start in range(0, 360, 6))
+        assert all(
+            len({s.prefix for s in poll[start : start + 6]}) == 6 for start in range(0, 360, 6)
+        )
         for yes, no in zip(poll[::2], poll[1::2], strict=True):
-            assert truth(yes.question, seen(yes.scene)) == {"yes"} and truth(no.question, seen(no.scene)) == {"no"}
+            assert truth(yes.question, seen(yes.scene)) == {"yes"} and truth(
+                no.question, seen(no.scene)
+            ) == {"no"}
             present, absent = (s.question.split()[3] for s in (yes, no))
             fame[strategy] += frequency[absent]
             closeness[strategy] += company[present][absent]
-    assert fame["popular"] > 1.5 * fame["random"] and closeness["adversarial"] > 2 * closeness["random"]
+    assert (
+        fame["popular"] > 1.5 * fame["random"]
+        and closeness["adversarial"] > 2 * closeness["random"]
+    )
 
 
 def test_the_base_was_trained_with_the_shipped_tokenizer():
     """Breaks when the shipped pieces change: every row of the embedding would mean another word."""
     trained_with = read_json(BUNDLED_FOLDER / "pretraining.json")["tokenizer_sha256"]
-    assert hashlib.sha256((BUNDLED_FOLDER / "tokenizer.model").read_bytes()).hexdigest() == trained_with
+    assert (
+        hashlib.sha256((BUNDLED_FOLDER / "tokenizer.model").read_bytes()).hexdigest()
+        == trained_with
+    )

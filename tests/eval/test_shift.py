@@ -19,7 +19,10 @@ from weights.load import load_model
 
 pytestmark = pytest.mark.long
 PICTURE = Image.new("RGB", (112, 112), (10, 200, 90))
-EXAMPLES = [(PICTURE, "answer en Where<image> is the dog?"), (PICTURE, "How<image> many cats are there in the image?")]
+EXAMPLES = [
+    (PICTURE, "answer en Where<image> is the dog?"),
+    (PICTURE, "How<image> many cats are there in the image?"),
+]
 
 
 @pytest.mark.parametrize("kind", ["paligemma", "wings", "twin"])
@@ -60,16 +63,24 @@ def test_the_shift_is_one_minus_the_correlation_over_layers():
 def test_the_command(workplace, capsys):
     """Breaks when the command does not measure, write or tell what it says, for PaliGemma, WINGS and a user's file."""
     for text in ("Where is<image> the dog?", "dog<image>", "locate<image> dog", "a<image> b c"):
-        assert put_slot(text) == text and (text[0] == "a" or put_slot(text.replace("<image>", "")) == text)
+        assert put_slot(text) == text and (
+            text[0] == "a" or put_slot(text.replace("<image>", "")) == text
+        )
     shift.main("--model embedded --limit 3 --out plain".split())
     assert "attention shift: not defined" in capsys.readouterr().out
     result = json.loads((workplace / "plain" / "shift.json").read_text())
-    assert result["attention_shift"] is None and result["slot"] == "first" and result["undefined"] == 3
+    assert (
+        result["attention_shift"] is None and result["slot"] == "first" and result["undefined"] == 3
+    )
     PICTURE.save("a.png")
     line = {"image": "a.png", "prefix": "Where is<image> the dog?", "suffix": "left"}
     lost = line | {"image": "lost.png"}  # it is left out
     (workplace / "own.jsonl").write_text(f"{json.dumps(lost)}\n{json.dumps(line)}\n")
-    export_model(attach(load_model("embedded"), 4, routed=True), workplace / "wings", companions=companions("embedded"))
+    export_model(
+        attach(load_model("embedded"), 4, routed=True),
+        workplace / "wings",
+        companions=companions("embedded"),
+    )
     shift.main("--model wings --data own.jsonl --out w".split())
     result = json.loads((workplace / "w" / "shift.json").read_text())
     assert (result["slot"], result["undefined"], result["prompts"]) == ("inside", 0, 1)

@@ -11,7 +11,17 @@ import torch
 from torch import nn
 
 from eval.text import measures
-from eval.text.corpus import BOS, EOS, HELD_OUT, SPLITS, Corpus, kept_corpus, open_corpus, read_texts, split
+from eval.text.corpus import (
+    BOS,
+    EOS,
+    HELD_OUT,
+    SPLITS,
+    Corpus,
+    kept_corpus,
+    open_corpus,
+    read_texts,
+    split,
+)
 from eval.text.measures import attention_shares, chance, context_bins, windows
 from eval.text.tasks import CITIES, LETTERS, RECORDS, SHOWN, SYMBOLS, Document, Tasks
 from model.language import TextModel, new_model
@@ -46,7 +56,11 @@ def test_a_corpus_is_made_once(text_folder, tmp_path):
     """Breaks when every run trains a tokenizer again, or goes on with one of other text, or of half a folder."""
     first = open_corpus(tmp_path, [text_folder], 512)
     stamp = (tmp_path / "tokenizer.model").stat().st_mtime_ns
-    assert open_corpus(tmp_path, [text_folder], 512).digest == first.digest == kept_corpus(tmp_path).digest
+    assert (
+        open_corpus(tmp_path, [text_folder], 512).digest
+        == first.digest
+        == kept_corpus(tmp_path).digest
+    )
     assert (tmp_path / "tokenizer.model").stat().st_mtime_ns == stamp
     assert open_corpus(tmp_path, [text_folder], 400).tokenizer.vocab_size() == 400
     (tmp_path / "corpus.json").unlink()
@@ -54,7 +68,11 @@ def test_a_corpus_is_made_once(text_folder, tmp_path):
     assert torch.equal(open_corpus(tmp_path, [text_folder], 512).ids["test"], first.ids["test"])
     (tmp_path / "all.txt").write_text(prose(1, 200))  # one file is cut into documents
     texts = read_texts([tmp_path / "all.txt"])
-    assert len(texts) == HELD_OUT and "".join(texts.values()) == prose(1, 200) and all(split(texts).values())
+    assert (
+        len(texts) == HELD_OUT
+        and "".join(texts.values()) == prose(1, 200)
+        and all(split(texts).values())
+    )
 
 
 @pytest.mark.parametrize("number", measures.NEEDLES)
@@ -69,15 +87,23 @@ def test_a_needle_document_says_what_it_asks_for(corpus, number, depth):
         haystack, questions = decode(corpus, ids[start:end]), decode(corpus, ids[end:-1])
         hidden, asked = re.findall(RECORD, haystack), re.findall(QUESTION, questions)
         keys = [city for city, _ in hidden]
-        assert len(hidden) == number and len(asked) == min(3, number) and questions.count("«") == 2 * len(asked)
+        assert (
+            len(hidden) == number
+            and len(asked) == min(3, number)
+            and questions.count("«") == 2 * len(asked)
+        )
         assert all(line[-1] == "»" for line in haystack.split("\n") if line[:1] == "«")
         assert all(keys.count(city) == 1 and (city, letter) in hidden for city, letter in asked)
-        for (city, letter), needle, answer in zip(asked, document.needles, document.answers, strict=True):
+        for (city, letter), needle, answer in zip(
+            asked, document.needles, document.answers, strict=True
+        ):
             assert decode(corpus, ids[needle : needle + 2]) == f"«{city}={letter}»\n"
             assert decode(corpus, ids[answer : answer + 1]) == f"«{letter}»"
         if depth is not None:  # within a line of where it was wanted
             before = 2 * len(re.findall(RECORD, decode(corpus, ids[start : document.needles[0]])))
-            assert abs(document.needles[0] - start - before - depth * (end - start - 2 * number)) < 25
+            assert (
+                abs(document.needles[0] - start - before - depth * (end - start - 2 * number)) < 25
+            )
 
 
 @pytest.mark.parametrize("number", measures.RECALL)
@@ -93,7 +119,10 @@ def test_recall_asks_for_records_that_are_unique(corpus, number):
         assert len(shown) == number and len(asked) == min(number, 8) and set(keys) <= set(CITIES)
         assert all(keys.count(city) == 1 and (city, letter) in shown for city, letter in asked)
         places |= {keys.index(city) for city, _ in asked}
-    assert len(places) > min(number - 1, 40) and chance("recall", number) == 1 / number + (1 - 1 / number) / 8
+    assert (
+        len(places) > min(number - 1, 40)
+        and chance("recall", number) == 1 / number + (1 - 1 / number) / 8
+    )
 
 
 @pytest.mark.parametrize("count", measures.EXAMPLES)
@@ -122,21 +151,36 @@ class Oracle(nn.Module):
     def forward(self, ids, positions_to_keep=None):
         logits = 100.0 * nn.functional.one_hot(self.next_ids(ids), 1024)
         logits[:, : self.sure] = 0
-        places = torch.arange(ids.shape[1])[None] if positions_to_keep is None else positions_to_keep
+        places = (
+            torch.arange(ids.shape[1])[None] if positions_to_keep is None else positions_to_keep
+        )
         return logits.gather(1, places[..., None].expand(-1, -1, 1024))
 
 
 def test_likelihood_by_context(corpus):
     """Breaks when windows leave their document or overlap, or a position is counted in another bin."""
-    assert context_bins(100) == [(0, 16), (16, 32), (32, 64), (64, 100)] and context_bins(16) == [(0, 16)]
-    places, starts, ids = windows(corpus, 64, 1000), corpus.starts["test"].tolist(), corpus.ids["test"].long()
+    assert context_bins(100) == [(0, 16), (16, 32), (32, 64), (64, 100)] and context_bins(16) == [
+        (0, 16)
+    ]
+    places, starts, ids = (
+        windows(corpus, 64, 1000),
+        corpus.starts["test"].tolist(),
+        corpus.ids["test"].long(),
+    )
     assert all(starts[n] <= place and place + 64 <= starts[n + 1] for place, n in places)
-    assert all(b - a >= 64 for (a, _), (b, _) in itertools.pairwise(places)) and len(windows(corpus, 64, 5)) <= 5
+    assert (
+        all(b - a >= 64 for (a, _), (b, _) in itertools.pairwise(places))
+        and len(windows(corpus, 64, 5)) <= 5
+    )
     rows = iter(places)
     knows = Oracle(lambda _: ids[(place := next(rows)[0]) : place + 64][None], sure=32)
     scores = measures.nll(knows, corpus, 64, len(places))["nll"]
-    assert scores.labels[:3] == (16, 32, 64) and [*scores.groups[::3]] == [document for _, document in places]
-    assert scores.values == pytest.approx([math.log(1024), math.log(1024), 0] * len(places), abs=1e-4)
+    assert scores.labels[:3] == (16, 32, 64) and [*scores.groups[::3]] == [
+        document for _, document in places
+    ]
+    assert scores.values == pytest.approx(
+        [math.log(1024), math.log(1024), 0] * len(places), abs=1e-4
+    )
 
 
 def test_recall_and_needle_scores(corpus):
@@ -147,22 +191,35 @@ def test_recall_and_needle_scores(corpus):
         few = torch.tensor([[sum(token in records for token in row) <= 16] for row in ids.tolist()])
         return torch.where(few, ids.roll(-1, 1), 0)
 
-    panels = measures.needle(Oracle(knows_few), corpus, 200, 10) | measures.recall(Oracle(knows_few), corpus, 200, 10)
+    panels = measures.needle(Oracle(knows_few), corpus, 200, 10) | measures.recall(
+        Oracle(knows_few), corpus, 200, 10
+    )
     for name, numbers in (("needle", measures.NEEDLES), ("recall", measures.RECALL)):
         assert [*panels[name].labels] == [n for n in numbers for _ in range(10)]
         assert [*panels[name].values] == [float(n <= 16) for n in panels[name].labels]
     places = panels["needle-map"].labels
-    assert all(places.count((n, 100 * depth)) == 2 for n in measures.NEEDLES for depth in measures.DEPTHS)
+    assert all(
+        places.count((n, 100 * depth)) == 2 for n in measures.NEEDLES for depth in measures.DEPTHS
+    )
 
 
 def test_scores_of_examples_by_order(corpus):
     """Breaks when accuracy is not the mean over orders, or the margin not best minus worst; the last value is said."""
-    answer = {corpus.tokenizer.piece_to_id(name): corpus.tokenizer.piece_to_id(f"«{name[-2]}»") for name in RECORDS}
-    last_value = Oracle(lambda ids: torch.tensor([[0, *(answer.get(t, 0) for t in row[:-1])] for row in ids.tolist()]))
+    answer = {
+        corpus.tokenizer.piece_to_id(name): corpus.tokenizer.piece_to_id(f"«{name[-2]}»")
+        for name in RECORDS
+    }
+    last_value = Oracle(
+        lambda ids: torch.tensor(
+            [[0, *(answer.get(t, 0) for t in row[:-1])] for row in ids.tolist()]
+        )
+    )
     panels = measures.examples(last_value, corpus, 512, 12)
     accuracy, margin = panels["examples"], panels["examples-margin"]
     assert [*accuracy.labels] == [count for count in measures.EXAMPLES for _ in range(12)]
-    assert 0.1 < np.mean(accuracy.values) < 0.4 and any(0 < value < 1 for value in accuracy.values)  # one key of four
+    assert 0.1 < np.mean(accuracy.values) < 0.4 and any(
+        0 < value < 1 for value in accuracy.values
+    )  # one key of four
     assert [*margin.values] == [float(0 < value < 1) for value in accuracy.values]
 
 
@@ -180,10 +237,16 @@ def test_attention_shares_by_hand(differential):
         for layer in layers:
             layer.tap = None
             first = maps.pop(0)[0, :, 23]
-            weights = (first - layer.coefficient() * maps.pop(0)[0, :, 23] if differential else first).abs()
-            shares.append([weights[:, 5:7].sum(-1), weights[:, 1:5].sum(-1) + weights[:, 7:20].sum(-1)])
+            weights = (
+                first - layer.coefficient() * maps.pop(0)[0, :, 23] if differential else first
+            ).abs()
+            shares.append(
+                [weights[:, 5:7].sum(-1), weights[:, 1:5].sum(-1) + weights[:, 7:20].sum(-1)]
+            )
             shares[-1] = [(part / weights.sum(-1)).mean().item() for part in shares[-1]]
-    assert attention_shares(model, document) == pytest.approx(np.mean(shares, axis=0).tolist(), rel=1e-4)
+    assert attention_shares(model, document) == pytest.approx(
+        np.mean(shares, axis=0).tolist(), rel=1e-4
+    )
 
 
 @pytest.mark.long
@@ -194,6 +257,8 @@ def test_the_command_measures_runs(text_folder, tmp_path, capsys):
     capsys.readouterr()
     measures.main(["all", str(tmp_path / "run"), "--limit", "5"])
     told = capsys.readouterr().out
-    panels = "nll recall needle needle-map attention attention-noise examples examples-margin".split()
+    panels = (
+        "nll recall needle needle-map attention attention-noise examples examples-margin".split()
+    )
     assert re.findall(r"^\| ([a-z-]+) +\| chance", told, re.MULTILINE) == panels
     assert 6 < float(re.search(r"^\| all +\| +\| ([\d.]+)", told, re.MULTILINE)[1]) < 8

@@ -22,9 +22,14 @@ def test_every_question_is_scored_by_what_its_data_has(tmp_path):
     assert score("TWO", "x", ("one", "two")) == {"exact_match": 1}
     scores = score("no", "yes", ("yes",) * 9 + ("no",))
     assert scores == {"exact_match": 1, "vqa_accuracy": pytest.approx(0.3)}
-    assert score("x", "x", ("x",) * 3) == {"exact_match": 1}  # of two spellings the rarer one would count 0.3
+    assert score("x", "x", ("x",) * 3) == {
+        "exact_match": 1
+    }  # of two spellings the rarer one would count 0.3
     assert score("x", "x", ("x",) * 4) == {"exact_match": 1, "vqa_accuracy": 1}
-    lines = [{"prefix": "what", **given} for given in ({"suffix": " "}, {"answers": ["", ""]}, {"answers": ["a", ""]})]
+    lines = [
+        {"prefix": "what", **given}
+        for given in ({"suffix": " "}, {"answers": ["", ""]}, {"answers": ["a", ""]})
+    ]
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
     records = read_data(f"jsonl:{tmp_path / 'own.jsonl'}")
     assert sorted(len(record.turns) for record in records) == [0, 0, 1]
@@ -37,7 +42,9 @@ def test_own_examples(source, workplace, monkeypatch, capsys):
     for number in range(6):
         noise(90 + number).save(f"{number // 2}.png")
         prefix = ("count cat", "count dog dog")[number % 2]
-        lines.append({"image": f"{number // 2}.png", "prefix": prefix, "suffix": "?", "type": prefix[6:9]})
+        lines.append(
+            {"image": f"{number // 2}.png", "prefix": prefix, "suffix": "?", "type": prefix[6:9]}
+        )
     lines[5] |= {"image": ["link.png"]}  # another name of a picture is not another picture
     (workplace / "link.png").symlink_to("2.png")
     (workplace / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -47,7 +54,9 @@ def test_own_examples(source, workplace, monkeypatch, capsys):
     results = json.loads((out / "results.json").read_text())
     assert [r["question"] for r in results] == [line["prefix"] for line in lines]
     logged = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
-    said, gray = ({(e["answer"], int(e["id"][-1]) % 2) for e in part} for part in (logged[:6], logged[6:]))
+    said, gray = (
+        {(e["answer"], int(e["id"][-1]) % 2) for e in part} for part in (logged[:6], logged[6:])
+    )
     assert len(logged) == 12 and len(gray) == 2 < len(said)  # gray: one answer a prompt
     assert printed["random"]["measures"]["exact_match"]["mean"] == 0
     assert set(printed["random"]["summary"]) == {"overall", "cat", "dog"}
@@ -60,7 +69,9 @@ def test_own_examples(source, workplace, monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["random"]["measures"]["exact_match"]["mean"] == 100
 
 
-def test_official_files_without_annotations_and_with_a_broken_picture(tmp_path, source, capsys, monkeypatch):
+def test_official_files_without_annotations_and_with_a_broken_picture(
+    tmp_path, source, capsys, monkeypatch
+):
     """One broken file of 40,000 ends a run of hours, or is passed over in silence, or not asked when it is repaired."""
     (tmp_path / "val2014").mkdir()
     paths = [tmp_path / f"val2014/COCO_val2014_{number:012d}.jpg" for number in (1, 2, 3)]
@@ -68,13 +79,27 @@ def test_official_files_without_annotations_and_with_a_broken_picture(tmp_path, 
         noise(number).save(path)
     whole = paths[1].read_bytes()
     paths[1].write_bytes(whole[:300])
-    asked = [{"image_id": n // 2 + 1, "question": f"What is {n}?", "question_id": n} for n in range(6)]
+    asked = [
+        {"image_id": n // 2 + 1, "question": f"What is {n}?", "question_id": n} for n in range(6)
+    ]
     (tmp_path / "Q").write_text(json.dumps({"data_subtype": "val2014", "questions": asked}))
-    flags = f"--model {source} --questions {tmp_path}/Q --images {tmp_path} --out {tmp_path}/out".split() + FAST
+    flags = (
+        f"--model {source} --questions {tmp_path}/Q --images {tmp_path} --out {tmp_path}/out".split()
+        + FAST
+    )
     vqa.main(flags)
     printed, report = capsys.readouterr()
-    assert "nothing is scored" in printed and "left out 2 of 6 questions" in report and paths[1].name in report
-    assert [r["question_id"] for r in json.loads((tmp_path / "out/results.json").read_text())] == [0, 1, 4, 5]
+    assert (
+        "nothing is scored" in printed
+        and "left out 2 of 6 questions" in report
+        and paths[1].name in report
+    )
+    assert [r["question_id"] for r in json.loads((tmp_path / "out/results.json").read_text())] == [
+        0,
+        1,
+        4,
+        5,
+    ]
     paths[1].write_bytes(whole)
     sizes = count_asked(monkeypatch)
     vqa.main(flags)

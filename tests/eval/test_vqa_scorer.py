@@ -67,10 +67,14 @@ def check(scorer, answers, said: str, ids=True):
     for case in said.split("|"):
         prediction, accuracy = case.split("→")
         prediction = prediction.strip().strip('"').replace("\\n", "\n")
-        assert scorer(annotation(answers, ids), prediction) == pytest.approx(float(accuracy), abs=1e-4), case
+        assert scorer(annotation(answers, ids), prediction) == pytest.approx(
+            float(accuracy), abs=1e-4
+        ), case
 
 
-@pytest.mark.parametrize(("matches", "accuracy"), [(0, 0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1), (9, 1)])
+@pytest.mark.parametrize(
+    ("matches", "accuracy"), [(0, 0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1), (9, 1)]
+)
 def test_leave_one_out(matches, accuracy):
     """Accuracy is min(1, matches / 3) without leaving annotators out: 3 of 10 would count 1 instead of 0.9."""
     answers = {"red": matches, "blue": 9 - matches, "green": 1}
@@ -99,11 +103,15 @@ def test_equal_records_are_left_out_together():
     check(vqa_scoring.official, {"yes": 4, "no": 6}, "yes → 0.6", ids=False)
     check(vqa_scoring.official, {"yes": 4, "no": 6}, "yes → 1")
     check(vqa_scoring.official, {"Yes": 2, "yes": 2, "no": 6}, "yes → 0.6", ids=False)
-    check(vqa_scoring.official, {"yes": 2}, "yes → 0.33333")  # the mean over the annotators there are
+    check(
+        vqa_scoring.official, {"yes": 2}, "yes → 0.33333"
+    )  # the mean over the annotators there are
     records = [{"answer": "yes", "answer_confidence": c} for c in ("yes", "yes", "maybe", "maybe")]
     records += [{"answer": "no", "answer_confidence": "yes"}] * 6
     # two of four "maybe" leave two other matches: (4 · 2/3 + 6) / 10
-    assert vqa_scoring.official(Annotation(1, tuple(records), "no"), "yes") == pytest.approx((4 * 2 / 3 + 6) / 10)
+    assert vqa_scoring.official(Annotation(1, tuple(records), "no"), "yes") == pytest.approx(
+        (4 * 2 / 3 + 6) / 10
+    )
 
 
 OTHERS = {
@@ -125,7 +133,11 @@ OTHERS = {
         ({"yes": 3, "no": 7}, "yes → 0.9"),
     ],
     # VizWiz normalises predictions only
-    "vizwiz": [({"yes": 10}, "Yes. → 1"), ({"Yes": 10}, "Yes → 0"), ({"the dog": 10}, "the dog → 0")]
+    "vizwiz": [
+        ({"yes": 10}, "Yes. → 1"),
+        ({"Yes": 10}, "Yes → 0"),
+        ({"the dog": 10}, "the dog → 0"),
+    ]
     + [({"dog": 10}, "the dog → 1"), ({"yes": 2, "no": 8}, "yes → 0.6")],
     # GQA is exact match without case, and without blanks and periods at the ends
     "gqa": [
@@ -145,7 +157,11 @@ def test_the_other_scorers(scoring):
 
 def test_exact_match_ignores_case_and_outer_space_only():
     """One of several right answers is enough; punctuation and inner space count."""
-    right = {"Red ": ["red"], "red": ["blue", " RED\n"], "cafe\u0301": ["caf\u00e9"]}  # an accent of its own
+    right = {
+        "Red ": ["red"],
+        "red": ["blue", " RED\n"],
+        "cafe\u0301": ["caf\u00e9"],
+    }  # an accent of its own
     wrong = {"red.": ["red"], "dark  red": ["dark red"], "re": ["red"], "": []}
     assert all(vqa_scoring.exact_match(*pair) for pair in right.items())
     assert not any(vqa_scoring.exact_match(*pair) for pair in wrong.items())
@@ -154,8 +170,13 @@ def test_exact_match_ignores_case_and_outer_space_only():
 def test_own_examples_are_scored_as_vqav2_where_four_or_more_have_answered():
     """Equal answers of several people count as one, three people make an accuracy, or a right answer is not taken."""
     given = Record("r", "k", (), (("q", "red"),), ("red", "blue", "blue", "blue"))
-    assert vqa_scoring.record_scores(given, "blue") == {"exact_match": 1, "vqa_accuracy": pytest.approx(0.75)}
-    assert vqa_scoring.record_scores(replace(given, answers=given.answers[1:]), "red") == {"exact_match": 1}
+    assert vqa_scoring.record_scores(given, "blue") == {
+        "exact_match": 1,
+        "vqa_accuracy": pytest.approx(0.75),
+    }
+    assert vqa_scoring.record_scores(replace(given, answers=given.answers[1:]), "red") == {
+        "exact_match": 1
+    }
     assert vqa_scoring.truths_of(replace(given, answers=("blue", " "))) == ["blue", "red"]
 
 
@@ -174,11 +195,15 @@ def test_summary_by_type_rounds_once():
 
 SAID = {70: ("yes/no", "is it", ["yes"] * 10), 71: ("number", "how many", ["2"] * 3 + ["3"] * 7)}
 SAID[80] = "other", "what is", ["dog"] * 2 + ["cat"] * 8
-RESULTS = [{"question_id": n, "answer": text} for n, text in ((80, "A dog."), (70, "yes"), (71, "two"))]
+RESULTS = [
+    {"question_id": n, "answer": text} for n, text in ((80, "A dog."), (70, "yes"), (71, "two"))
+]
 
 
 def annotated(id_, kind, first, answers):
-    records = [{"answer": a, "answer_confidence": "yes", "answer_id": n + 1} for n, a in enumerate(answers)]
+    records = [
+        {"answer": a, "answer_confidence": "yes", "answer_id": n + 1} for n, a in enumerate(answers)
+    ]
     types = {"answer_type": kind, "question_type": first, "multiple_choice_answer": answers[0]}
     return {"question_id": id_, "image_id": id_ // 10, "answers": records} | types
 
@@ -187,10 +212,13 @@ def annotated(id_, kind, first, answers):
 def scores(workplace, capsys):
     """A function that scores RESULTS, or others, with --json."""
     asked = [
-        {"image_id": id_ // 10, "question": f"{first}?", "question_id": id_} for id_, (_, first, _) in SAID.items()
+        {"image_id": id_ // 10, "question": f"{first}?", "question_id": id_}
+        for id_, (_, first, _) in SAID.items()
     ]
     (workplace / "Q").write_text(json.dumps({"data_subtype": "val2014", "questions": asked}))
-    (workplace / "A").write_text(json.dumps({"annotations": [annotated(id_, *rest) for id_, rest in SAID.items()]}))
+    (workplace / "A").write_text(
+        json.dumps({"annotations": [annotated(id_, *rest) for id_, rest in SAID.items()]})
+    )
     for image in (7, 8):
         (workplace / f"COCO_val2014_{image:012d}.jpg").write_bytes(b"")  # looked for, not opened
 
@@ -214,7 +242,12 @@ def test_a_results_file(scores, workplace):
     assert values(scores()) == {"overall": 83.33} | types | questions
     measure = scores()["R"]["measures"]["VQA accuracy, official scoring"]
     assert measure["mean"] == pytest.approx(250 / 3) and measure["questions"] == 3
-    for scoring, overall in (("paper", 33.33), ("textvqa", 83.33), ("vizwiz", 83.33), ("gqa", 33.33)):
+    for scoring, overall in (
+        ("paper", 33.33),
+        ("textvqa", 83.33),
+        ("vizwiz", 83.33),
+        ("gqa", 33.33),
+    ):
         assert values(scores("--scoring", scoring))["overall"] == overall
     one = [annotated(id_, *rest[:2], rest[2][:1]) for id_, rest in SAID.items()]
     (workplace / "A").write_text(json.dumps({"annotations": one}))
@@ -223,14 +256,26 @@ def test_a_results_file(scores, workplace):
 
 def test_gqa_in_its_own_layouts(scores, workplace):
     """GQA publishes questions and answers in one file, and scores the balanced ones alone."""
-    rows = ("Is it?", "yes", "verify", True), ("What?", "dog", "query", True), ("What?", "cat", "verify", False)
+    rows = (
+        ("Is it?", "yes", "verify", True),
+        ("What?", "dog", "query", True),
+        ("What?", "cat", "verify", False),
+    )
     questions = {
-        str(n): {"question": q, "imageId": "7", "answer": a, "types": {"structural": of}, "isBalanced": balanced}
+        str(n): {
+            "question": q,
+            "imageId": "7",
+            "answer": a,
+            "types": {"structural": of},
+            "isBalanced": balanced,
+        }
         for n, (q, a, of, balanced) in enumerate(rows, 1)
     }
     (workplace / "Q").write_text(json.dumps(questions))
     (workplace / "7.jpg").write_bytes(b"")
-    said = [{"questionId": n, "prediction": p} for n, p in (("1", "Yes."), ("2", "cat"), ("3", "cat"))]
+    said = [
+        {"questionId": n, "prediction": p} for n, p in (("1", "Yes."), ("2", "cat"), ("3", "cat"))
+    ]
     found = scores(results=said, files="--questions Q --guess")
     expected = {"overall": 50.0, "binary": 100.0, "open": 0.0, "  verify": 100.0, "  query": 0.0}
     assert values(found) == expected and vqa.GUESS in found
@@ -247,22 +292,37 @@ def test_text_only_guesses_by_hand(scores, workplace):
     """The baseline knows more than the training questions, or less than their words."""
 
     def questions(*rows):
-        truths = [Annotation(n, (), answer, "", kind, question=text) for n, (text, kind, answer) in enumerate(rows)]
+        truths = [
+            Annotation(n, (), answer, "", kind, question=text)
+            for n, (text, kind, answer) in enumerate(rows)
+        ]
         return [Question(truth.question_id, "", (), "a prompt", truth=truth) for truth in truths]
 
-    train = [("Is it?", "is", answer) for answer in ("yes", "yes", "no")] + 2 * [("Is he?", "is", "no")]
+    train = [("Is it?", "is", answer) for answer in ("yes", "yes", "no")] + 2 * [
+        ("Is he?", "is", "no")
+    ]
     train = questions(*train, ("How many?", "how", "2"), ("How many?", "how", "1"))
-    test = [("Is it?", "is", "x"), ("Is she?", "is", "x"), ("How many?", "how", "x"), ("Why?", "why", "x")]
+    test = [
+        ("Is it?", "is", "x"),
+        ("Is she?", "is", "x"),
+        ("How many?", "how", "x"),
+        ("Why?", "why", "x"),
+    ]
     # the question; its type (no 3, yes 2); a tie goes to the first in the alphabet; all (no 3, yes 2, …)
     assert vqa.text_only_guesses(questions(*test), train) == ["yes", "no", "1", "no"]
     # without training questions the best constant of each type
     assert vqa.text_only_guesses(train, []) == ["no"] * 5 + ["1"] * 2
     accuracy = vqa.guess_accuracy(vqa.embedded(600))
-    assert set(accuracy) == {"overall", "yes/no", "number", "other"} and 25 < accuracy["overall"] < 45
+    assert (
+        set(accuracy) == {"overall", "yes/no", "number", "other"} and 25 < accuracy["overall"] < 45
+    )
     # of models that are asked in other words it is the same
     benchmark, names = vqa.Vqa(), "data questions annotations images answerability scoring guess"
     flags = dict.fromkeys(names.split()) | {"limit": 300}
-    asked = [benchmark.questions(Namespace(**flags, template=words)) for words in ("Q: {question}", vqa.PROMPT)]
+    asked = [
+        benchmark.questions(Namespace(**flags, template=words))
+        for words in ("Q: {question}", vqa.PROMPT)
+    ]
     rows = [benchmark.baselines(benchmark.rows(of, [""] * len(of)))[vqa.GUESS] for of in asked]
     first, second = ([row.answer for row in of] for of in rows)
     assert first == second and len(set(first)) > 10

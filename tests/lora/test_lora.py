@@ -13,7 +13,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lora import adapter
-from lora.adapter import DECODER_TARGETS, LoRALinear, disabled, fingerprint, inject, load, lora_layers, merge, save
+from lora.adapter import (
+    DECODER_TARGETS,
+    LoRALinear,
+    disabled,
+    fingerprint,
+    inject,
+    load,
+    lora_layers,
+    merge,
+    save,
+)
 from model import cpu
 from model.differential import graft, new_parameters
 from tests.reference import batch, hf_forward, hf_model, ours, relative_error
@@ -63,7 +73,11 @@ def peft_gradients(theirs, inputs):
         parameter.grad = None
     logits = of_peft(theirs, inputs)
     loss(logits, inputs).backward()
-    gradients = {name.replace(".default.", "."): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    gradients = {
+        name.replace(".default.", "."): p.grad
+        for name, p in theirs.named_parameters()
+        if p.requires_grad
+    }
     return logits.detach(), gradients
 
 
@@ -77,11 +91,18 @@ def sensitivity(theirs, inputs, logits, gradients):
         moved, generator = copy.deepcopy(theirs), torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in moved.parameters():
-                parameter.mul_(1 + (torch.rand(parameter.shape, generator=generator) * 2 - 1) * 2**-23)
+                parameter.mul_(
+                    1 + (torch.rand(parameter.shape, generator=generator) * 2 - 1) * 2**-23
+                )
         of_logits, of_gradients = peft_gradients(moved, inputs)
-        by_name = {name: relative_error(of_gradients[name], gradient) for name, gradient in gradients.items()}
+        by_name = {
+            name: relative_error(of_gradients[name], gradient)
+            for name, gradient in gradients.items()
+        }
         changes.append((relative_error(of_logits, logits), by_name))
-    return max(c[0] for c in changes), {name: max(c[1][name] for c in changes) for name in gradients}
+    return max(c[0] for c in changes), {
+        name: max(c[1][name] for c in changes) for name in gradients
+    }
 
 
 @pytest.fixture(scope="module")
@@ -109,13 +130,27 @@ PEFT_CONFIGS = {
     "the paper's scale": {"target_modules": SEVEN, "lora_alpha": 8},
     "list of endings, which reaches both towers": {"target_modules": ["q_proj", "v_proj", "fc1"]},
     "regular expression": {"target_modules": r".*language_model.*\.(self_attn|mlp)\.\w+_proj"},
-    "whole paths": {"target_modules": [f"model.{DECODER_LAYER}mlp.up_proj", "model.multi_modal_projector.linear"]},
+    "whole paths": {
+        "target_modules": [
+            f"model.{DECODER_LAYER}mlp.up_proj",
+            "model.multi_modal_projector.linear",
+        ]
+    },
     "ranks and alphas by pattern": {
         "target_modules": SEVEN,
         "rank_pattern": {r"layers\.0\.self_attn\.q_proj": 7, "down_proj": 2},
-        "alpha_pattern": {"layers": 90, r"^model\.language_model\..*k_proj": 11, r"q_pro": 80, "gate_proj": 1},
+        "alpha_pattern": {
+            "layers": 90,
+            r"^model\.language_model\..*k_proj": 11,
+            r"q_pro": 80,
+            "gate_proj": 1,
+        },
     },
-    "rank-stabilised": {"target_modules": ["o_proj", "q_proj"], "use_rslora": True, "rank_pattern": {"o_proj": 9}},
+    "rank-stabilised": {
+        "target_modules": ["o_proj", "q_proj"],
+        "use_rslora": True,
+        "rank_pattern": {"o_proj": 9},
+    },
     "excluded": {"target_modules": ["q_proj", "k_proj"], "exclude_modules": r".*vision_tower.*"},
     "chosen layers": {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]},
 }
@@ -131,10 +166,17 @@ def test_what_peft_saved_computes_the_same_here(tmp_path, generation, name):
     theirs = peft_adapter(hf, tmp_path, **PEFT_CONFIGS[name])
     mine = ours(hf)
     paths = load(mine, tmp_path)
-    wrapped = {path for path, module in theirs.base_model.model.named_modules() if isinstance(module, PeftLinear)}
+    wrapped = {
+        path
+        for path, module in theirs.base_model.model.named_modules()
+        if isinstance(module, PeftLinear)
+    }
     assert {"model." + path for path in paths} == wrapped
     with cpu.using("torch"):  # the functions that transformers calls
-        logits, (reference, gradients) = valid(mine(**inputs), inputs), peft_gradients(theirs, inputs)
+        logits, (reference, gradients) = (
+            valid(mine(**inputs), inputs),
+            peft_gradients(theirs, inputs),
+        )
     assert relative_error(reference, valid(hf_forward(hf, inputs), inputs)) > 1e-2
     of_logits, of_gradients = sensitivity(theirs, inputs, reference, gradients)
     bound = EXACT if name == "the paper's scale" else SENSITIVE * of_logits
@@ -143,7 +185,9 @@ def test_what_peft_saved_computes_the_same_here(tmp_path, generation, name):
     parameters = adapter.adapter_parameters(mine)
     assert parameters.keys() == gradients.keys()
     for key, parameter in parameters.items():
-        assert relative_error(parameter.grad, gradients[key]) <= SENSITIVE * of_gradients[key] <= 1e-3, key
+        assert (
+            relative_error(parameter.grad, gradients[key]) <= SENSITIVE * of_gradients[key] <= 1e-3
+        ), key
     merge(mine)
     merged = theirs.merge_and_unload().state_dict()
     for path, layer in lora_layers(mine).items():
@@ -163,24 +207,39 @@ def test_what_is_saved_here_computes_the_same_in_peft(tmp_path, generation):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         theirs = peft.PeftModel.from_pretrained(copy.deepcopy(hf), str(tmp_path)).eval()
-    wrapped = [path for path, module in theirs.base_model.model.named_modules() if isinstance(module, PeftLinear)]
+    wrapped = [
+        path
+        for path, module in theirs.base_model.model.named_modules()
+        if isinstance(module, PeftLinear)
+    ]
     assert sorted(wrapped) == sorted("model." + path for path in lora_layers(mine))
     assert relative_error(valid(mine(**inputs), inputs), of_peft(theirs, inputs)) <= ROUNDED
     config = theirs.peft_config["default"]
-    assert config.base_model_name_or_path == "google/paligemma-3b-pt-224" and config.lora_dropout == 0.1
+    assert (
+        config.base_model_name_or_path == "google/paligemma-3b-pt-224"
+        and config.lora_dropout == 0.1
+    )
 
 
-BEFORE_4_52 = {"model.language_model.": "language_model.model.", "model.vision_tower.": "vision_tower.vision_model."}
+BEFORE_4_52 = {
+    "model.language_model.": "language_model.model.",
+    "model.vision_tower.": "vision_tower.vision_model.",
+}
 BEFORE_5 = {"model.vision_tower.": "model.vision_tower.vision_model."}
 
 
 @pytest.mark.parametrize("rename", [BEFORE_4_52, BEFORE_5])
 def test_files_of_older_transformers(tmp_path, hf, inputs, model, rename):
     """Breaks when an adapter that an older transformers' module paths name is not understood."""
-    theirs = peft_adapter(hf, tmp_path, target_modules=["q_proj", "fc2"], alpha_pattern={r"0\.self_attn\.q_proj": 9})
+    theirs = peft_adapter(
+        hf, tmp_path, target_modules=["q_proj", "fc2"], alpha_pattern={r"0\.self_attn\.q_proj": 9}
+    )
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     for new, old in rename.items():
-        tensors = {name.replace(f".model.{new}", f".model.{old}", 1): tensor for name, tensor in tensors.items()}
+        tensors = {
+            name.replace(f".model.{new}", f".model.{old}", 1): tensor
+            for name, tensor in tensors.items()
+        }
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     load(model, tmp_path)
     assert relative_error(valid(model(**inputs), inputs), of_peft(theirs, inputs)) <= ROUNDED
@@ -202,7 +261,10 @@ def test_one_layer_is_pefts_with_dropout_too():
         outputs.append((a, b, layer(x), layer(x), layer.eval()(x)))
     (a, b, *mine), (*drawn, first, second, whole) = outputs
     assert torch.equal(a, drawn[0]) and torch.equal(b, drawn[1]) and not torch.equal(first, second)
-    assert all(relative_error(y, theirs) <= EXACT for y, theirs in zip(mine, (first, second, whole), strict=True))
+    assert all(
+        relative_error(y, theirs) <= EXACT
+        for y, theirs in zip(mine, (first, second, whole), strict=True)
+    )
 
 
 def test_targets_are_matched_as_in_peft(model):
@@ -216,14 +278,30 @@ def test_targets_are_matched_as_in_peft(model):
         (r"language_model\..*\.q_proj", decoder),
         (r"model\.language_model\..*\.q_proj", decoder),
         (endings, [*decoder[:2], tower[1]]),
-        (DECODER_TARGETS, [p for p in layers if p.startswith("language_model.layers.") and p.split(".")[-1] in SEVEN]),
+        (
+            DECODER_TARGETS,
+            [
+                p
+                for p in layers
+                if p.startswith("language_model.layers.") and p.split(".")[-1] in SEVEN
+            ],
+        ),
     ):
         assert sorted(inject(copy.deepcopy(model), targets, 2, 4)) == sorted(paths)
-    refusals = (["embed_tokens"], 2, "match no free"), ("(", 2, "expression"), (["q_proj"], 0, "r 0")
-    for targets, r, says in (*refusals, (r".*\.layers\.\d+\.self", 2, "match no free")):  # a beginning
+    refusals = (
+        (["embed_tokens"], 2, "match no free"),
+        ("(", 2, "expression"),
+        (["q_proj"], 0, "r 0"),
+    )
+    for targets, r, says in (
+        *refusals,
+        (r".*\.layers\.\d+\.self", 2, "match no free"),
+    ):  # a beginning
         refused(lambda targets=targets, r=r: inject(model, targets, r, 4), says)
     inject(model, DECODER_TARGETS, 2, 4)
-    refused(lambda: inject(model, r"language_model\..*", 2, 4), "match no free")  # neither a base nor LoRA's own
+    refused(
+        lambda: inject(model, r"language_model\..*", 2, 4), "match no free"
+    )  # neither a base nor LoRA's own
 
 
 @pytest.mark.long
@@ -249,7 +327,9 @@ def test_merge_and_unmerge(hf, inputs, dtype):
         exact = before[name].double() + delta
         # half a unit in the last place, plus what the product in fp32 leaves: rounding twice would exceed it
         bound = torch.finfo(dtype).eps / 2 * exact.abs() + 1e-6 * delta.abs().max()
-        assert ((tensor.double() - exact).abs() <= bound).all() and not torch.equal(tensor, before[name]), name
+        assert ((tensor.double() - exact).abs() <= bound).all() and not torch.equal(
+            tensor, before[name]
+        ), name
     if dtype != torch.bfloat16:  # whose rounding this model's sharp attention blows up
         assert relative_error(valid(model(**inputs), inputs), valid(logits, inputs)) <= ROUNDED
     for _ in range(2):
@@ -259,7 +339,10 @@ def test_merge_and_unmerge(hf, inputs, dtype):
     merge(model)
     adapter.unmerge(model.to(torch.float16))  # the kept weights are of the dtype before
     state = {name: tensor.half() for name, tensor in before.items()}
-    assert all(t.dtype == torch.float16 and torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    assert all(
+        t.dtype == torch.float16 and torch.equal(t, state[name])
+        for name, t in model.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("is_merged", [False, True])
@@ -308,7 +391,9 @@ def test_disabled(kind, inputs, model):
     if kind:
         graft(model, kind)
     inject(model, ["v_proj", "o_proj"] if kind else SEVEN, 4, 8, dropout=0.5)
-    assert torch.equal(model(**inputs), base) and not any(module.training for module in model.modules())
+    assert torch.equal(model(**inputs), base) and not any(
+        module.training for module in model.modules()
+    )
     for change in (randomize, merge):
         change(model)
         logits = model(**inputs)
@@ -343,7 +428,15 @@ def test_saved_and_loaded_here_is_the_same_to_the_bit(tmp_path, hf, inputs, mode
     inject(model, ["q_proj", "o_proj", "fc1"], r=3, alpha=10, dropout=0.25)
     inject(model, ["v_proj"], r=5, alpha=1, dropout=0.25)
     randomize(model)  # of several entries of metadata the order would be random
-    assert len({save(model, tmp_path) or (tmp_path / adapter.TENSOR_FILE).read_bytes() for _ in range(9)}) == 1
+    assert (
+        len(
+            {
+                save(model, tmp_path) or (tmp_path / adapter.TENSOR_FILE).read_bytes()
+                for _ in range(9)
+            }
+        )
+        == 1
+    )
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     extra = {name for name in tensors if not name.startswith("base_model.model.")}
     assert extra == {f"differential.{name}" for name in new_parameters(model)}
@@ -356,7 +449,9 @@ def test_saved_and_loaded_here_is_the_same_to_the_bit(tmp_path, hf, inputs, mode
     assert load(again, tmp_path) == list(lora_layers(model))
     assert torch.equal(again(**inputs), model(**inputs))
     assert {layer.lora.dropout for layer in lora_layers(again).values()} == {0.25}
-    assert again.grafts == model.grafts and list(new_parameters(again)) == list(new_parameters(model))
+    assert again.grafts == model.grafts and list(new_parameters(again)) == list(
+        new_parameters(model)
+    )
     trainable = [name for name, p in again.named_parameters() if p.requires_grad]
     assert trainable == [name for name, p in model.named_parameters() if p.requires_grad]
 
@@ -371,9 +466,15 @@ def test_fingerprint_names_the_base_and_nothing_else(hf, model):
     merge(model)
     assert fingerprint(model) == mark
     assert fingerprint(ours(hf_model(1, seed=1))) != mark
-    for change in (lambda w: w.mul_(1.01), lambda w: w[:, 1:].mul_(1.01), lambda w: w[1:].mul_(1.01)):
+    for change in (
+        lambda w: w.mul_(1.01),
+        lambda w: w[:, 1:].mul_(1.01),
+        lambda w: w[1:].mul_(1.01),
+    ):
         trained = ours(hf)
-        change(trained.get_submodule(DECODER_LAYER + "self_attn.q_proj").weight.data)  # 64·72: even steps see column 0
+        change(
+            trained.get_submodule(DECODER_LAYER + "self_attn.q_proj").weight.data
+        )  # 64·72: even steps see column 0
         assert fingerprint(trained) != mark
 
 
@@ -403,11 +504,20 @@ def test_what_is_no_adapter(tmp_path, hf, model):
     peft_adapter(hf, tmp_path, target_modules=["q_proj"])
     path = tmp_path / "adapter_config.json"
     config = json.loads(path.read_text())
-    changes = {"use_dora": True, "bias": "lora_only", "init_lora_weights": "olora", "a_new_invention": 1, "r": 8}
+    changes = {
+        "use_dora": True,
+        "bias": "lora_only",
+        "init_lora_weights": "olora",
+        "a_new_invention": 1,
+        "r": 8,
+    }
     changes |= {"lora_alpha": None}
     for name, value in (changes | {"quantized": "fp3"}).items():
         path.write_text(json.dumps(config | {name: value}))
-        refused(lambda: load(copy.deepcopy(model), tmp_path), "fp3" if name == "quantized" else str(tmp_path))
+        refused(
+            lambda: load(copy.deepcopy(model), tmp_path),
+            "fp3" if name == "quantized" else str(tmp_path),
+        )
     path.write_text(json.dumps(config))
     (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
     refused(lambda: load(model, tmp_path), "adapter_model.safetensors: not found")
@@ -418,7 +528,11 @@ def test_what_is_no_adapter(tmp_path, hf, model):
 
 def test_half_precision(hf, inputs):
     """Breaks when a bf16 base or autocast casts the adapter, or the adapter widens what the base returns."""
-    for base_dtype, autocast in ((torch.bfloat16, False), (torch.bfloat16, True), (torch.float32, True)):
+    for base_dtype, autocast in (
+        (torch.bfloat16, False),
+        (torch.bfloat16, True),
+        (torch.float32, True),
+    ):
         layer = LoRALinear(nn.Linear(24, 40, dtype=base_dtype), r=4, alpha=8)
         assert {p.dtype for p in layer.lora.parameters()} == {torch.float32}
         with torch.no_grad():
@@ -427,7 +541,10 @@ def test_half_precision(hf, inputs):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = layer(x)
             assert y.dtype == layer.base_layer(x).dtype == torch.bfloat16
-        exact = x.double() @ (layer.base_layer.weight + layer.lora.delta_weight()).double().T + layer.base_layer.bias
+        exact = (
+            x.double() @ (layer.base_layer.weight + layer.lora.delta_weight()).double().T
+            + layer.base_layer.bias
+        )
         assert relative_error(y, exact) < 2e-2
         y.float().sum().backward()
         assert all(p.grad.dtype == torch.float32 and p.grad.any() for p in layer.lora.parameters())

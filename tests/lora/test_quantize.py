@@ -52,7 +52,9 @@ def test_nf4_is_that_of_bitsandbytes(rows, columns, dtype):
     linear = Linear(columns, rows, bias=False).to(dtype)
     weight = linear.weight.requires_grad_(False)
     weight *= torch.logspace(-3, 2, rows)[:, None].to(dtype)
-    packed, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=True)
+    packed, state = functional.quantize_4bit(
+        weight, blocksize=64, quant_type="nf4", compress_statistics=True
+    )
     layer = Nf4Linear(linear)
     assert torch.equal(packing.dynamic_table(), state.state2.code)
     assert torch.equal(layer.weight[: packed.numel()], packed.flatten())
@@ -61,7 +63,9 @@ def test_nf4_is_that_of_bitsandbytes(rows, columns, dtype):
     between = (layer.table[layer.scale.int()] + layer.table[state.absmax.int()]) / 2
     largest = torch.stack([block.abs().max() for block in weight.float().flatten().split(64)])
     of_block = layer.nested_scale.repeat_interleave(packing.NESTED_BLOCK)[: len(largest)]
-    differ = (layer.scale != state.absmax) & (of_block > 0)  # a single block is its mean: any entry times 0
+    differ = (layer.scale != state.absmax) & (
+        of_block > 0
+    )  # a single block is its mean: any entry times 0
     assert (((largest - layer.offset) / of_block - between).abs()[differ] < 2e-5).all()
     layer.scale.copy_(state.absmax)
     assert torch.equal(layer.put_back().weight, functional.dequantize_4bit(packed, state))
@@ -81,7 +85,9 @@ def test_int4_groups_by_hand(monkeypatch):
             layer = Int4Linear(linear)
             assert torch.equal(layer.put_back().weight, weight)
             assert layer.weight.shape == (128, 128) and layer.scales.shape == (4, 128, 2)
-            assert torch.equal(layer.scales[2, 3], torch.tensor([2.0, 6.0]).bfloat16())  # 2³ / 2², and 3 of it
+            assert torch.equal(
+                layer.scales[2, 3], torch.tensor([2.0, 6.0]).bfloat16()
+            )  # 2³ / 2², and 3 of it
     pack = getattr(torch.ops.aten, "_convert_weight_to_int4pack_for_cpu", None)
     if pack and int4_layout():
         filled = F.pad(codes, (0, 56), value=5)  # a 0 in a group that is not full
@@ -97,7 +103,9 @@ def test_int4_takes_the_nearest_of_the_sixteen_values(seeded):
     scale, zero = layer.scales[0, :, :, None].float().unbind(1)  # (64, 1) of the rows' only groups
     values = zero + scale * (torch.arange(16) - 8)
     off = (values[:, None] - linear.weight[..., None]).abs().amin(-1)
-    torch.testing.assert_close((layer.put_back().weight - linear.weight).abs(), off, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        (layer.put_back().weight - linear.weight).abs(), off, atol=1e-4, rtol=0
+    )
     assert off.max() > scale.max()  # some lie beyond
 
 
@@ -107,12 +115,24 @@ def test_each_weight_is_off_by_at_most_half_a_step_of_its_channel():
     linear = Linear(64, 48).requires_grad_(False)
     linear.weight *= torch.logspace(-6, 3, 48)[:, None]  # channels of very different size
     linear.weight[5] = 0
-    linear.weight[7, 3] = -40 * linear.weight[7].abs().max()  # one that towers above its channel, and is negative
+    linear.weight[7, 3] = (
+        -40 * linear.weight[7].abs().max()
+    )  # one that towers above its channel, and is negative
     layer, largest = Int8Linear(linear), linear.weight.abs().amax(1)
-    error = (layer.weight.double() * layer.scale.double()[:, None] - linear.weight.double()).abs().amax(1)
+    error = (
+        (layer.weight.double() * layer.scale.double()[:, None] - linear.weight.double())
+        .abs()
+        .amax(1)
+    )
     # half a step; the largest value itself may be off by the rounding of its scale to bf16, 2⁻⁹
-    assert (error <= largest * max(0.501 / 127, 2**-8)).all() and layer.scale.bfloat16().float().equal(layer.scale)
-    assert not layer.weight[5].any() and -127 <= layer.weight[7, 3] <= -126 and layer.weight.amax() <= 127
+    assert (
+        error <= largest * max(0.501 / 127, 2**-8)
+    ).all() and layer.scale.bfloat16().float().equal(layer.scale)
+    assert (
+        not layer.weight[5].any()
+        and -127 <= layer.weight[7, 3] <= -126
+        and layer.weight.amax() <= 127
+    )
 
 
 @pytest.mark.parametrize("kind", packing.KINDS)
@@ -126,15 +146,21 @@ def test_products_are_those_of_the_stored_weights(kind, dtype, monkeypatch):
         linear.weight *= torch.linspace(1, 4, out)[:, None]
         layer = packing.KINDS[kind](linear)
         weight = layer.put_back().weight.double()
-        worst = (weight - linear.weight.double()).abs().amax(1) / linear.weight.double().abs().amax(1)
+        worst = (weight - linear.weight.double()).abs().amax(1) / linear.weight.double().abs().amax(
+            1
+        )
         assert worst.max() < {"int8": 0.006, "int4": 0.09, "nf4": 0.2}[kind]
         for rows in (1, 16, 17, 40):
             x = torch.randn(2, rows, width)[:1].to(dtype)
-            exact = F.linear(x.double(), weight, None if linear.bias is None else linear.bias.double())
+            exact = F.linear(
+                x.double(), weight, None if linear.bias is None else linear.bias.double()
+            )
             with monkeypatch.context() as patch, torch.no_grad():
                 patch.setattr("model.linear.BLOCK_ELEMENTS", 1 << 14)
                 assert relative_error(layer(x), exact) < tolerance
-                patch.setattr(f"lora.quantize._{'int4' if kind == 'int4' else 'int8'}_product", None)
+                patch.setattr(
+                    f"lora.quantize._{'int4' if kind == 'int4' else 'int8'}_product", None
+                )
                 plain = layer(x)
                 patch.setattr(cpu, "ways", frozenset({"bf16"}))
                 wide = layer(x)
@@ -154,11 +180,16 @@ def test_a_quantized_model_is_transformers_with_these_weights(kind, inputs, tmp_
     fingerprint, state = adapter.fingerprint(in_place), model.state_dict()
     quantize(in_place, kind, head=True)
     assert adapter.fingerprint(model) == adapter.fingerprint(in_place) == fingerprint
-    assert all(torch.equal(tensor, state.pop(name)) for name, tensor in in_place.state_dict().items()) and not state
+    assert (
+        all(torch.equal(tensor, state.pop(name)) for name, tensor in in_place.state_dict().items())
+        and not state
+    )
     quantized = model(**inputs)
     adapter.merge(model)  # puts all back
     assert adapter.fingerprint(model) == fingerprint
-    hf.load_state_dict({f"model.{name}": tensor for name, tensor in model.state_dict().items()}, strict=False)
+    hf.load_state_dict(
+        {f"model.{name}": tensor for name, tensor in model.state_dict().items()}, strict=False
+    )
     assert relative_error(quantized, hf_forward(hf, inputs)) < 1e-5
     assert relative_error(model(**inputs), hf_forward(hf, inputs)) < 1e-5
 
@@ -171,17 +202,26 @@ def test_what_is_quantized_and_what_cannot_be(model):
     adapter.merge(model)
     refused(lambda: quantize(model), "merged")
     adapter.unmerge(model)
-    trained, linears = list(trainable(model)), sum(isinstance(module, nn.Linear) for module in model.modules())
+    trained, linears = (
+        list(trainable(model)),
+        sum(isinstance(module, nn.Linear) for module in model.modules()),
+    )
     for _ in range(2):  # a second time changes nothing
         quantize(model)
-        layers = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, Int8Linear)}
+        layers = {
+            f"{path}.weight"
+            for path, module in model.named_modules()
+            if isinstance(module, Int8Linear)
+        }
         assert {name for name, p in model.named_parameters() if p.dtype == torch.int8} == layers
         assert len(layers) == linears - len(trained) and list(trainable(model)) == trained
     refused(lambda: quantize(model, "nf4"), "quantized to int8 already")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "bits"), [("softmax", "int8"), ("twin", "int8"), ("v2", "nf4"), ("shared", "int4")])
+@pytest.mark.parametrize(
+    ("kind", "bits"), [("softmax", "int8"), ("twin", "int8"), ("v2", "nf4"), ("shared", "int4")]
+)
 def test_gradients_reach_lora_as_through_the_whole_weights(kind, bits, model, inputs):
     """Breaks when the backward pass multiplies by another matrix than the forward pass."""
     if kind != "softmax":
@@ -197,7 +237,10 @@ def test_gradients_reach_lora_as_through_the_whole_weights(kind, bits, model, in
     for either in (model, exact):
         either(**inputs, targets=inputs["input_ids"].roll(-1, 1)).backward()
     for name, parameter in trainable(exact).items():
-        assert parameter.grad.any() and relative_error(model.get_parameter(name).grad, parameter.grad) <= 2e-4, name
+        assert (
+            parameter.grad.any()
+            and relative_error(model.get_parameter(name).grad, parameter.grad) <= 2e-4
+        ), name
 
 
 def test_nothing_is_kept_for_the_backward_pass_but_the_8_bits():
@@ -238,7 +281,12 @@ def test_the_command(tmp_path):
     flags = "--attention twin --steps 4 --lr 1e-2"
     plain, packed = (run(flags, more, out=tmp_path / more[-4:]) for more in ("", "--quantize int8"))
     losses = [r["loss"] for r in plain]
-    assert [r["loss"] for r in packed] == pytest.approx(losses, rel=2e-2) and [r["loss"] for r in packed] != losses
+    assert [r["loss"] for r in packed] == pytest.approx(losses, rel=2e-2) and [
+        r["loss"] for r in packed
+    ] != losses
     adapter.load(load_model("tiny"), tmp_path / "int8")
     for more in ("--full --attention softmax", "--shard"):
-        refused(lambda more=more: parse(f"--base tiny --device cpu --quantize int8 {more}".split()), "--quantize")
+        refused(
+            lambda more=more: parse(f"--base tiny --device cpu --quantize int8 {more}".split()),
+            "--quantize",
+        )

@@ -24,10 +24,16 @@ def mask_by_loops(valid, types, window):
 def test_mask_is_the_rule(window):
     """Breaks when a query attends to a later suffix token or to padding, or the prefix hides a token from itself."""
     valid = torch.tensor(
-        [[0, 0, 1, 1, 1, 1, 1, 1], [1] * 8, [1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 1, 1]], dtype=torch.bool
+        [[0, 0, 1, 1, 1, 1, 1, 1], [1] * 8, [1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 1, 1]],
+        dtype=torch.bool,
     )
     types = torch.tensor(
-        [[0, 0, 0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 0, 0], [0, 0, 0, 0, 0, 0, 1, 1]]
+        [
+            [0, 0, 0, 0, 0, 1, 1, 1],
+            [0, 0, 0, 1, 1, 1, 1, 1],
+            [0, 0, 1, 1, 1, 1, 0, 0],
+            [0, 0, 0, 0, 0, 0, 1, 1],
+        ]
     )
     expected = mask_by_loops(valid, types, window)
     assert torch.equal(attention_mask(valid, types, window=window), expected)

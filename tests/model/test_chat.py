@@ -52,10 +52,16 @@ def both(folder):
 
 def rendered(theirs, turns, **options) -> list[int]:
     """The ids of the published template; an open turn of the model ends them."""
-    texts = [(role, text) for turn in turns for role, text in zip(("user", "assistant"), turn, strict=True)]
+    texts = [
+        (role, text)
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
     messages = [{"role": role, "content": text} for role, text in texts if text is not None]
     is_open = len(texts) > len(messages)
-    return theirs.apply_chat_template(messages, add_generation_prompt=is_open, **options)["input_ids"]
+    return theirs.apply_chat_template(messages, add_generation_prompt=is_open, **options)[
+        "input_ids"
+    ]
 
 
 def test_texts_and_turns_have_the_ids_of_transformers(both):
@@ -64,10 +70,14 @@ def test_texts_and_turns_have_the_ids_of_transformers(both):
     for text in TEXTS + [" ".join(TEXTS)]:
         ids = ours.encode(text)
         assert ids == theirs.encode(text, add_special_tokens=False), text
-        assert ours.prompt(text) == [2] * ours.is_gemma + ids and ours.decode(ids) == theirs.decode(ids)
+        assert ours.prompt(text) == [2] * ours.is_gemma + ids and ours.decode(ids) == theirs.decode(
+            ids
+        )
     several = [("  a?\n", " b \n"), ("c", " d\n"), ("e\n\n", None)]
     for turns in (several, [("a", "b")], *([(text, None)] for text in TEXTS[:5])):
-        behind = [] if turns[-1][1] is None else ours.encode("\n")  # the template ends a turn with its line
+        behind = (
+            [] if turns[-1][1] is None else ours.encode("\n")
+        )  # the template ends a turn with its line
         assert ours.conversation(turns)[0] + behind == rendered(theirs, turns)
     assert ours.decode([*ours.encode("yes"), *ours.end_of_turn, *ours.encode("no")]) == "yes"
 
@@ -77,10 +87,14 @@ def test_the_system_turn_is_the_models(folder, both, tmp_path):
     """Breaks when a model, such as Qwen2.5, is asked after a system text that it was not trained with."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").unlink()
-    template = QWEN.replace("You are a", "You are Qwen, created by Alibaba Cloud. You are a").replace("\n", "\\n")
+    template = QWEN.replace(
+        "You are a", "You are Qwen, created by Alibaba Cloud. You are a"
+    ).replace("\n", "\\n")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     turns = [("a", "b"), ("c", None)]
-    assert load_text_tokenizer(tmp_path).conversation(turns)[0] == rendered(both[1], turns, chat_template=template)
+    assert load_text_tokenizer(tmp_path).conversation(turns)[0] == rendered(
+        both[1], turns, chat_template=template
+    )
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
     refused(lambda: load_text_tokenizer(tmp_path).conversation(turns), "chat template")
 
@@ -88,8 +102,12 @@ def test_the_system_turn_is_the_models(folder, both, tmp_path):
 def test_what_cannot_be_asked_is_refused(both):
     """Breaks when a text forges a turn or is cut, or a model is asked in turns that it does not have."""
     ours, config, tokenizer = both[0], both[0].config, both[0].tokenizer
-    refused(lambda: ours.prompt(f"a {MARKS[config.text.model_type][0]} b", chat=True), "control token")
-    refused(lambda: TextTokenizer(config, tokenizer, max_length=9000).prompt("dog, " * 512), "512")  # trained
+    refused(
+        lambda: ours.prompt(f"a {MARKS[config.text.model_type][0]} b", chat=True), "control token"
+    )
+    refused(
+        lambda: TextTokenizer(config, tokenizer, max_length=9000).prompt("dog, " * 512), "512"
+    )  # trained
     small = replace(config, text=replace(config.text, vocab_size=tokenizer.vocab_size() - 1))
     refused(lambda: TextTokenizer(small, tokenizer), "another model")
 
@@ -101,7 +119,10 @@ def test_a_language_model_is_asked_without_a_picture(folder, capsys):
         main(f"--model {folder} --prompt dog? a --max-new-tokens 6 {flag}".split())
         answers[flag] = json.loads(capsys.readouterr().out)
         said = ask_text(model, tokenizer, ["dog?", "a"], 6, "chat" in flag)
-        assert answers[flag] == [{"prompt": "dog?", "answer": said[0]}, {"prompt": "a", "answer": said[1]}]
+        assert answers[flag] == [
+            {"prompt": "dog?", "answer": said[0]},
+            {"prompt": "a", "answer": said[1]},
+        ]
         for prompt, text in zip(("dog?", "a"), said, strict=True):
             ids = row = tokenizer.prompt(prompt, "chat" in flag)
             while len(ids) < len(row) + 6 and not {ids[-1]} & tokenizer.ends:

@@ -19,9 +19,20 @@ from tests.runs import refused
 
 def test_names_are_one_short_printable_line():
     """Breaks when a file name moves the cursor, hides its ending, breaks the line of an error or fills the terminal."""
-    for text in ("\x1b[2Jred\x07", "two\nlines\t", "\u202egnp.exe\u200b", "half \ud800", b"bytes\xff", {"a": "\n"}):
+    for text in (
+        "\x1b[2Jred\x07",
+        "two\nlines\t",
+        "\u202egnp.exe\u200b",
+        "half \ud800",
+        b"bytes\xff",
+        {"a": "\n"},
+    ):
         assert shown(text).isprintable() and shown(text)
-    assert shown("plain é 日本 → ½.png") == "plain é 日本 → ½.png" and quoted("5") == "'5'" and quoted(5) == "5"
+    assert (
+        shown("plain é 日本 → ½.png") == "plain é 日本 → ½.png"
+        and quoted("5") == "'5'"
+        and quoted(5) == "5"
+    )
     text = shown("a" * 10**6 + ".png")
     assert len(text) <= 200 and text.endswith(".png") and len(quoted("x" * 1000)) <= 80
 
@@ -29,7 +40,16 @@ def test_names_are_one_short_printable_line():
 def test_what_cannot_be_read(tmp_path):
     """Breaks when a hostile file ends in a traceback, or in a message that does not say where."""
     path = tmp_path / "a.json"
-    for content in (b"", b'{"a": 1', b"[" * 100_000, b"1" * 10_000, b"nan", b'{"a": "\xe9"}', b"\x80\x04\x95", b"[]"):
+    for content in (
+        b"",
+        b'{"a": 1',
+        b"[" * 100_000,
+        b"1" * 10_000,
+        b"nan",
+        b'{"a": "\xe9"}',
+        b"\x80\x04\x95",
+        b"[]",
+    ):
         path.write_bytes(content)
         refused(lambda: common.read_json(path), "a.json: ")
     refused(lambda: common.parse_json('{\n"a": }', "x"), "x: ", "line 2 column 6")
@@ -43,14 +63,22 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     """Breaks when a full disk ends in a traceback, a half-written file, or the loss of the one before."""
     path = tmp_path / "a.txt"
     common.write_text(path, "before \ud800")
-    full = OSError(errno.ENOSPC, "No space left on device"), RuntimeError("I/O error: full (os error 28)")
+    full = (
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("I/O error: full (os error 28)"),
+    )
     for error in (*full, KeyError("x")):  # the last is a bug
-        with pytest.raises(UserError if error in full else KeyError), common.atomic_path(path) as temporary:
+        with (
+            pytest.raises(UserError if error in full else KeyError),
+            common.atomic_path(path) as temporary,
+        ):
             temporary.write_text("ha")
             raise error
     for bad in (tmp_path, path / "below", tmp_path / ("n" * 300), "/proc/nothing/a.txt"):
         refused(lambda bad=bad: common.write_text(bad, "text"), shown(bad))
-    assert path.read_text() == "before \\ud800" and [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
+    assert path.read_text() == "before \\ud800" and [
+        entry.name for entry in tmp_path.iterdir()
+    ] == ["a.txt"]
     with pytest.raises(UserError, match="gone: not found"), common.file_errors("gone"):
         load_file(tmp_path / "gone")  # of a library in Rust
 
@@ -101,18 +129,35 @@ def test_a_lost_stream_or_ctrl_c_leaves_no_traceback(tmp_path):
 
     def run(*arguments, **streams) -> tuple[int, str]:
         environment = os.environ | {"PYTHONUNBUFFERED": "", "PYTHONPATH": str(tmp_path)}
-        options = {"stderr": subprocess.PIPE, "env": environment, "cwd": Path(__file__).parents[2]} | streams
+        options = {
+            "stderr": subprocess.PIPE,
+            "env": environment,
+            "cwd": Path(__file__).parents[2],
+        } | streams
         done = subprocess.run([sys.executable, *arguments], text=True, **options)
         return done.returncode, done.stderr or ""
 
     reading, pipe = os.pipe()
     os.close(reading)
     with open("/dev/full", "w") as full:
-        for end, codes in {"": (141, 2, 0), "raise SystemExit": (0, 0, 0), "raise UserError": (2, 2, 2)}.items():
+        for end, codes in {
+            "": (141, 2, 0),
+            "raise SystemExit": (0, 0, 0),
+            "raise UserError": (2, 2, 2),
+        }.items():
             command = "-c", f"{start}    {end}\nrun_command(main)"
-            (closed, first), (no_space, second) = run(*command, stdout=pipe), run(*command, stdout=full)
-            assert (closed, no_space, run(*command, stdout=subprocess.DEVNULL, stderr=full)[0]) == codes
-            assert [first, second] == ["error: \n" * (closed == 2), second] and second.count("\n") == (no_space == 2)
+            (closed, first), (no_space, second) = (
+                run(*command, stdout=pipe),
+                run(*command, stdout=full),
+            )
+            assert (
+                closed,
+                no_space,
+                run(*command, stdout=subprocess.DEVNULL, stderr=full)[0],
+            ) == codes
+            assert [first, second] == ["error: \n" * (closed == 2), second] and second.count(
+                "\n"
+            ) == (no_space == 2)
     os.close(pipe)
     for module in ("train.finetune", "eval.ask", "weights.inspect"):
         assert run("-m", module) == (-signal.SIGINT, ""), module

@@ -16,17 +16,57 @@ from model.linear import ACTIVATIONS
 
 # what the hub's files hold, shortened to what matters; both leave out whatever equalled the defaults of their day
 IDS = {"image_token_index": 257152, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
-TOWER = {"hidden_size": 1152, "intermediate_size": 4304, "num_attention_heads": 16, "num_hidden_layers": 27}
-TOWER |= {"model_type": "siglip_vision_model", "num_image_tokens": 256, "num_positions": 256, "patch_size": 14}
-GEMMA = {"model_type": "gemma", "hidden_size": 2048, "intermediate_size": 16384, "num_attention_heads": 8}
-GEMMA |= {"num_hidden_layers": 18, "num_image_tokens": 256, "num_key_value_heads": 1, "vocab_size": 257216}
-GEMMA2 = {"model_type": "gemma2", "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
-GEMMA2 |= {"num_image_tokens": 256, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096}
+TOWER = {
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+}
+TOWER |= {
+    "model_type": "siglip_vision_model",
+    "num_image_tokens": 256,
+    "num_positions": 256,
+    "patch_size": 14,
+}
+GEMMA = {
+    "model_type": "gemma",
+    "hidden_size": 2048,
+    "intermediate_size": 16384,
+    "num_attention_heads": 8,
+}
+GEMMA |= {
+    "num_hidden_layers": 18,
+    "num_image_tokens": 256,
+    "num_key_value_heads": 1,
+    "vocab_size": 257216,
+}
+GEMMA2 = {
+    "model_type": "gemma2",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+}
+GEMMA2 |= {
+    "num_image_tokens": 256,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
 GEMMA2 |= {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "vocab_size": 257216}
-PUBLISHED_1 = {"model_type": "paligemma", "vocab_size": 257216, "text_config": GEMMA, "vision_config": TOWER} | IDS
+PUBLISHED_1 = {
+    "model_type": "paligemma",
+    "vocab_size": 257216,
+    "text_config": GEMMA,
+    "vision_config": TOWER,
+} | IDS
 PUBLISHED_2 = {"model_type": "paligemma", "text_config": GEMMA2, "vision_config": TOWER} | IDS
 LINEAR, LAYERS = {"rope_type": "linear", "factor": 2.0}, ["sliding_attention", "full_attention"]
-NEVER_NULL = ["rms_norm_eps", "rope_theta", "sliding_window", "query_pre_attn_scalar"]  # transformers refuses it, too
+NEVER_NULL = [
+    "rms_norm_eps",
+    "rope_theta",
+    "sliding_window",
+    "query_pre_attn_scalar",
+]  # transformers refuses it, too
 
 
 def changed(raw: dict, part: str, **values) -> dict:
@@ -39,14 +79,23 @@ def test_published_files_are_the_presets():
     assert PaliGemmaConfig.from_dict(PUBLISHED_2) == PRESETS["paligemma2-3b-224"]
 
 
-QWEN = replace(PRESETS["tiny"].text, model_type="qwen2", hidden_activation="silu", tie_word_embeddings=False)
-TINY, UNCAPPED = PRESETS["tiny"], TextConfig("gemma2", query_pre_attn_scalar=256.0, sliding_window=8)
+QWEN = replace(
+    PRESETS["tiny"].text, model_type="qwen2", hidden_activation="silu", tie_word_embeddings=False
+)
+TINY, UNCAPPED = (
+    PRESETS["tiny"],
+    TextConfig("gemma2", query_pre_attn_scalar=256.0, sliding_window=8),
+)
 CONFIGS = {
     **PRESETS,
     **configs.QMAMBA_PRESETS,
-    "connector": replace(configs.QMambaConfig(), projector=configs.ProjectorConfig("connector", scan_order="forward")),
+    "connector": replace(
+        configs.QMambaConfig(), projector=configs.ProjectorConfig("connector", scan_order="forward")
+    ),
     "wings": configs.WingsConfig(**vars(TINY), rank=4, routed=False),
-    "wings-language": configs.LanguageWingsConfig(VisionConfig(feature_layer=-2), QWEN, 1728, chat=True),
+    "wings-language": configs.LanguageWingsConfig(
+        VisionConfig(feature_layer=-2), QWEN, 1728, chat=True
+    ),
     "differential": configs.TextModelConfig.of(TextConfig(num_key_value_heads=2), True),
     "mamba": configs.MambaConfig(vocab_size=60, hidden_size=40, time_step_rank=7, eos_token_id=1),
     "gemma": configs.LanguageConfig(TINY.text, (1, 107), 0, 2),
@@ -71,7 +120,11 @@ def test_transformers_reads_and_writes_the_same_model(name, tmp_path):
     hf = HFConfig(**config.to_dict())
     sizes = ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
     for ours, theirs, more in (
-        (config.text, hf.text_config, ["head_dim", "num_key_value_heads", "vocab_size", "rms_norm_eps"]),
+        (
+            config.text,
+            hf.text_config,
+            ["head_dim", "num_key_value_heads", "vocab_size", "rms_norm_eps"],
+        ),
         (config.vision, hf.vision_config, ["patch_size", "image_size", "layer_norm_eps"]),
     ):
         assert all(getattr(ours, field) == getattr(theirs, field) for field in [*sizes, *more])
@@ -86,7 +139,11 @@ def test_what_a_file_says_otherwise_than_it_means():
     text = PaliGemmaConfig.from_dict(
         changed(PUBLISHED_2, "text_config", attn_logit_softcapping=None, head_dim=None)
     ).text
-    assert (text.attn_logit_softcapping, text.final_logit_softcapping, text.head_dim) == (None, 30.0, 256)
+    assert (text.attn_logit_softcapping, text.final_logit_softcapping, text.head_dim) == (
+        None,
+        30.0,
+        256,
+    )
     for kind in ("gemma", "qwen2"):
         plain = GEMMA | {"model_type": kind}
         given = {"attn_logit_softcapping": 50.0, "sliding_window": 8, "query_pre_attn_scalar": 144}
@@ -99,42 +156,75 @@ def test_what_a_file_says_otherwise_than_it_means():
 def test_the_activation_is_that_of_transformers(kind, hidden_act, hidden_activation):
     """Breaks when the name that a family ignores is read, or "gelu" of Gemma 1, which means the tanh, is believed."""
     names = {"hidden_act": hidden_act, "hidden_activation": hidden_activation}
-    raw = {"model_type": kind, "hidden_size": 16, "num_attention_heads": 2} | {k: v for k, v in names.items() if v}
+    raw = {"model_type": kind, "hidden_size": 16, "num_attention_heads": 2} | {
+        k: v for k, v in names.items() if v
+    }
     hf, x = AutoConfig.for_model(**raw), torch.linspace(-4, 4, 99)
     theirs = ACT2FN[hf.hidden_activation if kind == "gemma2" else hf.hidden_act](x)
     assert torch.equal(ACTIVATIONS[TextConfig.from_dict(raw).hidden_activation](x), theirs)
 
 
-@pytest.mark.parametrize("name", ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"])
+@pytest.mark.parametrize(
+    "name", ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+)
 def test_a_size_that_is_left_out_is_that_of_transformers(name):
     """Breaks when a tower of 12 heads, which older versions leave out as the default, is cut into 16: no shape says so.
 
     So of a SigLIP by itself, whose published files leave out more."""
     tower = {key: value for key, value in TOWER.items() if key != name}
-    theirs = HFConfig(**json.loads(json.dumps(PUBLISHED_1 | {"vision_config": tower}))).vision_config
+    theirs = HFConfig(
+        **json.loads(json.dumps(PUBLISHED_1 | {"vision_config": tower}))
+    ).vision_config
     whole = PaliGemmaConfig.from_dict(PUBLISHED_1 | {"vision_config": tower}).vision
     for vision in (whole, VisionConfig.from_dict({"model_type": "siglip", "vision_config": tower})):
         assert getattr(vision, name) == getattr(theirs, name)
 
 
-QMAMBA, QWEN_FILE = configs.QMambaConfig().to_dict(), CONFIGS["qwen2 without a stop token"].to_dict()
+QMAMBA, QWEN_FILE = (
+    configs.QMambaConfig().to_dict(),
+    CONFIGS["qwen2 without a stop token"].to_dict(),
+)
 REFUSED = [
     ({"model_type": "llava"}, "'llava'"),
     (changed(PUBLISHED_1, "text_config", model_type="llama"), "'llama'"),
     (changed(PUBLISHED_1, "text_config", hidden_act="relu"), "'relu'"),
     (changed(PUBLISHED_1, "text_config", attention_bias=True), "attention_bias"),
-    (changed(PUBLISHED_2, "text_config", use_bidirectional_attention=False), "use_bidirectional_attention"),
-    (changed(PUBLISHED_1, "text_config", rope_parameters={"rope_type": "default"}, rope_scaling=LINEAR), "linear"),
-    (changed(PUBLISHED_2, "text_config", rope_parameters=dict.fromkeys(LAYERS, LINEAR | {"factor": 1.0})), "by layer"),
+    (
+        changed(PUBLISHED_2, "text_config", use_bidirectional_attention=False),
+        "use_bidirectional_attention",
+    ),
+    (
+        changed(
+            PUBLISHED_1,
+            "text_config",
+            rope_parameters={"rope_type": "default"},
+            rope_scaling=LINEAR,
+        ),
+        "linear",
+    ),
+    (
+        changed(
+            PUBLISHED_2,
+            "text_config",
+            rope_parameters=dict.fromkeys(LAYERS, LINEAR | {"factor": 1.0}),
+        ),
+        "by layer",
+    ),
     (changed(PUBLISHED_2, "text_config", layer_types=["full_attention"] * 26), "layer_types"),
-    *((changed(PUBLISHED_2, "text_config", **{name: None}), f"{name} is null") for name in NEVER_NULL),
+    *(
+        (changed(PUBLISHED_2, "text_config", **{name: None}), f"{name} is null")
+        for name in NEVER_NULL
+    ),
     (PUBLISHED_1 | {"image_token_index": None}, "image_token_index"),
     (changed(PUBLISHED_1, "text_config", num_hidden_layers=10**9), "num_hidden_layers"),
     (PUBLISHED_1 | {"image_token_index": -1}, "image_token_id is -1"),
     (changed(PUBLISHED_1, "vision_config", model_type="clip"), "siglip_vision_model"),
     (QWEN_FILE | {"use_sliding_window": True}, "use_sliding_window"),
     (QWEN_FILE | {"hidden_act": "relu"}, "hidden_activation"),
-    (CONFIGS["gemma"].to_dict() | {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    (
+        CONFIGS["gemma"].to_dict() | {"use_bidirectional_attention": True},
+        "use_bidirectional_attention",
+    ),
     (configs.WingsConfig(**vars(TINY)).to_dict() | {"rotary": False}, "rotary"),
     (QMAMBA | {"projector_config": {"queries": 730}}, "730 queries"),
     (QMAMBA | {"projector_config": {"num_attention_heads": 5}}, "5 heads"),
@@ -149,4 +239,6 @@ def test_other_architectures_and_contradictions_are_refused(raw, word, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(UserError, match=word) as caught:
         configs.read_config(tmp_path / "config.json")
-    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ") and "\n" not in str(
+        caught.value
+    )

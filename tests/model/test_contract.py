@@ -26,12 +26,18 @@ ROWS = ((5, 6), (2, 4), (1, 5))  # tokens of prefix and suffix; the longest pass
 VISION = VisionConfig(20, 28, 3, 2, patch_size=14, image_size=28)
 GEMMA = TextConfig("gemma", 64, 24, 40, 3, 2, 1, head_dim=16)
 # soft caps saturate, and half as many heads are left for pairs
-GEMMA2 = replace(GEMMA, model_type="gemma2", num_attention_heads=4, num_key_value_heads=2, sliding_window=6)
-GEMMA2 = replace(GEMMA2, attn_logit_softcapping=50.0, final_logit_softcapping=30.0, query_pre_attn_scalar=24)
+GEMMA2 = replace(
+    GEMMA, model_type="gemma2", num_attention_heads=4, num_key_value_heads=2, sliding_window=6
+)
+GEMMA2 = replace(
+    GEMMA2, attn_logit_softcapping=50.0, final_logit_softcapping=30.0, query_pre_attn_scalar=24
+)
 QWEN = replace(GEMMA, model_type="qwen2", hidden_activation="silu", tie_word_embeddings=False)
 BASE = PaliGemmaConfig(VISION, GEMMA, IMAGE)
 MAMBA = configs.MambaConfig(64, 28, 3, state_size=5, conv_kernel=3, eos_token_id=1, bos_token_id=2)
-PROJECTOR = configs.ProjectorConfig(queries=4, hidden_size=24, num_blocks=2, num_attention_heads=4, state_size=6)
+PROJECTOR = configs.ProjectorConfig(
+    queries=4, hidden_size=24, num_blocks=2, num_attention_heads=4, state_size=6
+)
 WIDE = replace(VISION, image_size=42, feature_layer=-2)  # nine features for four queries
 MODELS = {
     "paligemma 1": lambda: PaliGemma(BASE),
@@ -39,7 +45,9 @@ MODELS = {
     **{kind: lambda kind=kind: grafted(kind) for kind in ("shared", "split", "twin", "v2", "dex")},
     "wings 1": lambda: Wings(configs.WingsConfig(**vars(BASE), rank=5, routed=False)),
     "wings 2": lambda: Wings(configs.WingsConfig(**vars(BASE), rank=5)),
-    "wings on gemma 2": lambda: Wings(configs.WingsConfig(**vars(replace(BASE, text=GEMMA2)), rank=5)),
+    "wings on gemma 2": lambda: Wings(
+        configs.WingsConfig(**vars(replace(BASE, text=GEMMA2)), rank=5)
+    ),
     "wings on qwen": lambda: Wings(configs.LanguageWingsConfig(VISION, QWEN, IMAGE, rank=5)),
     "gemma": lambda: LanguageModel(configs.LanguageConfig(GEMMA, (1,), 0)),
     "gemma 2": lambda: LanguageModel(configs.LanguageConfig(GEMMA2, (1,), 0)),
@@ -95,7 +103,10 @@ def test_cached_is_uncached(model):
     for parts in ((1, 1, 1, 1), (1, 3), (2, 2)):
         cache, at, read = model.new_cache(width), 0, []
         for size in (width - 4, *parts):
-            seen = {"token_type_ids": types[:, : at + size], "attention_mask": inputs["attention_mask"][:, : at + size]}
+            seen = {
+                "token_type_ids": types[:, : at + size],
+                "attention_mask": inputs["attention_mask"][:, : at + size],
+            }
             pixels = None if at else inputs["pixel_values"]
             read.append(model(ids[:, at : at + size], pixel_values=pixels, cache=cache, **seen))
             at += size
@@ -120,7 +131,9 @@ def test_answers_alone_together_and_padded_on_the_right(model):
     inputs = batch(model)
     together = [row.tolist() for row in generate(model, **inputs, max_new_tokens=10)]
     assert len({tuple(row) for row in together}) > 1
-    assert [row.tolist() for row in generate(model, **right_padded(inputs), max_new_tokens=10)] == together
+    assert [
+        row.tolist() for row in generate(model, **right_padded(inputs), max_new_tokens=10)
+    ] == together
     for row in range(len(ROWS)):
         assert generate(model, **alone(inputs, row), max_new_tokens=10)[0].tolist() == together[row]
 
@@ -132,14 +145,22 @@ def test_choices_are_weighed_as_if_each_were_read_alone(model):
     inputs, choices, pictures = batch(model), [[[5, 6], [7, 8, 9]], [[10]], [[11, 12], [13]]], ()
     if inputs["pixel_values"] is not None:
         pictures = model.encode_images(inputs["pixel_values"]), torch.arange(len(ROWS))
-    for row, found in enumerate(log_likelihoods(model, SimpleNamespace(**inputs), choices, *pictures)):
+    for row, found in enumerate(
+        log_likelihoods(model, SimpleNamespace(**inputs), choices, *pictures)
+    ):
         given = alone(inputs, row)
         for choice, likelihood in zip(choices[row], found, strict=True):
             ids = torch.cat((given["input_ids"], torch.tensor([choice])), dim=1)
             types = F.pad(given["token_type_ids"], (0, len(choice)), value=1)
-            whole = given | {"input_ids": ids, "token_type_ids": types, "attention_mask": torch.ones_like(ids)}
+            whole = given | {
+                "input_ids": ids,
+                "token_type_ids": types,
+                "attention_mask": torch.ones_like(ids),
+            }
             log_p = model(**whole)[0, -len(choice) - 1 : -1].log_softmax(-1)
-            torch.testing.assert_close(likelihood, log_p[range(len(choice)), choice].sum(), atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                likelihood, log_p[range(len(choice)), choice].sum(), atol=1e-4, rtol=1e-4
+            )
 
 
 def checkpoint(model, on: bool) -> None:
@@ -157,7 +178,9 @@ def test_checkpointed_gradients_are_the_same(model):
         checkpoint(model, on)
         model.zero_grad()
         model(**inputs).square().mean().backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        gradients.append(
+            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        )
     assert gradients[0].keys() == gradients[1].keys()
     assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
 
@@ -166,21 +189,33 @@ def test_checkpointed_gradients_are_the_same(model):
 def test_positions_to_keep_are_rows_of_all_logits(model, monkeypatch):
     """Breaks when head or loss, whole or in chunks, are of other positions than those to keep; −100 is no target."""
     for inputs in (batch(model), right_padded(batch(model))):
-        logits, mask = model(**inputs), inputs["token_type_ids"].bool() & inputs["attention_mask"].bool()
+        logits, mask = (
+            model(**inputs),
+            inputs["token_type_ids"].bool() & inputs["attention_mask"].bool(),
+        )
         index = torch.tensor([[3, 5], [4, 10], [0, 7]])
         each = torch.stack([row[i] for row, i in zip(logits, index, strict=True)])
-        picks = [(mask, logits[mask]), (2, logits[:, -2:]), (index[0], logits[:, index[0]]), (index, each)]
+        picks = [
+            (mask, logits[mask]),
+            (2, logits[:, -2:]),
+            (index[0], logits[:, index[0]]),
+            (index, each),
+        ]
         for positions, expected in picks:
             assert relative_error(model(**inputs, positions_to_keep=positions), expected) <= 2e-6
         targets = torch.tensor([[5, 6], [-100, 8], [9, 10]])
         loss = F.cross_entropy(each.flatten(0, 1), targets.flatten(), reduction="sum")
-        for chunk in (1 << 20, 100) if not isinstance(model, MambaLM) else ():  # which is trained through a Q-Mamba
+        for chunk in (
+            (1 << 20, 100) if not isinstance(model, MambaLM) else ()
+        ):  # which is trained through a Q-Mamba
             monkeypatch.setattr(paligemma, "MAX_LOGITS", chunk)
             found = model(**inputs, positions_to_keep=index, targets=targets)
             assert found.item() == pytest.approx(loss.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(("rows", "n", "side"), [((3, 5), 2, 28), ((4, 4), 1, 28), ((4, 0), 2, 28), ((4, 4), 2, 42)])
+@pytest.mark.parametrize(
+    ("rows", "n", "side"), [((3, 5), 2, 28), ((4, 4), 1, 28), ((4, 0), 2, 28), ((4, 4), 2, 42)]
+)
 def test_image_tokens_that_do_not_fit_the_pictures_are_refused(rows, n, side):
     """Breaks when a picture is read at a part of its slots, by the next row, or not at all, exit code 0."""
     ids = torch.tensor([[IMAGE] * count + [5] * (6 - count) for count in rows])

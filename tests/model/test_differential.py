@@ -57,7 +57,9 @@ def stir(model: nn.Module, plain_names: set[str]) -> None:
             parameter.add_(0.3 * torch.randn_like(parameter))
 
 
-def sibling(variant: str, layer: int = 2, lora: bool = False, **sizes) -> tuple[Attention, Attention]:
+def sibling(
+    variant: str, layer: int = 2, lora: bool = False, **sizes
+) -> tuple[Attention, Attention]:
     """A plain attention and its sibling with every new parameter, and LoRA on q and k, off its starting value."""
     plain = plain_attention(**sizes)
     kind, options = VARIANTS[variant]
@@ -65,7 +67,11 @@ def sibling(variant: str, layer: int = 2, lora: bool = False, **sizes) -> tuple[
     if lora:
         for name in ("q_proj", "k_proj"):
             setattr(module, name, LoRALinear(getattr(module, name), 3, 6.0))
-    stir(module, {name.replace("_proj.", "_proj.base_layer.") for name in plain.state_dict()} | set(plain.state_dict()))
+    stir(
+        module,
+        {name.replace("_proj.", "_proj.base_layer.") for name in plain.state_dict()}
+        | set(plain.state_dict()),
+    )
     return plain, module
 
 
@@ -84,7 +90,9 @@ def tiny(generation: int = 1, dtype=torch.float32) -> PaliGemma:
     if generation == 2:
         caps = {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 24, "sliding_window": 6}
         text = replace(text, model_type="gemma2", num_key_value_heads=2, **caps)
-    model = PaliGemma(PaliGemmaConfig(VisionConfig(40, 56, 2, 2, 14, 28), text, image_token_id=IMAGE))
+    model = PaliGemma(
+        PaliGemmaConfig(VisionConfig(40, 56, 2, 2, 14, 28), text, image_token_id=IMAGE)
+    )
     return initialize(model, position_std=0.5).to(dtype).eval()
 
 
@@ -119,7 +127,9 @@ def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> to
     x, positions = x.double(), positions.double()
 
     def low_rank(name):
-        return 2.0 * p[f"{name}.lora_B.weight"] @ p[f"{name}.lora_A.weight"]  # alpha / r = 2 throughout
+        return (
+            2.0 * p[f"{name}.lora_B.weight"] @ p[f"{name}.lora_A.weight"]
+        )  # alpha / r = 2 throughout
 
     def projected(name, head, second=None):
         stem = f"{name}_proj." + ("base_layer." if f"{name}_proj.base_layer.weight" in p else "")
@@ -161,12 +171,16 @@ def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> to
             quarter = width // 4
             if options.get("rope_pairs") == "fresh":
                 cuts = [list(range(width // 2)), list(range(width // 2, width))]
-                q, k = (torch.cat([turned(t[:, cut], positions) for cut in cuts], dim=1) for t in (q, k))
+                q, k = (
+                    torch.cat([turned(t[:, cut], positions) for cut in cuts], dim=1) for t in (q, k)
+                )
             else:
                 q, k = turned(q, positions), turned(k, positions)
                 channels = torch.arange(width).view(4, quarter)
                 cuts = [channels[[0, 2]].flatten().tolist(), channels[[1, 3]].flatten().tolist()]
-            first, second = (attention_map(q[:, cut], k[:, cut], (width / 2) ** -0.5) for cut in cuts)
+            first, second = (
+                attention_map(q[:, cut], k[:, cut], (width / 2) ** -0.5) for cut in cuts
+            )
             out = normed((first - lam()[0] * second) @ v)
         elif kind == "twin":
             q2, k2 = projected("q", head, "q2"), projected("k", key_head, "k2")
@@ -188,7 +202,9 @@ def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> to
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
-@pytest.mark.parametrize("sizes", [{"k": 1}, {"k": 2}, {"k": 4, "d": 20, "bias": True}, {"k": 2, "softcap": 2.0}])
+@pytest.mark.parametrize(
+    "sizes", [{"k": 1}, {"k": 2}, {"k": 4, "d": 20, "bias": True}, {"k": 2, "softcap": 2.0}]
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_each_variant_is_its_equation(variant, sizes, backend):
     """Breaks when a variant computes something else, pairs a query half with another head's key, or drops LoRA."""
@@ -244,7 +260,9 @@ def test_shared_is_one_scaled_attention(monkeypatch):
     """Breaks when `shared` pays for two maps, or is no longer (1 − λ)·plain before its norm."""
     calls = []
     original = Attention.softmax_attention
-    monkeypatch.setattr(Attention, "softmax_attention", lambda *args: calls.append(1) or original(*args))
+    monkeypatch.setattr(
+        Attention, "softmax_attention", lambda *args: calls.append(1) or original(*args)
+    )
     for variant, (kind, _) in VARIANTS.items():
         _, module = sibling(variant)
         calls.clear()
@@ -253,7 +271,10 @@ def test_shared_is_one_scaled_attention(monkeypatch):
     assert [KINDS[kind].maps for kind in KINDS] == [1, 1, 2, 2, 2, 1]
     plain, module = sibling("shared-bare")
     x, rope, mask = inputs()
-    assert relative_error(module(x, rope, mask), (1 - module.coefficient()) * plain(x, rope, mask)) < 1e-6
+    assert (
+        relative_error(module(x, rope, mask), (1 - module.coefficient()) * plain(x, rope, mask))
+        < 1e-6
+    )
 
 
 def test_the_norm_takes_lambda_its_gradient():
@@ -322,7 +343,9 @@ def test_kept_halves_add_up_and_ignore_the_shift():
     drift = max((a - b).abs().max().item() for a, b in zip(near, far, strict=True))
     torn = max(
         (a - b).abs().max().item()
-        for a, b in zip(*(logits(lambda x: x.chunk(2, -1), shift) for shift in (0, 500)), strict=True)
+        for a, b in zip(
+            *(logits(lambda x: x.chunk(2, -1), shift) for shift in (0, 500)), strict=True
+        )
     )
     assert drift < 5e-4  # angles are fp32
     assert torn > 1.0  # [0:D/2] | [D/2:D] after the rotation
@@ -368,17 +391,23 @@ def test_new_parameters_are_fp32_drawn_by_the_seed_and_trained(variant):
     models, (kind, options) = [tiny(dtype=torch.bfloat16) for _ in range(3)], VARIANTS[variant]
     state = torch.get_rng_state()
     names, *_ = [
-        graft(model, kind, where="both", seed=seed, **options) for model, seed in zip(models, (1, 1, 2), strict=True)
+        graft(model, kind, where="both", seed=seed, **options)
+        for model, seed in zip(models, (1, 1, 2), strict=True)
     ]
     assert torch.equal(torch.get_rng_state(), state)
     first, same, other = ({name: model.get_parameter(name) for name in names} for model in models)
     assert list(new_parameters(models[0])) == names and bool(names) == (kind != "softmax")
-    assert all(value.dtype == torch.float32 and torch.equal(value, same[name]) for name, value in first.items())
+    assert all(
+        value.dtype == torch.float32 and torch.equal(value, same[name])
+        for name, value in first.items()
+    )
     drawn = [name for name in names if "lambda_q" in name or "lora_A" in name]
     assert not any(torch.equal(first[name], other[name]) for name in drawn)
     paths = adapter.inject(models[0], TARGETS, 2, 4.0)
     trained = {name for name, p in models[0].named_parameters() if p.requires_grad}
-    assert trained == set(names) | {f"{path}.lora.lora_{half}.weight" for path in paths for half in "AB"}
+    assert trained == set(names) | {
+        f"{path}.lora.lora_{half}.weight" for path in paths for half in "AB"
+    }
     models[0](**batch()).float().pow(2).mean().backward()
     assert all(value.grad is not None for value in first.values())
     assert not names or any(value.grad.any() for value in first.values())
@@ -389,7 +418,9 @@ def test_the_branches_of_twin_part_by_themselves():
     module = KINDS["twin"](plain_attention(), 1, r=3)
     for name, second in (("q_proj", module.q2), ("k_proj", module.k2)):
         lora = LoRALinear(getattr(module, name), 3, 32.0)
-        lora.lora.lora_A.weight.data.copy_(second.lora_A.weight.data)  # the same A: what is left is the branch
+        lora.lora.lora_A.weight.data.copy_(
+            second.lora_A.weight.data
+        )  # the same A: what is left is the branch
         setattr(module, name, lora)
     x, rope, mask = inputs()
     target = torch.randn(2, 9, 24)
@@ -414,12 +445,19 @@ def test_the_branches_of_twin_part_by_themselves():
 def test_mistakes_are_named_and_change_nothing():
     """Breaks when a mistyped or hopeless graft is accepted, or leaves half a graft behind."""
     model = tiny()
-    for kind, options in (("triplet", {}), ("twin", {"rank": 8}), ("twin", {"mu": 0.0}), ("dex", {"heads": [4]})):
+    for kind, options in (
+        ("triplet", {}),
+        ("twin", {"rank": 8}),
+        ("twin", {"mu": 0.0}),
+        ("dex", {"heads": [4]}),
+    ):
         refused(partial(graft, model, kind, **options))
     assert model.grafts == ()
     assert all(type(layer.self_attn) is Attention for layer in model.language_model.layers)
     graft(model, "twin")
-    refused(lambda: graft(model, "dex", where="both"), "language_model.layers.0 has no plain attention")
+    refused(
+        lambda: graft(model, "dex", where="both"), "language_model.layers.0 has no plain attention"
+    )
     assert type(model.vision_tower.encoder.layers[0].self_attn) is Attention
     merged = tiny()
     adapter.inject(merged, TARGETS, 2, 4.0)
@@ -467,7 +505,10 @@ def test_lora_can_be_removed_after_folding(variant):
 
 def test_folding_refuses_what_no_plain_model_computes():
     """Breaks when an export drops a second branch or a new feed-forward, or rounds a fold into integers of 8 bits."""
-    for kind, feed_forward in (*((kind, "mlp") for kind in ("shared", "split", "twin", "v2")), ("dex", "swiglu-new")):
+    for kind, feed_forward in (
+        *((kind, "mlp") for kind in ("shared", "split", "twin", "v2")),
+        ("dex", "swiglu-new"),
+    ):
         model = tiny()
         graft(model, kind, feed_forward=feed_forward)
         refused(partial(fold, model), f"no plain model computes '{kind}'")
@@ -476,7 +517,11 @@ def test_folding_refuses_what_no_plain_model_computes():
         model = grafted(kind)
         quantize(model.requires_grad_(False))
         logits = model(**batch())
-        with pytest.raises(UserError, match="is quantized") if kind == "dex" else contextlib.nullcontext():
+        with (
+            pytest.raises(UserError, match="is quantized")
+            if kind == "dex"
+            else contextlib.nullcontext()
+        ):
             fold(model)
         assert torch.equal(model(**batch()), logits) and bool(model.grafts) == (kind == "dex")
 
@@ -497,16 +542,24 @@ def test_feed_forwards_of_table_1():
     fold(model)
     plain = PaliGemma(model.config)
     plain.load_state_dict(model.state_dict())
-    assert model.config.text.hidden_activation == "silu" and torch.equal(plain.eval()(**batch()), logits)
+    assert model.config.text.hidden_activation == "silu" and torch.equal(
+        plain.eval()(**batch()), logits
+    )
 
     model = tiny(dtype=torch.bfloat16)
     names = graft(model, "softmax", feed_forward="swiglu-new")
     mlp = model.language_model.layers[1].mlp
     assert relative_error(mlp(x), swiglu(x, mlp.w_g, mlp.w_1, mlp.w_2)) < 1e-6
     assert mlp(x.bfloat16()).dtype == torch.bfloat16 and mlp.w_g.weight.dtype == torch.float32
-    assert set(names) == {f"language_model.layers.{i}.mlp.{w}.weight" for i in (0, 1) for w in ("w_g", "w_1", "w_2")}
+    assert set(names) == {
+        f"language_model.layers.{i}.mlp.{w}.weight" for i in (0, 1) for w in ("w_g", "w_1", "w_2")
+    }
     with torch.device("meta"):  # rounded down
-        assert [differential.SwiGLU(width).w_g.out_features for width in (64, 72, 2048)] == [170, 192, 5461]
+        assert [differential.SwiGLU(width).w_g.out_features for width in (64, 72, 2048)] == [
+            170,
+            192,
+            5461,
+        ]
     adapter.inject(model, TARGETS, 2, 4.0)
     assert mlp.w_g.weight.requires_grad and not isinstance(mlp.w_g, LoRALinear)
 
@@ -521,12 +574,18 @@ def test_map_distance_is_total_variation():
     with tapped({attention: maps.append}):
         model(**batch())
     by_hand = [
-        sum(abs(a - b) for a, b in zip(*(each[row, head, query].tolist() for each in maps), strict=True)) / 2
+        sum(
+            abs(a - b)
+            for a, b in zip(*(each[row, head, query].tolist() for each in maps), strict=True)
+        )
+        / 2
         for row, query in batch()["attention_mask"].nonzero().tolist()
         for head in range(4)
     ]
     found = map_distance(model, **batch())
-    assert found["language_model.layers.1.self_attn"].item() == pytest.approx(sum(by_hand) / len(by_hand), rel=1e-5)
+    assert found["language_model.layers.1.self_attn"].item() == pytest.approx(
+        sum(by_hand) / len(by_hand), rel=1e-5
+    )
     assert 0 < found["vision_tower.encoder.layers.0.self_attn"] < 1
     assert attention.tap is None and torch.equal(model(**batch()), logits)
     assert map_distance(grafted("shared"), **batch()) == {}

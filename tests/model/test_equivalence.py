@@ -5,7 +5,15 @@ import torch
 import torch.nn.functional as F
 
 import model.cpu as cpu
-from tests.reference import batch, hf_forward, hf_model, ours, outputs_by_layer, relative_error, reload_hf
+from tests.reference import (
+    batch,
+    hf_forward,
+    hf_model,
+    ours,
+    outputs_by_layer,
+    relative_error,
+    reload_hf,
+)
 
 SAME_BACKEND, OTHER_BACKEND = 1e-6, 1e-5
 
@@ -47,7 +55,9 @@ def test_every_layer_and_the_logits(path, bound, generation, rows, monkeypatch):
     theirs = outputs_by_layer(hf.model, names, lambda: results.update(hf=hf_forward(hf, inputs)))
     mine = outputs_by_layer(model, names, lambda: results.update(ours=model(**inputs)))
     valid = is_valid(inputs)
-    print(f"\nPaliGemma {generation}, rows {rows}, products by {path}: relative error of each module, at most {bound}")
+    print(
+        f"\nPaliGemma {generation}, rows {rows}, products by {path}: relative error of each module, at most {bound}"
+    )
     for name in names:
         a, b = mine[name], theirs[name]
         if a.shape[:2] == valid.shape:  # outputs at padding are never used
@@ -62,14 +72,21 @@ def test_every_layer_and_the_logits(path, bound, generation, rows, monkeypatch):
 @cpu.using("torch")
 @pytest.mark.parametrize(
     ("ours_backend", "hf_backend", "bound"),
-    [("sdpa", "sdpa", SAME_BACKEND), ("sdpa", "eager", OTHER_BACKEND), ("eager", "sdpa", OTHER_BACKEND)],
+    [
+        ("sdpa", "sdpa", SAME_BACKEND),
+        ("sdpa", "eager", OTHER_BACKEND),
+        ("eager", "sdpa", OTHER_BACKEND),
+    ],
 )
 def test_backends_agree(ours_backend, hf_backend, bound):
     """Breaks when the fused kernel gets another mask, scale or head grouping than the written-out equations."""
     hf = hf_model(1, backend=hf_backend)
     inputs = batch(hf, ROWS["padded"])
     valid = is_valid(inputs)
-    assert relative_error(ours(hf, ours_backend)(**inputs)[valid], hf_forward(hf, inputs)[valid]) <= bound
+    assert (
+        relative_error(ours(hf, ours_backend)(**inputs)[valid], hf_forward(hf, inputs)[valid])
+        <= bound
+    )
 
 
 @pytest.mark.parametrize("generation", [1, 2])
@@ -89,7 +106,9 @@ def test_gradients(path, generation, monkeypatch):
         if name.endswith("k_proj.bias"):  # softmax is blind to a shift, what is left is rounding
             assert parameter.grad.norm() < 1e-6, name
         else:
-            assert relative_error(parameter.grad, theirs[name].grad) <= (1e-5 if path == "torch" else 3e-5), name
+            assert relative_error(parameter.grad, theirs[name].grad) <= (
+                1e-5 if path == "torch" else 3e-5
+            ), name
 
 
 @pytest.mark.long
@@ -99,7 +118,9 @@ def test_bf16_is_equal_to_the_bit(generation, backend, monkeypatch):
     """Breaks when an operation is reordered or a cast moves: fp32 islands, the √H factor, the RoPE tables."""
     monkeypatch.setattr(cpu, "ways", frozenset())
     if generation == 2 and backend == "sdpa":
-        pytest.skip("soft-capped logits have no fused kernel: transformers refuses sdpa for Gemma 2")
+        pytest.skip(
+            "soft-capped logits have no fused kernel: transformers refuses sdpa for Gemma 2"
+        )
     hf = reload_hf(hf_model(generation), backend, torch.bfloat16)
     model = ours(hf_model(generation), backend, dtype=torch.bfloat16)
     inputs = batch(hf, ROWS["padded"])
@@ -118,10 +139,16 @@ def test_no_position_to_keep_is_no_error(generation, learns, monkeypatch):
     hf = hf_model(generation)
     model, inputs = ours(hf, "sdpa"), batch(hf)
     nothing = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
-    for positions, shape in ((nothing, (0,)), (0, (2, 0)), (torch.zeros(2, 0, dtype=torch.long), (2, 0))):
+    for positions, shape in (
+        (nothing, (0,)),
+        (0, (2, 0)),
+        (torch.zeros(2, 0, dtype=torch.long), (2, 0)),
+    ):
         with torch.set_grad_enabled(learns):
             assert model(**inputs, positions_to_keep=positions).shape == (*shape, 128)
-            loss = model(**inputs, positions_to_keep=positions, targets=torch.zeros(shape, dtype=torch.long))
+            loss = model(
+                **inputs, positions_to_keep=positions, targets=torch.zeros(shape, dtype=torch.long)
+            )
         assert loss == 0
         if learns:
             loss.backward()
@@ -135,7 +162,9 @@ def test_the_head_runs_only_at_positions_to_keep(monkeypatch):
     model, inputs = ours(hf), batch(hf, ROWS["padded"])
     seen = []
     head = model.language_model.head
-    monkeypatch.setattr(model.language_model, "head", lambda hidden: seen.append(hidden.shape) or head(hidden))
+    monkeypatch.setattr(
+        model.language_model, "head", lambda hidden: seen.append(hidden.shape) or head(hidden)
+    )
     model(**inputs, positions_to_keep=inputs["token_type_ids"].bool())
     assert seen == [(11, 72)]
 
@@ -147,7 +176,11 @@ def test_published_geometries(pixels, generation):
     # 896 px and Gemma 2: the suffix reaches past the window of 4096, and must lose sight of the first patches
     window = {"sliding_window": 4096} if generation == 2 else {}
     # a head more at 4096 tokens takes a second more, and no other place
-    heads = {"vision_heads": 1, "num_attention_heads": 2, "num_key_value_heads": 1} if pixels == 896 else {}
+    heads = (
+        {"vision_heads": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+        if pixels == 896
+        else {}
+    )
     hf = hf_model(generation, pixels, num_hidden_layers=2, **window, **heads)
     inputs = batch(hf, ((3, 5),))
     model = ours(hf)

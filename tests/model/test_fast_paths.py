@@ -44,14 +44,19 @@ def onednn(monkeypatch):
 
 def gradients(output: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
     """Of a sum that weighs every element of `output` differently."""
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    weights = torch.randn(
+        output.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64
+    )
     return list(torch.autograd.grad((output.double() * weights).sum(), leaves))
 
 
 def test_the_processor_chooses_and_a_typing_error_is_reported(monkeypatch):
     """Breaks when a processor gets another's products, or a misspelt way silently means something."""
     assert cpu.choose("AuthenticAMD", "AVX512", False) == set(cpu.ONEDNN)
-    assert cpu.choose("GenuineIntel", "AVX512", True) == {"bf16"} and cpu.choose("AuthenticAMD", "AVX2", False) == set()
+    assert (
+        cpu.choose("GenuineIntel", "AVX512", True) == {"bf16"}
+        and cpu.choose("AuthenticAMD", "AVX2", False) == set()
+    )
     assert cpu.choose("AuthenticAMD", "AVX512", True, "torch") == set()
     assert cpu.choose("", "", True, "gelu,bf16") == {"gelu", "bf16"}
     monkeypatch.setattr(cpu, "ways", cpu.choose("", "", False, "gelu,onednm"))
@@ -63,7 +68,11 @@ def test_bf16_where_the_processor_cannot_multiply_it(monkeypatch):
     """Breaks when a block of the weight is left out or rounded, or the sum is rounded twice."""
     torch.manual_seed(0)
     monkeypatch.setattr("model.linear.BLOCK_ELEMENTS", 1 << 15)
-    for rows, width, out, with_bias in ((16, 512, 200, True), (40, 96, 1000, False), (300, 64, 64, True)):
+    for rows, width, out, with_bias in (
+        (16, 512, 200, True),
+        (40, 96, 1000, False),
+        (300, 64, 64, True),
+    ):
         x, weight = torch.randn(2, rows // 2, width).bfloat16(), torch.randn(out, width).bfloat16()
         bias = torch.randn(out).mul(30).bfloat16() if with_bias else None
         exact = F.linear(*(None if t is None else t.double() for t in (x, weight, bias)))
@@ -73,10 +82,14 @@ def test_bf16_where_the_processor_cannot_multiply_it(monkeypatch):
         with cpu.using("bf16"):
             with torch.no_grad():
                 wide, few = linear(x, weight, bias), linear(x[:1, :7], weight, bias)
-            assert torch.equal(linear(x, weight.requires_grad_(), bias), plain), "gradients are those of bf16"
+            assert torch.equal(linear(x, weight.requires_grad_(), bias), plain), (
+                "gradients are those of bf16"
+            )
         assert wide.dtype == torch.bfloat16 and torch.equal(few, F.linear(x[:1, :7], weight, bias))
         # rounded once, so that nothing but a sum in the middle of two numbers of bf16 may differ
-        assert (wide.double() - exact).norm() <= (1 + 1e-5) * (exact.bfloat16().double() - exact).norm()
+        assert (wide.double() - exact).norm() <= (1 + 1e-5) * (
+            exact.bfloat16().double() - exact
+        ).norm()
 
 
 @pytest.mark.parametrize(("shape", "out"), [((7, 24), 40), ((2, 5, 40), 24), ((1, 3, 2, 8), 8)])
@@ -85,7 +98,11 @@ def test_onednn_multiplies_as_f_linear_does(shape, out, bias, onednn):
     """Breaks when x, weight or bias get another gradient, the transposed product is mixed up, or a view is misread."""
     torch.manual_seed(0)
     x = torch.randn(shape, requires_grad=True)
-    for weight in (torch.randn(out, shape[-1]), torch.randn(shape[-1], out).T, torch.randn(out, 2 * shape[-1])[:, ::2]):
+    for weight in (
+        torch.randn(out, shape[-1]),
+        torch.randn(shape[-1], out).T,
+        torch.randn(out, 2 * shape[-1])[:, ::2],
+    ):
         leaves = [x, weight.requires_grad_(True)] + [torch.randn(out, requires_grad=True)] * bias
         exact = F.linear(*(t.double() for t in leaves))
         y = linear(*leaves)
@@ -100,7 +117,9 @@ def test_an_activation_within_the_product_is_the_activation(activation, onednn):
     """Breaks when oneDNN computes another GELU, a bias is lost, or gradients, LoRA or 8 bits are bypassed."""
     torch.manual_seed(0)
     layer, x = Linear(24, 40), torch.randn(3, 5, 24)
-    exact = ACTIVATIONS[activation](F.linear(x.double(), layer.weight.double(), layer.bias.double()))
+    exact = ACTIVATIONS[activation](
+        F.linear(x.double(), layer.weight.double(), layer.bias.double())
+    )
     learned = activated(layer, x, activation)
     assert learned.requires_grad and relative_error(learned, exact) < 1e-6
     adapted = LoRALinear(layer, 2, 4.0)
@@ -111,7 +130,10 @@ def test_an_activation_within_the_product_is_the_activation(activation, onednn):
         assert relative_error(activated(layer, x, activation), exact) < 1e-6
         assert bool(called) == (activation == "silu")  # the fused product does not call the layer
         expected = ACTIVATIONS[activation](adapted(x))
-        assert torch.equal(activated(adapted, x, activation), expected) and relative_error(expected, exact) > 1e-2
+        assert (
+            torch.equal(activated(adapted, x, activation), expected)
+            and relative_error(expected, exact) > 1e-2
+        )
 
 
 @pytest.mark.long
@@ -122,7 +144,11 @@ def test_few_rows_are_multiplied_the_other_way_round(shape, monkeypatch):
     monkeypatch.setattr(cpu, "ways", frozenset({"reversed"}))
     torch.manual_seed(0)
     rows, bias = torch.Size(shape[:-1]).numel(), torch.randn(40)
-    for x in (torch.randn(shape), torch.randn(*shape[:-1], 48)[..., ::2], torch.randn(24, *shape[:-1]).movedim(0, -1)):
+    for x in (
+        torch.randn(shape),
+        torch.randn(*shape[:-1], 48)[..., ::2],
+        torch.randn(24, *shape[:-1]).movedim(0, -1),
+    ):
         for weight in (torch.randn(40, 24), torch.randn(24, 40).T):
             assert not cpu.is_reversed(x, weight, None)  # gradients may be needed
             with torch.no_grad():
@@ -132,14 +158,19 @@ def test_few_rows_are_multiplied_the_other_way_round(shape, monkeypatch):
             assert y.is_contiguous() and y.shape == (*shape[:-1], 40)
             assert relative_error(y, F.linear(x.double(), weight.double())) < 1e-6
     torch._dynamo.reset()
-    with torch.no_grad():  # a compiled step of decoding goes the same way, and the compiler must see all of it
+    with (
+        torch.no_grad()
+    ):  # a compiled step of decoding goes the same way, and the compiler must see all of it
         assert torch.equal(torch.compile(linear, backend="eager", fullgraph=True)(x, weight), y)
 
 
 def test_norms_stay_in_fp32_under_autocast():
     """Breaks when a mean of squares is rounded to bf16, and every hidden state with it, because a product would be."""
     norm, (_, shared) = RMSNorm(64, 1e-6), sibling("shared")
-    for function, value in ((norm, torch.randn(4, 64)), (shared.normalise, torch.randn(2, 4, 9, 16))):
+    for function, value in (
+        (norm, torch.randn(4, 64)),
+        (shared.normalise, torch.randn(2, 4, 9, 16)),
+    ):
         with torch.autocast("cpu", torch.bfloat16):
             found = function(value)
         assert found.dtype == torch.float32 and relative_error(found, function(value)) < 1e-6
@@ -152,7 +183,9 @@ def test_the_loss_in_chunks_is_the_loss(rows_at_once, monkeypatch):
     head, hidden = nn.Linear(12, 50, bias=False), torch.randn(2, 7, 12, requires_grad=True)
     targets = torch.randint(0, 50, (2, 7))
     targets[0, 3:5] = targets[1, 6] = -100
-    expected = F.cross_entropy(head(hidden).flatten(0, 1).double(), targets.flatten(), reduction="sum")
+    expected = F.cross_entropy(
+        head(hidden).flatten(0, 1).double(), targets.flatten(), reduction="sum"
+    )
     leaves = (hidden, head.weight)
     whole = torch.autograd.grad(expected, leaves)
     monkeypatch.setattr(paligemma, "MAX_LOGITS", 50 * rows_at_once)
@@ -187,10 +220,14 @@ def test_a_compiled_training_step_learns_the_same(processor):
             model.zero_grad()
             loss = supervised_loss(either, micro)
             loss.backward()
-            results.append((loss.item(), {name: p.grad.clone() for name, p in trainable(model).items()}))
+            results.append(
+                (loss.item(), {name: p.grad.clone() for name, p in trainable(model).items()})
+            )
         assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
         for name, gradient in results[0][1].items():
-            assert relative_error(results[1][1][name], gradient) < 1e-4 or gradient.abs().max() < 1e-5, name
+            assert (
+                relative_error(results[1][1][name], gradient) < 1e-4 or gradient.abs().max() < 1e-5
+            ), name
 
 
 @pytest.mark.long
@@ -203,7 +240,9 @@ def test_compiled_decoding_equals_the_plain_one_and_compiles_once(generation):
     with torch._dynamo.config.patch(recompile_limit=1):
         compiled = CompiledStep(model, bucket=64, backend=counter)
         assert torch._dynamo.config.recompile_limit == 64
-    for seed, rows in enumerate((((6, 0), (2, 0), (4, 0)), ((9, 0), (9, 0), (1, 0)), ((3, 0), (2, 0), (2, 0)))):
+    for seed, rows in enumerate(
+        (((6, 0), (2, 0), (4, 0)), ((9, 0), (9, 0), (1, 0)), ((3, 0), (2, 0), (2, 0)))
+    ):
         prompt = batch(hf, rows, seed)
         prompt = right_padded(prompt) if seed == 1 else prompt
         plain = generate(model, **prompt, max_new_tokens=12)
@@ -227,6 +266,11 @@ def test_a_compiler_that_cannot_work_is_one_line():
     torch._dynamo.reset()
     model = ours(hf_model(1))
     refused(
-        lambda: generate(model, **batch(hf_model(1)), max_new_tokens=2, compiled=CompiledStep(model, backend=fails)),
+        lambda: generate(
+            model,
+            **batch(hf_model(1)),
+            max_new_tokens=2,
+            compiled=CompiledStep(model, backend=fails),
+        ),
         *("torch.compile: ", "no working C++ compiler", ": install ", " --compile"),
     )

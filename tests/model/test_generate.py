@@ -19,7 +19,11 @@ def prompt(hf, rows=PROMPTS, seed: int = 3):
 
 def answered(inputs, row: int, ids) -> dict[str, torch.Tensor]:
     """A row of `inputs` with an answer behind it."""
-    new = {"input_ids": ids, "token_type_ids": torch.ones_like(ids), "attention_mask": torch.ones_like(ids)}
+    new = {
+        "input_ids": ids,
+        "token_type_ids": torch.ones_like(ids),
+        "attention_mask": torch.ones_like(ids),
+    }
     one = {name: value[row : row + 1] for name, value in inputs.items()}
     return one | {name: torch.cat((one[name], value[None]), dim=1) for name, value in new.items()}
 
@@ -27,13 +31,17 @@ def answered(inputs, row: int, ids) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 @pytest.mark.long
 @pytest.mark.parametrize("generation", [1, 2])
-@pytest.mark.parametrize("rows", [PROMPTS[:1], PROMPTS, ((2, 0), (30, 0))], ids=["single", "short", "long"])
+@pytest.mark.parametrize(
+    "rows", [PROMPTS[:1], PROMPTS, ((2, 0), (30, 0))], ids=["single", "short", "long"]
+)
 def test_greedy_equals_transformers(generation, rows):
     """Breaks when cache, masks, positions or the stop differ from HF generate; 20 tokens pass Gemma 2's window, which
     counts tokens, not padding behind a prompt. transformers pads on the left alone."""
     hf = hf_model(generation)
     model, inputs = ours(hf), prompt(hf, rows)
-    theirs = hf.generate(**inputs, max_new_tokens=20, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    theirs = hf.generate(**inputs, max_new_tokens=20, do_sample=False)[
+        :, inputs["input_ids"].shape[1] :
+    ]
     for given in (inputs, right_padded(inputs)):
         logits, reference = model(**given), hf_forward(hf, inputs)
         valid, of_hf = given["attention_mask"].bool(), inputs["attention_mask"].bool()
@@ -45,8 +53,13 @@ def test_greedy_equals_transformers(generation, rows):
             assert a.tolist() == b[: int(ends[0]) + 1 if len(ends) else None].tolist()
             # the logits of the whole answer: equal tokens may be luck
             whole = model(**answered(given, row, a), positions_to_keep=len(a))
-            assert relative_error(whole, hf_forward(hf, answered(inputs, row, a))[:, -len(a) :]) <= 1e-6
-        assert len({tuple(row.tolist()) for row in mine}) == len(rows)  # the pictures and prompts matter
+            assert (
+                relative_error(whole, hf_forward(hf, answered(inputs, row, a))[:, -len(a) :])
+                <= 1e-6
+            )
+        assert len({tuple(row.tolist()) for row in mine}) == len(
+            rows
+        )  # the pictures and prompts matter
 
 
 def test_what_is_generated_can_be_trained_on():
@@ -122,31 +135,45 @@ def test_an_image_token_is_never_an_answer(temperature, monkeypatch):
         return head(hidden).index_fill(-1, torch.tensor(image), 1e4)
 
     monkeypatch.setattr(model.language_model, "head", towards_image)
-    options = {"temperature": temperature, "top_p": 0.9, "generator": torch.Generator().manual_seed(0)}
+    options = {
+        "temperature": temperature,
+        "top_p": 0.9,
+        "generator": torch.Generator().manual_seed(0),
+    }
     rows = generate(model, **inputs, max_new_tokens=12, **options)
     assert len(rows) == 3 and all(image not in row.tolist() for row in rows)
     if temperature == 0:  # and nothing else changes
         monkeypatch.setattr(
-            model.language_model, "head", lambda hidden: head(hidden).index_fill(-1, torch.tensor(image), -1e4)
+            model.language_model,
+            "head",
+            lambda hidden: head(hidden).index_fill(-1, torch.tensor(image), -1e4),
         )
-        assert [row.tolist() for row in generate(model, **inputs, max_new_tokens=12)] == [row.tolist() for row in rows]
+        assert [row.tolist() for row in generate(model, **inputs, max_new_tokens=12)] == [
+            row.tolist() for row in rows
+        ]
 
 
 def test_a_question_with_a_mark_is_asked_as_it_is_learned(processor, monkeypatch):
     """Breaks when `ask` puts a picture into the middle of PaliGemma's prompt, where training has put it first."""
     asked = []
-    monkeypatch.setattr(generation, "generate", lambda model, ids, *_, **__: asked.append(ids) or ids[:, :0])
+    monkeypatch.setattr(
+        generation, "generate", lambda model, ids, *_, **__: asked.append(ids) or ids[:, :0]
+    )
     for prompt in ("Where is <image> the dog?", "Where is the dog?"):
         generation.ask(torch.nn.Linear(1, 1), processor, [Image.new("RGB", (8, 8))], [prompt])
     assert torch.equal(*asked)
 
 
-@pytest.mark.parametrize("options", [{"temperature": -1.0}, {"temperature": math.nan}, {"top_p": 0.0}, {"top_p": 1.1}])
+@pytest.mark.parametrize(
+    "options", [{"temperature": -1.0}, {"temperature": math.nan}, {"top_p": 0.0}, {"top_p": 1.1}]
+)
 def test_senseless_options_are_refused(options):
     """Breaks when a wrong option decodes something instead of saying so."""
     hf = hf_model(1)
     model, inputs = ours(hf), prompt(hf)
     with pytest.raises(ValueError, match="expected"):
         generate(model, **inputs, max_new_tokens=4, **options)
-    with pytest.raises(AssertionError, match="cache of 10"):  # positions past it would overwrite others
+    with pytest.raises(
+        AssertionError, match="cache of 10"
+    ):  # positions past it would overwrite others
         model(**inputs, cache=model.new_cache(10))

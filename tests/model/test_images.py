@@ -27,17 +27,25 @@ EVERY_BYTE = Image.fromarray(np.arange(SIDE * SIDE * 3).astype(np.uint8).reshape
 SIZES = (40, 30), (1, 1), (1, 900), (500, 7), (56, 56), (57, 55), (640, 427)
 
 
-@pytest.mark.parametrize("image", [EVERY_BYTE, *(picture(*size) for size in SIZES)], ids=lambda image: str(image.size))
+@pytest.mark.parametrize(
+    "image", [EVERY_BYTE, *(picture(*size) for size in SIZES)], ids=lambda image: str(image.size)
+)
 def test_pixels_equal_transformers(image):
     """Breaks when filter, rounding, or the order of x/255·2-1, not x·(2/255)-1, differs by one bit from training."""
     pixels = to_pixels(image, SIDE)
-    assert pixels.dtype == torch.float32 and pixels.is_contiguous() and torch.equal(pixels, theirs(image))
+    assert (
+        pixels.dtype == torch.float32
+        and pixels.is_contiguous()
+        and torch.equal(pixels, theirs(image))
+    )
 
 
 @pytest.mark.parametrize("size", [(5, 2), (2, 5), (6, 2), (3, 3)])
 def test_squares_are_llavas(size):
     """Breaks when the odd row or column of the gray goes to the other side than in training."""
-    theirs = LlavaImageProcessorPil().pad_to_square(np.asarray(picture(*size)).transpose(2, 0, 1), (127,) * 3)
+    theirs = LlavaImageProcessorPil().pad_to_square(
+        np.asarray(picture(*size)).transpose(2, 0, 1), (127,) * 3
+    )
     assert np.array_equal(np.asarray(pad_to_square(picture(*size))), theirs.transpose(1, 2, 0))
 
 
@@ -58,11 +66,23 @@ def png(depth: int, colour_type: int, pixels: np.ndarray, transparency: bytes) -
     """A PNG whose tRNS chunk is `transparency`, as Pillow opens it; pixels (H, W) or (H, W, channels)."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
-        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+        return (
+            struct.pack(">I", len(content))
+            + name
+            + content
+            + struct.pack(">I", zlib.crc32(name + content))
+        )
 
-    rows = b"".join(b"\0" + row.astype(">u2" if depth == 16 else np.uint8).tobytes() for row in pixels)
+    rows = b"".join(
+        b"\0" + row.astype(">u2" if depth == 16 else np.uint8).tobytes() for row in pixels
+    )
     header = struct.pack(">IIBBBBB", pixels.shape[1], pixels.shape[0], depth, colour_type, 0, 0, 0)
-    parts = (b"IHDR", header), (b"tRNS", transparency), (b"IDAT", zlib.compress(rows)), (b"IEND", b"")
+    parts = (
+        (b"IHDR", header),
+        (b"tRNS", transparency),
+        (b"IDAT", zlib.compress(rows)),
+        (b"IEND", b""),
+    )
     return Image.open(io.BytesIO(b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)))
 
 
@@ -73,7 +93,10 @@ def reopened(image: Image.Image, format: str, **options) -> Image.Image:
 
 
 COLOURS = np.random.default_rng(4).integers(0, 2, (6, 8, 3))
-MODES = {mode: lambda mode=mode: picture().convert(mode) for mode in ("1", "L", "RGBX", "CMYK", "YCbCr", "HSV")}
+MODES = {
+    mode: lambda mode=mode: picture().convert(mode)
+    for mode in ("1", "L", "RGBX", "CMYK", "YCbCr", "HSV")
+}
 MODES |= {
     "P": lambda: picture().quantize(16),
     "RGBA": translucent,
@@ -106,7 +129,14 @@ def test_exif_orientation(tmp_path, orientation):
     exif, stored = Image.Exif(), picture(5, 3)
     exif[0x0112], a = orientation, np.asarray(stored)
     stored.save(tmp_path / "a.png", exif=exif)
-    upright = a, a[:, ::-1], a[::-1, ::-1], a[::-1], a.transpose(1, 0, 2), np.rot90(a, -1)  # the last: clockwise
+    upright = (
+        a,
+        a[:, ::-1],
+        a[::-1, ::-1],
+        a[::-1],
+        a.transpose(1, 0, 2),
+        np.rot90(a, -1),
+    )  # the last: clockwise
     upright = *upright, a[::-1, ::-1].transpose(1, 0, 2), np.rot90(a)
     for source in (tmp_path / "a.png", Image.open(tmp_path / "a.png")):
         assert np.array_equal(np.asarray(load_image(source)), upright[orientation - 1])
@@ -118,13 +148,18 @@ def test_arrays_and_functions():
     assert np.array_equal(np.asarray(load_image(lambda: array)), array)
     with_alpha = np.dstack([array, array[..., :1]])
     assert torch.equal(to_pixels(with_alpha, SIDE), theirs(with_alpha))
-    assert np.array_equal(np.asarray(load_image(array[..., 0])), np.repeat(array[..., :1], 3, axis=2))
+    assert np.array_equal(
+        np.asarray(load_image(array[..., 0])), np.repeat(array[..., :1], 3, axis=2)
+    )
 
 
 @pytest.mark.parametrize("ending", ["gif", "webp", "png", "tiff"])
 def test_the_first_frame_of_an_animation(tmp_path, ending):
     """Breaks when an animated picture is refused or shows another frame."""
-    frames, path = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "lime")], tmp_path / f"a.{ending}"
+    frames, path = (
+        [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "lime")],
+        tmp_path / f"a.{ending}",
+    )
     frames[0].save(path, save_all=True, append_images=frames[1:])
     red, green, blue = load_image(path).getpixel((4, 4))
     assert red > 240 and green < 15 and blue < 15
@@ -135,13 +170,26 @@ def test_what_is_no_picture_is_one_line(tmp_path):
     eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
     header = b"IHDR" + struct.pack(">IIBBBBB", 40000, 40000, 8, 2, 0, 0, 0)
     bomb = (
-        b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header)) + b"\0\0\1\0IDAT"
+        b"\x89PNG\r\n\x1a\n"
+        + struct.pack(">I", 13)
+        + header
+        + struct.pack(">I", zlib.crc32(header))
+        + b"\0\0\1\0IDAT"
     )
-    for name, content in {"text.png": b"<html>", "bomb.png": bomb, "program.eps": eps, "a\x1b[2J\nb.png": b""}.items():
+    for name, content in {
+        "text.png": b"<html>",
+        "bomb.png": bomb,
+        "program.eps": eps,
+        "a\x1b[2J\nb.png": b"",
+    }.items():
         (tmp_path / name).write_bytes(content)
         refused(lambda name=name: load_image(tmp_path / name), name[-5:])
     refused(lambda: load_image(tmp_path / "none.jpg"), "none.jpg", "not found")
-    refused(lambda: load_image(Image.fromarray(np.array([[0, 65535]], np.uint16))), "grey")  # would become white
+    refused(
+        lambda: load_image(Image.fromarray(np.array([[0, 65535]], np.uint16))), "grey"
+    )  # would become white
     refused(lambda: load_image(np.zeros((4, 4, 3), np.float32)), "float32")
-    refused(lambda: load_image(Image.new("1", (9440, 9440))), "9440 × 9440 pixels")  # with alpha of 1.4 GB
+    refused(
+        lambda: load_image(Image.new("1", (9440, 9440))), "9440 × 9440 pixels"
+    )  # with alpha of 1.4 GB
     refused(lambda: fit(Image.new("1", (1, 18_900)), SIDE, square=True), "1 × 18900 pixels")

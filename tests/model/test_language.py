@@ -9,13 +9,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig, GenerationConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GemmaConfig,
+    GenerationConfig,
+    Qwen2Config,
+)
 
 from model.generate import generate
 from model.language import LanguageModel
 from model.processor import Processor
 from model.system_configs import read_config
-from tests.reference import outputs_by_layer, randomize, relative_error, reload_hf, right_padded, set_attention_backend
+from tests.reference import (
+    outputs_by_layer,
+    randomize,
+    relative_error,
+    reload_hf,
+    right_padded,
+    set_attention_backend,
+)
 from tests.runs import refused
 from weights.export import export_model, main
 from weights.load import INDEX_FILE, SINGLE_FILE, load_model, load_siglip, load_text
@@ -23,12 +36,19 @@ from weights.load import INDEX_FILE, SINGLE_FILE, load_model, load_siglip, load_
 GATE = 1e-6
 SIZES = {"vocab_size": 128, "hidden_size": 72, "intermediate_size": 96, "num_attention_heads": 4}
 SIZES |= {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": 2, "rms_norm_eps": 3e-6}
-QWEN = {"num_hidden_layers": 3, "num_key_value_heads": 2, "max_window_layers": 2, "sliding_window": 6}
+QWEN = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "max_window_layers": 2,
+    "sliding_window": 6,
+}
 THETA = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
 SCALAR = {"query_pre_attn_scalar": 24, "sliding_window": 6}
 CONFIGS = {
     "gemma": lambda: GemmaConfig(num_hidden_layers=3, num_key_value_heads=1, head_dim=16, **SIZES),
-    "gemma2": lambda: Gemma2Config(num_hidden_layers=4, num_key_value_heads=2, head_dim=16, **SCALAR, **SIZES),
+    "gemma2": lambda: Gemma2Config(
+        num_hidden_layers=4, num_key_value_heads=2, head_dim=16, **SCALAR, **SIZES
+    ),
     "qwen2": lambda: Qwen2Config(**QWEN, **THETA, **SIZES),
 }
 ROWS = (20, 13, 1)  # tokens of each row; the longest passes the window
@@ -85,7 +105,11 @@ def theirs(hf, inputs) -> torch.Tensor:
 @torch.no_grad()
 def test_every_layer_and_the_logits(hf, model):
     """Breaks when a bias, norm, scale, position, window or head departs from the published computation."""
-    names = [name for name, _ in model.language_model.named_modules() if name and not name.endswith("proj")]
+    names = [
+        name
+        for name, _ in model.language_model.named_modules()
+        if name and not name.endswith("proj")
+    ]
     names = [name for name in names if name not in ("layers", "lm_head", "embed_tokens")]
     assert len(names) >= 5 * 3 + 1
     for inputs in (batch(), right_padded(batch())):
@@ -95,7 +119,10 @@ def test_every_layer_and_the_logits(hf, model):
         for name in names:
             assert relative_error(mine[name][valid], expected[name][valid]) <= GATE, name
         logits = model(**inputs)
-        assert logits.dtype == torch.float32 and relative_error(logits[valid], theirs(hf, inputs)[valid]) <= GATE
+        assert (
+            logits.dtype == torch.float32
+            and relative_error(logits[valid], theirs(hf, inputs)[valid]) <= GATE
+        )
     ids = batch(rows=(20, 20))["input_ids"]
     assert relative_error(model(ids), hf(ids).logits) <= GATE
     set_attention_backend(model, "sdpa")
@@ -107,7 +134,9 @@ def test_every_layer_and_the_logits(hf, model):
 def test_bf16_is_equal_to_the_bit(kind, hf, folder, monkeypatch):
     """Breaks when a cast moves: the norm's factor before or after it, the √H, the RoPE tables, the first position."""
     monkeypatch.setattr("model.cpu.ways", frozenset())
-    for backend in ("eager",) if kind == "gemma2" else ("eager", "sdpa"):  # soft-capped logits have no fused kernel
+    for backend in (
+        ("eager",) if kind == "gemma2" else ("eager", "sdpa")
+    ):  # soft-capped logits have no fused kernel
         twin = reload_hf(hf, backend, torch.bfloat16)
         model, inputs = opened(folder, backend, dtype=torch.bfloat16), batch()
         valid = inputs["attention_mask"].bool()
@@ -124,8 +153,12 @@ def test_gradients_and_the_loss(hf, model):
     F.cross_entropy(theirs(hf, inputs)[valid], labels, reduction="sum").backward()
     expected = dict(hf.named_parameters())
     for name, parameter in model.named_parameters():
-        name = name.replace("language_model.lm_head", "lm_head").replace("language_model.", "model.")
-        if expected[name].grad.norm() < 1e-4:  # of key biases: softmax is blind to a shift, what is left is rounding
+        name = name.replace("language_model.lm_head", "lm_head").replace(
+            "language_model.", "model."
+        )
+        if (
+            expected[name].grad.norm() < 1e-4
+        ):  # of key biases: softmax is blind to a shift, what is left is rounding
             assert "k_proj.bias" in name and parameter.grad.norm() < 1e-3
         else:
             assert relative_error(parameter.grad, expected[name].grad) <= 1e-5, name
@@ -148,9 +181,15 @@ def test_greedy_tokens_are_those_of_transformers(hf, tmp_path):
         stop = min([reference.index(end) + 1 for end in ends if end in reference], default=16)
         assert row.tolist() == reference[:stop]
     assert len(mine[0]) <= 6
-    GenerationConfig(repetition_penalty=1.7, eos_token_id=127, pad_token_id=0).save_pretrained(tmp_path)
+    GenerationConfig(repetition_penalty=1.7, eos_token_id=127, pad_token_id=0).save_pretrained(
+        tmp_path
+    )
     for n, row in enumerate(generate(opened(tmp_path), ids, None, torch.ones_like(ids), valid, 16)):
-        kept = {"input_ids": ids[n : n + 1, valid[n] > 0], "do_sample": False, "max_new_tokens": 16}  # without padding
+        kept = {
+            "input_ids": ids[n : n + 1, valid[n] > 0],
+            "do_sample": False,
+            "max_new_tokens": 16,
+        }  # without padding
         kept |= {"attention_mask": torch.ones_like(kept["input_ids"]), "eos_token_id": 127}
         reference = hf.generate(**kept, repetition_penalty=1.7)[0, kept["input_ids"].shape[1] :]
         assert torch.equal(row, reference) and not torch.equal(row, free[n])
@@ -161,7 +200,10 @@ def test_greedy_tokens_are_those_of_transformers(hf, tmp_path):
     GenerationConfig(repetition_penalty=1.7).save_pretrained(tmp_path)
     refused(lambda: read_config(tmp_path / "config.json"), "repetition_penalty")
     also = int(free[0, 1])
-    assert generate(model, ids, None, torch.ones_like(ids), valid, 16, also_end=[also])[0].tolist()[-1] == also
+    assert (
+        generate(model, ids, None, torch.ones_like(ids), valid, 16, also_end=[also])[0].tolist()[-1]
+        == also
+    )
 
 
 def change(folder: Path, **changes) -> None:
@@ -176,7 +218,11 @@ def test_files_of_all_layouts_are_opened(folder, hf, tmp_path):
     several, stored = tmp_path / "several", tmp_path / "stored"
     hf.save_pretrained(several, max_shard_size="60KB")
     raw = json.loads((several / "config.json").read_text())
-    older = {"rope_theta": raw["rope_parameters"]["rope_theta"], "rope_parameters": ..., "rope_scaling": None}
+    older = {
+        "rope_theta": raw["rope_parameters"]["rope_theta"],
+        "rope_parameters": ...,
+        "rope_scaling": None,
+    }
     change(several, **older, torch_dtype=raw["dtype"], dtype=..., layer_types=...)
     model = load_model(several)
     assert (several / INDEX_FILE).exists() and type(model) is LanguageModel
@@ -209,9 +255,15 @@ def test_an_export_is_opened_by_transformers(hf, folder, tmp_path):
     assert (tmp_path / INDEX_FILE).exists() and load_text(tmp_path).config == model.config
     again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     assert type(again) is type(hf) and torch.equal(theirs(again, inputs), theirs(hf, inputs))
-    kept = {name: value for name, value in hf.config.to_dict().items() if name not in ("_name_or_path", "dtype")}
+    kept = {
+        name: value
+        for name, value in hf.config.to_dict().items()
+        if name not in ("_name_or_path", "dtype")
+    }
     differing = {name for name, value in kept.items() if again.config.to_dict().get(name) != value}
-    assert differing <= {"max_window_layers", "sliding_window", "use_cache", "initializer_range"}, differing
+    assert differing <= {"max_window_layers", "sliding_window", "use_cache", "initializer_range"}, (
+        differing
+    )
     export_model(model, tmp_path / "again")
     assert torch.equal(load_text(tmp_path / "again")(**inputs), model(**inputs))
 

@@ -21,17 +21,30 @@ def loop(x, delta, A, B, C, state):
     """The recurrence as the paper writes it, one step after the other, in the dtype of its inputs."""
     state, outputs = state.mT, []  # (B, E, N)
     for t in range(x.shape[1]):
-        state = torch.exp(delta[:, t, :, None] * A) * state + (delta[:, t] * x[:, t])[..., None] * B[:, t, None]
+        state = (
+            torch.exp(delta[:, t, :, None] * A) * state
+            + (delta[:, t] * x[:, t])[..., None] * B[:, t, None]
+        )
         outputs.append((state * C[:, t, None]).sum(-1))
     return torch.stack(outputs, dim=1), state.mT
 
 
-def scan_inputs(length: int, batch: int = 2, channels: int = 6, size: int = 5, scale: float = 1.0, seed: int = 0):
+def scan_inputs(
+    length: int, batch: int = 2, channels: int = 6, size: int = 5, scale: float = 1.0, seed: int = 0
+):
     """x, Δ > 0, A < 0, B, C and a first state, in fp64."""
-    normal = partial(torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    normal = partial(
+        torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     delta = F.softplus(normal(batch, length, channels)) * scale
     A = -normal(channels, size).exp()
-    sequences = normal(batch, length, channels), delta, A, normal(batch, length, size), normal(batch, length, size)
+    sequences = (
+        normal(batch, length, channels),
+        delta,
+        A,
+        normal(batch, length, size),
+        normal(batch, length, size),
+    )
     return *sequences, normal(batch, size, channels)
 
 
@@ -39,14 +52,25 @@ def run_with_gradients(function, inputs, dtype):
     """Outputs, and the gradients of a loss that weighs every one of them differently."""
     inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
     outputs = function(*inputs)
-    weights = [torch.linspace(-1, 2, out.numel(), dtype=torch.float64).cos().view(out.shape) for out in outputs]
-    sum((out * weight.to(out.dtype)).sum() for out, weight in zip(outputs, weights, strict=True)).backward()
-    return [*outputs, *(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs)]
+    weights = [
+        torch.linspace(-1, 2, out.numel(), dtype=torch.float64).cos().view(out.shape)
+        for out in outputs
+    ]
+    sum(
+        (out * weight.to(out.dtype)).sum() for out, weight in zip(outputs, weights, strict=True)
+    ).backward()
+    return [
+        *outputs,
+        *(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs),
+    ]
 
 
 def errors(function, inputs, dtype=torch.float32) -> list[float]:
     """Of y, the last state, and the gradients of x, Δ, A, B, C and the first state, against the loop in fp64."""
-    mine, exact = run_with_gradients(function, inputs, dtype), run_with_gradients(loop, inputs, torch.float64)
+    mine, exact = (
+        run_with_gradients(function, inputs, dtype),
+        run_with_gradients(loop, inputs, torch.float64),
+    )
     return [relative_error(a, b) for a, b in zip(mine, exact, strict=True)]
 
 
@@ -78,20 +102,26 @@ def test_the_recurrence_is_computed_in_fp32(autocast):
     """Breaks when bf16 inputs or autocast round the state at every step, forward or backward."""
     inputs = [tensor.bfloat16() for tensor in scan_inputs(60)]
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        y, last, *gradients = errors(selective_scan, inputs, torch.float32 if autocast else torch.bfloat16)
+        y, last, *gradients = errors(
+            selective_scan, inputs, torch.float32 if autocast else torch.bfloat16
+        )
     # the gradient of a bf16 input is rounded once, at the end
     assert max(y, last) <= 2e-6 and max(gradients) <= 2e-6 + (0.0 if autocast else 2**-8)
 
 
 def prompts(lengths=(9, 4, 1), seed: int = 1) -> dict[str, torch.Tensor]:
     """A left-padded batch, with token 0 as padding and as text."""
-    ids = torch.randint(0, 60, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(
+        0, 60, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed)
+    )
     valid = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
     return {"input_ids": ids * valid, "attention_mask": valid.long()}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lengths", [(20, 20), (9, 4, 1), (37,)], ids=["unpadded", "padded", "single"])
+@pytest.mark.parametrize(
+    "lengths", [(20, 20), (9, 4, 1), (37,)], ids=["unpadded", "padded", "single"]
+)
 def test_logits_and_gradients_equal_transformers(lengths):
     """Breaks when convolution, scan, gate, norm, residual, padding or head depart from the published computation."""
     hf = hf_mamba()
@@ -111,12 +141,21 @@ def test_logits_and_gradients_equal_transformers(lengths):
 def test_a_bf16_layer_rounds_only_what_it_must(monkeypatch):
     """Breaks when residual, step size, or the convolution's sum are rounded to bf16, or the norm rounds elsewhere."""
     hf, inputs, seen = hf_mamba(conv_kernel=4), prompts((24, 24)), []
-    model, h = our_mamba(hf, torch.bfloat16), torch.randn(2, 30, 36, generator=torch.Generator().manual_seed(0))
-    exact, mine, theirs = hf(**inputs).logits, model(**inputs), hf.to(torch.bfloat16)(**inputs).logits
+    model, h = (
+        our_mamba(hf, torch.bfloat16),
+        torch.randn(2, 30, 36, generator=torch.Generator().manual_seed(0)),
+    )
+    exact, mine, theirs = (
+        hf(**inputs).logits,
+        model(**inputs),
+        hf.to(torch.bfloat16)(**inputs).logits,
+    )
     assert relative_error(mine, exact) <= 1.1 * relative_error(theirs, exact)
     layer, mixer = model.backbone.layers[0], model.backbone.layers[0].mixer
     mixer.dt_proj.bias -= 6.0
-    monkeypatch.setattr("model.mamba.selective_scan", lambda *args: seen.append(args) or selective_scan(*args))
+    monkeypatch.setattr(
+        "model.mamba.selective_scan", lambda *args: seen.append(args) or selective_scan(*args)
+    )
     mixer(h.bfloat16())
     x, delta, *_ = seen[0]
     step = F.linear(mixer.x_proj(x)[..., :3], mixer.dt_proj.weight)
@@ -133,7 +172,9 @@ def test_a_bf16_layer_rounds_only_what_it_must(monkeypatch):
 def test_padding_within_what_follows_changes_nothing(places):
     """Breaks when a state fades over the padding of a later part, or the last inputs before it are lost."""
     model, generator = our_mamba(hf_mamba()), torch.Generator().manual_seed(5)
-    first, second, last = (torch.randint(0, 60, (1, width), generator=generator) for width in (6, 2, 3))
+    first, second, last = (
+        torch.randint(0, 60, (1, width), generator=generator) for width in (6, 2, 3)
+    )
     ids, mask, cache = torch.full((1, 6), 9), torch.zeros(1, 6, dtype=torch.long), model.new_cache()
     ids[:, places], mask[:, places] = second, 1
     with torch.no_grad():
@@ -148,7 +189,9 @@ def test_padding_within_what_follows_changes_nothing(places):
 def test_greedy_equals_transformers():
     """Breaks when the state after a padded prompt is not that of the tokens alone, or the stop differs."""
     hf, inputs = hf_mamba(), prompts()
-    theirs = hf.generate(**inputs, max_new_tokens=15, do_sample=False)[:, inputs["input_ids"].shape[1] :]
+    theirs = hf.generate(**inputs, max_new_tokens=15, do_sample=False)[
+        :, inputs["input_ids"].shape[1] :
+    ]
     ids, valid = inputs.values()
     mine = generate(our_mamba(hf), ids, None, valid, valid, 15)
     for a, b in zip(mine, theirs, strict=True):
@@ -166,7 +209,11 @@ def test_memory_and_work_of_a_step_are_constant():
         model(torch.ones(1, tokens, dtype=torch.long), cache=cache)
         with FlopCounterMode(display=False) as counter:
             model(torch.ones(1, 1, dtype=torch.long), cache=cache)
-        held = sum(tensor.untyped_storage().nbytes() for layer in cache for tensor in (layer.conv, layer.ssm))
+        held = sum(
+            tensor.untyped_storage().nbytes()
+            for layer in cache
+            for tensor in (layer.conv, layer.ssm)
+        )
         assert held == 3 * 4 * (2 * 72 + 5 * 72)
         work.add(counter.get_total_flops())
     assert len(work) == 1
@@ -183,15 +230,25 @@ def test_initialization_is_the_published_one():
         assert abs(steps.log().mean().item() - math.log(0.01)) < 0.4  # log-uniform
         assert torch.allclose(-mixer.A_log.exp(), -torch.arange(1.0, 17).expand(128, 16))
         assert (mixer.D == 1).all() and (mixer.conv1d.bias == 0).all()
-        bounds = {mixer.in_proj: 64**-0.5, mixer.x_proj: 128**-0.5, mixer.dt_proj: 0.5, mixer.conv1d: 0.5}
+        bounds = {
+            mixer.in_proj: 64**-0.5,
+            mixer.x_proj: 128**-0.5,
+            mixer.dt_proj: 0.5,
+            mixer.conv1d: 0.5,
+        }
         for part, bound in (bounds | {mixer.out_proj: 128**-0.5 / 4**0.5}).items():
             assert 0.97 * bound < part.weight.abs().max() <= bound
 
 
 def test_transformers_reads_what_is_written():
     """Breaks when transformers builds another model from what is written."""
-    config = MambaConfig(vocab_size=60, hidden_size=40, num_hidden_layers=3, state_size=5, eos_token_id=1)
+    config = MambaConfig(
+        vocab_size=60, hidden_size=40, num_hidden_layers=3, state_size=5, eos_token_id=1
+    )
     theirs = transformers.MambaConfig.from_dict(config.to_dict())
-    shapes = {name: tensor.shape for name, tensor in transformers.MambaForCausalLM(theirs).state_dict().items()}
+    shapes = {
+        name: tensor.shape
+        for name, tensor in transformers.MambaForCausalLM(theirs).state_dict().items()
+    }
     del shapes["lm_head.weight"]
     assert {name: tensor.shape for name, tensor in MambaLM(config).state_dict().items()} == shapes

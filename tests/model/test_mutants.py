@@ -19,7 +19,9 @@ ROWS = ((5, 4), (3, 9), (1, 1))
 
 def changed(kind, **changes):
     """A mutant that sets fields of every module of a kind."""
-    return lambda patch, model: [vars(m).update(changes) for m in model.modules() if isinstance(m, kind)]
+    return lambda patch, model: [
+        vars(m).update(changes) for m in model.modules() if isinstance(m, kind)
+    ]
 
 
 def configured(**changes):
@@ -34,7 +36,11 @@ def replaced(owner, name, make):
 
 def with_mask(change):
     """A mutant of the decoder's mask: `change` receives `attention_mask` and its arguments."""
-    return replaced(gemma, "attention_mask", lambda original: lambda *args, documents=None: change(original, *args))
+    return replaced(
+        gemma,
+        "attention_mask",
+        lambda original: lambda *args, documents=None: change(original, *args),
+    )
 
 
 def vision_gelu_erf(self, x):
@@ -104,32 +110,56 @@ def window_cuts_the_prefix(original, valid, types, queries, window=None):
 
 
 BOTH = {
-    "gelu with erf": lambda patch, model: patch.setitem(linear.ACTIVATIONS, "gelu_pytorch_tanh", F.gelu),
+    "gelu with erf": lambda patch, model: patch.setitem(
+        linear.ACTIVATIONS, "gelu_pytorch_tanh", F.gelu
+    ),
     "vision gelu with erf": replaced(siglip.SiglipMLP, "forward", lambda _: vision_gelu_erf),
     "RMSNorm eps 1e-5": changed(gemma.RMSNorm, eps=1e-5),
     "vision LayerNorm eps 1e-5": changed(torch.nn.LayerNorm, eps=1e-5),
     "RMSNorm weight without 1 +": norm_without_one,
     "RoPE interleaved": replaced(attention.Rope, "__call__", lambda _: interleaved_rope),
-    "RoPE turned the other way": replaced(attention.Rope, "__call__", lambda _: rope_other_way_round),
+    "RoPE turned the other way": replaced(
+        attention.Rope, "__call__", lambda _: rope_other_way_round
+    ),
     "RoPE theta 10001": configured(rope_theta=10001.0),
-    "RoPE frequencies in bf16": replaced(attention.Rope, "_table", lambda _: rope_frequencies_in_bf16),
-    "fully causal": with_mask(lambda mask, valid, types, *rest: mask(valid, torch.ones_like(types), *rest)),
-    "suffix bidirectional": with_mask(lambda mask, valid, types, *rest: mask(valid, torch.zeros_like(types), *rest)),
+    "RoPE frequencies in bf16": replaced(
+        attention.Rope, "_table", lambda _: rope_frequencies_in_bf16
+    ),
+    "fully causal": with_mask(
+        lambda mask, valid, types, *rest: mask(valid, torch.ones_like(types), *rest)
+    ),
+    "suffix bidirectional": with_mask(
+        lambda mask, valid, types, *rest: mask(valid, torch.zeros_like(types), *rest)
+    ),
     "padding visible": with_mask(lambda mask, valid, *rest: mask(torch.ones_like(valid), *rest)),
     "prefix text causal": with_mask(image_only_prefix),
     "vision positions shifted": position_embedding_shifted,
-    "patches column-major": replaced(siglip.SiglipEmbeddings, "forward", lambda _: patches_column_major),
-    "no post_layernorm": lambda patch, model: setattr(model.vision_tower, "post_layernorm", torch.nn.Identity()),
-    "embeddings unscaled": replaced(gemma.Gemma, "embed", lambda _: lambda self, ids: self.embed_tokens(ids)),
-    "picture scaled": replaced(PaliGemma, "encode_images", lambda f: lambda self, pixels: f(self, pixels) * 72**0.5),
-    "picture divided": replaced(PaliGemma, "encode_images", lambda f: lambda self, pixels: f(self, pixels) / 72**0.5),
+    "patches column-major": replaced(
+        siglip.SiglipEmbeddings, "forward", lambda _: patches_column_major
+    ),
+    "no post_layernorm": lambda patch, model: setattr(
+        model.vision_tower, "post_layernorm", torch.nn.Identity()
+    ),
+    "embeddings unscaled": replaced(
+        gemma.Gemma, "embed", lambda _: lambda self, ids: self.embed_tokens(ids)
+    ),
+    "picture scaled": replaced(
+        PaliGemma, "encode_images", lambda f: lambda self, pixels: f(self, pixels) * 72**0.5
+    ),
+    "picture divided": replaced(
+        PaliGemma, "encode_images", lambda f: lambda self, pixels: f(self, pixels) / 72**0.5
+    ),
     "attention scale 1 % off": attention_scale,
-    "head untied": replaced(gemma.Gemma, "head", lambda _: lambda self, h: h @ self.embed_tokens.weight.roll(1, 0).T),
+    "head untied": replaced(
+        gemma.Gemma, "head", lambda _: lambda self, h: h @ self.embed_tokens.weight.roll(1, 0).T
+    ),
 }
 GEMMA2 = {
     # query head i reads key head i mod K instead of i // (N/K): the order that `repeat` gives instead of expand
     "key heads tiled": replaced(
-        torch.Tensor, "repeat_interleave", lambda _: lambda self, n, dim: torch.cat([self] * n, dim=dim)
+        torch.Tensor,
+        "repeat_interleave",
+        lambda _: lambda self, n, dim: torch.cat([self] * n, dim=dim),
     ),
     "no attention soft-cap": changed(attention.Attention, softcap=None),
     "no final soft-cap": configured(final_logit_softcapping=None),
@@ -172,9 +202,13 @@ def norm_multiplied_after_the_cast(self, x):
 
 
 CASTS = {
-    "norm multiplied after the cast": replaced(gemma.RMSNorm, "forward", lambda _: norm_multiplied_after_the_cast),
+    "norm multiplied after the cast": replaced(
+        gemma.RMSNorm, "forward", lambda _: norm_multiplied_after_the_cast
+    ),
     "factor not cast": replaced(
-        gemma.Gemma, "embed", lambda _: lambda self, ids: (self.embed_tokens(ids).float() * 72**0.5).bfloat16()
+        gemma.Gemma,
+        "embed",
+        lambda _: lambda self, ids: (self.embed_tokens(ids).float() * 72**0.5).bfloat16(),
     ),
     "RoPE applied in fp32": replaced(
         attention.Rope, "__call__", lambda turn: lambda self, x: turn(self, x.float()).to(x.dtype)

@@ -46,8 +46,16 @@ def folder(tmp_path_factory) -> Path:
     train_pieces(folder / "tokenizer", SENTENCES * 3, 1600, SYMBOLS)
     pieces = load_tokenizer(folder / "tokenizer.model").vocab_size()
     config = PaliGemmaConfig(
-        VisionConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=SIDE),
-        TextConfig("gemma", pieces + 8, 24, 32, num_hidden_layers=1, num_attention_heads=2, head_dim=8),
+        VisionConfig(
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            image_size=SIDE,
+        ),
+        TextConfig(
+            "gemma", pieces + 8, 24, 32, num_hidden_layers=1, num_attention_heads=2, head_dim=8
+        ),
         image_token_id=pieces,
     )
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
@@ -68,7 +76,9 @@ def hf(folder) -> PaliGemmaProcessor:
 
 def assert_same_batch(batch: Batch, expected) -> None:
     for name in ("input_ids", "token_type_ids", "attention_mask", "labels", "pixel_values"):
-        assert getattr(batch, name).dtype == expected[name].dtype and torch.equal(getattr(batch, name), expected[name])
+        assert getattr(batch, name).dtype == expected[name].dtype and torch.equal(
+            getattr(batch, name), expected[name]
+        )
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -79,7 +89,10 @@ def test_batch_equals_transformers(folder, hf, side, with_suffix, monkeypatch):
     images = [picture(seed=i) for i in range(len(TEXTS))]
     suffixes = TEXTS[::-1] if with_suffix else None
     batch = Processor.from_source(folder, padding_side=side)(images, TEXTS, suffixes)
-    assert_same_batch(batch, hf(images=images, text=TEXTS, suffix=suffixes, padding="longest", return_tensors="pt"))
+    assert_same_batch(
+        batch,
+        hf(images=images, text=TEXTS, suffix=suffixes, padding="longest", return_tensors="pt"),
+    )
     assert (batch.attention_mask.sum(1) < batch.input_ids.shape[1]).any()  # some row is padded
 
 
@@ -88,7 +101,13 @@ def test_rows_of_several_pictures_equal_transformers(processor, hf, mark):
     """Breaks when a row of two pictures gets one block of image tokens, or `<image>` before a text two."""
     images = [[picture(seed=0), picture(seed=1)][: 1 if mark else 2], [picture(seed=2)]]
     prompts = [mark + text for text in TEXTS[:2]]
-    expected = hf(images=images, text=prompts, suffix=["left", "a cow"], padding="longest", return_tensors="pt")
+    expected = hf(
+        images=images,
+        text=prompts,
+        suffix=["left", "a cow"],
+        padding="longest",
+        return_tensors="pt",
+    )
     assert_same_batch(processor(images, prompts, ["left", "a cow"]), expected)
 
 
@@ -97,10 +116,17 @@ def test_layout_by_hand(processor):
     encode, config = processor.tokenizer.encode, processor.config
     batch = processor([picture(), None], ["caption en"] * 2, ["a cow"] * 2)
     prompt, answer = [2, *encode("caption en\n")], [*encode("a cow"), 1]
-    assert batch.input_ids[1].tolist() == [0] * TOKENS + prompt + answer  # text alone, padded before bos
+    assert (
+        batch.input_ids[1].tolist() == [0] * TOKENS + prompt + answer
+    )  # text alone, padded before bos
     assert batch.token_type_ids[0].tolist() == [0] * (TOKENS + len(prompt)) + [1] * len(answer)
-    ids, types, learned = processor.row_of(2, [("one <image> two\n<image>", "a cow"), ("caption en", None)])
-    first, later = [config.image_token_id] * 2 * TOKENS + [2, *encode("one two\n")], encode("caption en\n")
+    ids, types, learned = processor.row_of(
+        2, [("one <image> two\n<image>", "a cow"), ("caption en", None)]
+    )
+    first, later = (
+        [config.image_token_id] * 2 * TOKENS + [2, *encode("one two\n")],
+        encode("caption en\n"),
+    )
     assert ids == first + answer + later and types == [0] * len(first) + [1] * len(answer + later)
     assert learned == [0] * len(first) + [1] * len(answer) + [0] * len(later)
 
@@ -108,14 +134,26 @@ def test_layout_by_hand(processor):
 def test_random_text_encodes_as_transformers_does(processor, hf):
     """Breaks when spaces, newlines, bytes or location tokens come out as other ids than in training."""
     rng = random.Random(0)
-    parts = [*"abcdeghnotw 12,.?'\n\t<>é日🐮ß", "  ", "the ", "cow", "<loc0007>", "<seg127>", "<loc12>"]
+    parts = [
+        *"abcdeghnotw 12,.?'\n\t<>é日🐮ß",
+        "  ",
+        "the ",
+        "cow",
+        "<loc0007>",
+        "<seg127>",
+        "<loc12>",
+    ]
     for _ in range(300):
         text = "".join(rng.choices(parts, k=rng.randint(1, 25)))
         if " " * 4 in text:
             continue  # runs of spaces are pieces up to 3 here, up to 31 in Gemma; beyond, the two libraries differ
         ids = processor.encode(text)
         assert ids == hf.tokenizer(text, add_special_tokens=False)["input_ids"], repr(text)
-        assert processor.decode([*ids, 1, 99, 98]) == hf.tokenizer.decode([*ids, 1], skip_special_tokens=True) == text
+        assert (
+            processor.decode([*ids, 1, 99, 98])
+            == hf.tokenizer.decode([*ids, 1], skip_special_tokens=True)
+            == text
+        )
     ids, pieces = processor.encode("a cow"), processor.tokenizer.vocab_size()
     noisy = [0, 2, pieces, *ids[:1], 3, pieces + 5, -100, *ids[1:], 1, *ids]
     assert processor.decode(noisy) == processor.decode(torch.tensor(noisy)) == "a cow"
@@ -136,30 +174,46 @@ def test_bad_rows(processor):
 def test_a_picture_given_twice_is_opened_once(processor, tmp_path, monkeypatch):
     """Breaks when shared pictures are decoded again, or when image_index joins different ones."""
     opened = []
-    monkeypatch.setattr(images_module, "load_image", lambda source: opened.append(source) or load_image(source))
+    monkeypatch.setattr(
+        images_module, "load_image", lambda source: opened.append(source) or load_image(source)
+    )
     path = tmp_path / "a.png"
     picture(seed=1).save(path)
-    same, equal, processor = picture(), picture(), pickle.loads(pickle.dumps(processor))  # for a DataLoader's workers
+    same, equal, processor = (
+        picture(),
+        picture(),
+        pickle.loads(pickle.dumps(processor)),
+    )  # for a DataLoader's workers
     batch = processor([[same, path], None, same, str(path), equal], ["x"] * 5)
     assert len(opened) == len(batch.pixel_values) == 3
     assert batch.image_index.tolist() == [0, 1, 0, 1, 2]
-    assert torch.equal(batch.pixel_values, torch.stack([to_pixels(load_image(p), SIDE) for p in (same, path, equal)]))
+    assert torch.equal(
+        batch.pixel_values,
+        torch.stack([to_pixels(load_image(p), SIDE) for p in (same, path, equal)]),
+    )
 
 
 def test_boxes_by_hand():
     """Breaks when x and y are swapped, the last place is not the far side, or a malformed answer is drawn."""
-    text = "<loc0256><loc0000><loc0512><loc1023> brown cow ; <loc0000><loc0512><loc1023><loc0768>dog"
+    text = (
+        "<loc0256><loc0000><loc0512><loc1023> brown cow ; <loc0000><loc0512><loc1023><loc0768>dog"
+    )
     cow, dog = (0.0, 256.0, 2046.0, 512.0), (1024.0, 0.0, 1536.0, 1023.0)
     assert parse_boxes(text, 2046, 1023) == [("brown cow", cow), ("dog", dog)]
     box = "<loc0001><loc0002><loc0003>"
     for text, labels in (
         (f"no cow; {box} cow; {box}<loc0004><loc0005> cow; {box}<loc1024> cow", []),
-        (f"{box}<loc0004> dog ; {box}<loc0004>; {box}<loc0004><seg001><seg127> cow", ["dog", "", "cow"]),
+        (
+            f"{box}<loc0004> dog ; {box}<loc0004>; {box}<loc0004><seg001><seg127> cow",
+            ["dog", "", "cow"],
+        ),
     ):
         assert [label for label, _ in parse_boxes(text, 100, 100)] == labels
 
 
-def test_presets_use_the_bundled_tokenizer_and_folders_win_over_names(folder, tmp_path, monkeypatch):
+def test_presets_use_the_bundled_tokenizer_and_folders_win_over_names(
+    folder, tmp_path, monkeypatch
+):
     """Breaks when a big preset gets a small tokenizer, or a user's folder is ignored because it is called like it."""
     assert Processor.from_source("tiny").config == PRESETS["tiny"]
     refused(lambda: Processor.from_source("paligemma-3b-224"), "paligemma-3b-224: ", "tokenizer")
@@ -174,7 +228,11 @@ FOREIGN = [
     ("config.json", {"eos_token_id": 5}, "of another model"),
     ("config.json", {"image_token_index": 300}, "of another model"),
     ("preprocessor_config.json", {"size": SIDES | {"width": 8}}, "size"),
-    ("processor_config.json", {"image_processor": {"image_mean": [0.485, 0.456, 0.406]}}, "image_mean"),
+    (
+        "processor_config.json",
+        {"image_processor": {"image_mean": [0.485, 0.456, 0.406]}},
+        "image_mean",
+    ),
 ]
 
 
@@ -186,7 +244,9 @@ def test_folders_that_hold_no_processor(folder, tmp_path, file, change, part):
         (tmp_path / file).unlink()
     else:
         raw = json.loads((folder / file).read_text()) if file == "config.json" else {}
-        (tmp_path / file).write_text(json.dumps(raw | change) if isinstance(change, dict) else change)
+        (tmp_path / file).write_text(
+            json.dumps(raw | change) if isinstance(change, dict) else change
+        )
     refused(lambda: Processor.from_source(tmp_path), part)
 
 
@@ -204,19 +264,44 @@ def test_what_is_asked_of_the_hub(folder, processor, monkeypatch):
     assert Processor.from_source("some/model", revision="v1").config == processor.config
     refused(lambda: Processor.from_source("embedded", revision="v1"), "--revision v1", "embedded")
     (*given, names), *_ = asked
-    assert given == ["some/model", "v1"] and not [name for name in names if "safetensors" in name or "*" in name]
+    assert given == ["some/model", "v1"] and not [
+        name for name in names if "safetensors" in name or "*" in name
+    ]
     refused(lambda: resolve("some/model", ["config.json"], "v9"), "some/model: ", "offline")
-    for source in ("./none/at/all", "gpt2", folder / "config.json", "~nobody-here/model", "n" * 5000, "\x1b[2J/x"):
+    for source in (
+        "./none/at/all",
+        "gpt2",
+        folder / "config.json",
+        "~nobody-here/model",
+        "n" * 5000,
+        "\x1b[2J/x",
+    ):
         refused(lambda source=source: resolve(source, ["*"]))
-    assert resolve(folder, ["*"]) == folder and resolve("embedded", ["*"]) == BUNDLED_FOLDER and len(asked) == 2
+    assert (
+        resolve(folder, ["*"]) == folder
+        and resolve("embedded", ["*"]) == BUNDLED_FOLDER
+        and len(asked) == 2
+    )
 
 
 @pytest.mark.weights
-@pytest.mark.skipif("PALIGEMMA_WEIGHTS" not in os.environ, reason="needs PALIGEMMA_WEIGHTS: a published model's folder")
+@pytest.mark.skipif(
+    "PALIGEMMA_WEIGHTS" not in os.environ,
+    reason="needs PALIGEMMA_WEIGHTS: a published model's folder",
+)
 def test_ids_of_the_published_tokenizer():
     """Breaks when the tokenizer's settings are overridden: ids written down from Gemma's published model."""
     processor = Processor.from_source(os.environ["PALIGEMMA_WEIGHTS"])
     assert processor.encode("\n") == [108] and processor.encode("a\n\n") == [235250, 109]
-    assert processor.encode("answer en where is the cow?\n") == [13072, 659, 1570, 603, 573, 13910, 235336, 108]
+    assert processor.encode("answer en where is the cow?\n") == [
+        13072,
+        659,
+        1570,
+        603,
+        573,
+        13910,
+        235336,
+        108,
+    ]
     assert processor.encode("  a\t日本語 é") == [139, 235250, 226, 62938, 1428]
     assert processor.encode("<loc0000><loc1023><seg127>") == [256000, 257023, 257151]

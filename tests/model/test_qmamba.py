@@ -16,9 +16,15 @@ from tests.reference import left_padded, randomize, relative_error, set_attentio
 
 IMAGE = 59
 VISION = VisionConfig(20, 28, 3, 2, image_size=60, feature_layer=-2)
-PROJECTOR = ProjectorConfig(queries=5, hidden_size=24, num_blocks=2, num_attention_heads=4, state_size=6)
-TEXT = MambaConfig(vocab_size=59, hidden_size=28, num_hidden_layers=3, state_size=5, eos_token_id=1, bos_token_id=2)
-CONFIG = QMambaConfig(VISION, PROJECTOR, TEXT, IMAGE)  # 16 features a picture, shared by 5 queries: 4, 3, 3, 3, 3
+PROJECTOR = ProjectorConfig(
+    queries=5, hidden_size=24, num_blocks=2, num_attention_heads=4, state_size=6
+)
+TEXT = MambaConfig(
+    vocab_size=59, hidden_size=28, num_hidden_layers=3, state_size=5, eos_token_id=1, bos_token_id=2
+)
+CONFIG = QMambaConfig(
+    VISION, PROJECTOR, TEXT, IMAGE
+)  # 16 features a picture, shared by 5 queries: 4, 3, 3, 3, 3
 
 
 def randomized(module):
@@ -35,12 +41,16 @@ def projector(**changes) -> QMambaProjector:
 FEATURES = torch.randn(2, 16, VISION.hidden_size, generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 9), (3, 8), (16, 16), (256, 729), (512, 729), (729, 729)])
+@pytest.mark.parametrize(
+    ("queries", "keys"), [(1, 9), (3, 8), (16, 16), (256, 729), (512, 729), (729, 729)]
+)
 def test_the_mask_shares_out_the_keys(queries, keys):
     """Breaks when a key is seen twice or never, or spans are not contiguous, in order, and as equal as can be."""
     mask = local_mask(queries, keys)
     assert (mask.sum(0) == 1).all() and (mask.long().argmax(0).diff() >= 0).all()
-    assert mask.sum(1).tolist() == [keys // queries + (query < keys % queries) for query in range(queries)]
+    assert mask.sum(1).tolist() == [
+        keys // queries + (query < keys % queries) for query in range(queries)
+    ]
 
 
 def test_the_mask_of_the_paper():
@@ -56,7 +66,9 @@ def by_other_hands(module: QMambaProjector, x: torch.Tensor) -> torch.Tensor:
     """The paper's equations in fp64, over transformers' mixer and torch's attention, filled with our weights."""
     config = module.config
     width, heads = config.hidden_size, config.num_attention_heads
-    sizes = transformers.MambaConfig(hidden_size=width, state_size=config.state_size, num_hidden_layers=1)
+    sizes = transformers.MambaConfig(
+        hidden_size=width, state_size=config.state_size, num_hidden_layers=1
+    )
 
     def mamba(mixer, h):
         reference = HFMambaMixer(sizes, 0)
@@ -89,7 +101,9 @@ def by_other_hands(module: QMambaProjector, x: torch.Tensor) -> torch.Tensor:
     if config.scan_order != "backward":
         scanned = scanned + mamba(module.connector.forward_mixer, f)
     if config.scan_order != "forward":
-        scanned = scanned + mamba(module.connector.backward_mixer, f[:, list(range(f.shape[1]))[::-1]]).flip(1)
+        scanned = scanned + mamba(
+            module.connector.backward_mixer, f[:, list(range(f.shape[1]))[::-1]]
+        ).flip(1)
     q = torch.stack([module.queries.double()] * len(x))
     for block in module.blocks:
         q = norm(block.mixer_norm, q)
@@ -125,19 +139,30 @@ def test_projectors_without_queries():
         module = fresh_projector(config, 3)
         out, read = module(x), whole.connector(whole.vision_norm(whole.vision_proj(x)))
         expected = whole.output(read) if kind == "connector" else F.linear(x, *module.parameters())
-        assert relative_error(out, expected) <= 1e-6 and config.num_image_tokens == out.shape[1] == 16
+        assert (
+            relative_error(out, expected) <= 1e-6 and config.num_image_tokens == out.shape[1] == 16
+        )
 
 
 @pytest.mark.parametrize("layer", [-2, 0, 1])
 def test_features_are_those_of_the_layer_asked_for(layer):
     """Breaks when another layer is read than transformers' hidden_states has there, or the final norm is applied."""
-    sizes = {"hidden_size": 20, "intermediate_size": 28, "num_hidden_layers": 3, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 20,
+        "intermediate_size": 28,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+    }
     torch.manual_seed(0)
     hf = transformers.SiglipVisionModel(
-        transformers.SiglipVisionConfig(**sizes, patch_size=14, image_size=60, vision_use_head=False)
+        transformers.SiglipVisionConfig(
+            **sizes, patch_size=14, image_size=60, vision_use_head=False
+        )
     ).eval()
     tower = Siglip(replace(VISION, feature_layer=layer))
-    tower.load_state_dict({name.removeprefix("vision_model."): tensor for name, tensor in hf.state_dict().items()})
+    tower.load_state_dict(
+        {name.removeprefix("vision_model."): tensor for name, tensor in hf.state_dict().items()}
+    )
     pixels = torch.rand(2, 3, 60, 60) * 2 - 1  # no multiple of the patch, as 384 is none of 14
     with torch.no_grad():
         expected = hf(pixels, output_hidden_states=True).hidden_states[layer]
@@ -170,7 +195,9 @@ def test_every_part_learns():
         for name, parameter in whole.named_parameters():
             if name.startswith(("vision_tower.encoder.layers.2.", "vision_tower.post_layernorm.")):
                 assert parameter.grad is None, name
-            elif len(losses) == 1 and not name.endswith("k_proj.bias"):  # softmax is blind to a shift of all keys
+            elif len(losses) == 1 and not name.endswith(
+                "k_proj.bias"
+            ):  # softmax is blind to a shift of all keys
                 assert parameter.grad.any(), name
         optimizer.step()
     assert losses[0] > 3 and losses[-1] < 0.1

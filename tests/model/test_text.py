@@ -20,7 +20,9 @@ HIDDEN, THETA = 48, 10000.0
 SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads".split()
 SIZES += ["head_dim", "rms_norm_eps"]
 # heads share key heads, so that a wrong pairing of maps shows
-PLAIN = TextConfig("gemma", 64, HIDDEN, 128, 3, 8, 4, head_dim=8, rms_norm_eps=1e-5, hidden_activation="silu")
+PLAIN = TextConfig(
+    "gemma", 64, HIDDEN, 128, 3, 8, 4, head_dim=8, rms_norm_eps=1e-5, hidden_activation="silu"
+)
 
 
 @torch.no_grad()
@@ -48,7 +50,9 @@ def test_the_model_is_transformers_diffllama():
     """
     model = stirred()
     sizes = {name: getattr(PLAIN, name) for name in SIZES}
-    config = DiffLlamaConfig(**sizes, rope_theta=THETA, tie_word_embeddings=False, attn_implementation="eager")
+    config = DiffLlamaConfig(
+        **sizes, rope_theta=THETA, tie_word_embeddings=False, attn_implementation="eager"
+    )
     reference = DiffLlamaForCausalLM(config).eval()
 
     def parted(weight: torch.Tensor) -> torch.Tensor:
@@ -79,21 +83,39 @@ def test_twins_have_equal_parameters():
     """Breaks when the differential model is larger than the plain one by more than 1 %, or has other sizes."""
     for preset, plain in TEXT_PRESETS.items():
         with torch.device("meta"):
-            models = [TextModel(TextModelConfig.of(plain, differential)) for differential in (False, True)]
-        sizes, config = [sum(p.numel() for p in model.parameters()) for model in models], models[1].config.text
+            models = [
+                TextModel(TextModelConfig.of(plain, differential)) for differential in (False, True)
+            ]
+        sizes, config = (
+            [sum(p.numel() for p in model.parameters()) for model in models],
+            models[1].config.text,
+        )
         assert sizes[0] < sizes[1] < 1.01 * sizes[0], preset
         if preset in ("830m", "1.4b", "2.8b", "6.8b", "13.1b"):  # as the paper counts them
-            assert sizes[0] == pytest.approx(float(preset[:-1]) * {"m": 1e6, "b": 1e9}[preset[-1]], rel=0.02)
-        assert config.num_attention_heads * 2 == plain.num_attention_heads and config.head_dim == 2 * plain.head_dim
-        assert config.intermediate_size == int(8 / 3 * config.hidden_size) and config.hidden_activation == "silu"
+            assert sizes[0] == pytest.approx(
+                float(preset[:-1]) * {"m": 1e6, "b": 1e9}[preset[-1]], rel=0.02
+            )
+        assert (
+            config.num_attention_heads * 2 == plain.num_attention_heads
+            and config.head_dim == 2 * plain.head_dim
+        )
+        assert (
+            config.intermediate_size == int(8 / 3 * config.hidden_size)
+            and config.hidden_activation == "silu"
+        )
 
 
 def test_twins_start_from_the_same_weights():
     """Breaks when models of one seed differ in more than attention, two seeds are equal, or λ_init is of no layer."""
     model, plain = new_model("tiny", True, seed=3), new_model("tiny", False, seed=3).state_dict()
-    attention, differential = [layer.self_attn for layer in model.language_model.layers], model.state_dict()
+    attention, differential = (
+        [layer.self_attn for layer in model.language_model.layers],
+        model.state_dict(),
+    )
     assert all(type(one) is Split and one.rope_pairs == "fresh" for one in attention)
-    assert [one.lambda_init for one in attention] == pytest.approx([0.2, 0.3555, 0.4707, 0.5561], abs=1e-4)  # by hand
+    assert [one.lambda_init for one in attention] == pytest.approx(
+        [0.2, 0.3555, 0.4707, 0.5561], abs=1e-4
+    )  # by hand
     assert all(torch.equal(differential[name], value) for name, value in plain.items())
     other = new_model("tiny", True, seed=4).state_dict()
     same = {name for name, value in other.items() if torch.equal(differential[name], value)}
@@ -111,14 +133,20 @@ def test_gradients_start_at_the_plain_models_scale():
         tokens = torch.randint(0, 2048, (4, 128))
         (model(tokens[:, :-1], targets=tokens[:, 1:]) / tokens[:, 1:].numel()).backward()
         norms[differential] = {
-            part: torch.cat([p.grad.flatten() for name, p in model.named_parameters() if part in name]).norm().item()
+            part: torch.cat(
+                [p.grad.flatten() for name, p in model.named_parameters() if part in name]
+            )
+            .norm()
+            .item()
             for part in ("q_proj", "k_proj", "v_proj", "o_proj", "mlp", "embed")
         }
     ratios = {part: norms[True][part] / norms[False][part] for part in norms[True]}
     # measured: 1.2, 0.76, 1.04, 2.1; without the factor 1.5, 0.63; without the norm 0.6 and 1.05
     assert 0.8 < ratios["v_proj"] < 1.35 and 0.8 < ratios["o_proj"] < 1.35, ratios
     assert 0.7 < ratios["mlp"] < 1.3 and 0.8 < ratios["embed"] < 1.2, ratios
-    assert ratios["q_proj"] < 3 and ratios["k_proj"] < 3, ratios  # two softmaxes where the plain model has one
+    assert ratios["q_proj"] < 3 and ratios["k_proj"] < 3, (
+        ratios
+    )  # two softmaxes where the plain model has one
 
 
 @pytest.mark.parametrize("differential", [True, False])
@@ -130,6 +158,12 @@ def test_a_packed_document_is_the_document_alone(differential):
     changed[0, 5:11] = (changed[0, 5:11] + 1) % 64  # all of document 1
     moved = (model(changed, documents=documents) - logits).abs().amax(-1) > 0
     assert moved.tolist() == [[False] * 5 + [True] * 6 + [False] * 2, [False] * 13]
-    for row, part in ((0, slice(0, 5)), (0, slice(5, 11)), (0, slice(11, 13)), (1, slice(0, 9)), (1, slice(9, 13))):
+    for row, part in (
+        (0, slice(0, 5)),
+        (0, slice(5, 11)),
+        (0, slice(11, 13)),
+        (1, slice(0, 9)),
+        (1, slice(9, 13)),
+    ):
         assert relative_error(logits[row : row + 1, part], model(ids()[row : row + 1, part])) < 1e-5
     assert torch.equal(model(ids(), documents=torch.zeros(2, 13)), model(ids()))

@@ -21,8 +21,20 @@ from tests.runs import refused
 
 pytestmark = pytest.mark.long
 
-RESERVED = ["<mask>", "[multimodal]", *(f"<unused{i}>" for i in range(12)), "<b>", "</b>", "<table>", "<h1>"]
-RUNS = [character * length for character in "\n\t▁" for length in range(1 if character == "\n" else 2, 32)]
+RESERVED = [
+    "<mask>",
+    "[multimodal]",
+    *(f"<unused{i}>" for i in range(12)),
+    "<b>",
+    "</b>",
+    "<table>",
+    "<h1>",
+]
+RUNS = [
+    character * length
+    for character in "\n\t▁"
+    for length in range(1 if character == "\n" else 2, 32)
+]
 
 
 def gemma(folder: Path) -> GemmaTokenizer:
@@ -33,14 +45,34 @@ def gemma(folder: Path) -> GemmaTokenizer:
 
 def learned(folder: Path) -> GemmaTokenizer:
     """Merges that the package `tokenizers` has learned, and added tokens with a space, found before and after them."""
-    learner = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    learner = tokenizers.Tokenizer(
+        tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    )
     learner.normalizer = tokenizers.normalizers.Replace(" ", "▁")
-    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=700, special_tokens=special, show_progress=False)
+    special = [
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "<unk>",
+        "<mask>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+    ]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=700, special_tokens=special, show_progress=False
+    )
     learner.train_from_iterator([*SENTENCES * 3, "ababab baba aaaaaa", " of the  of the"], trainer)
     model = json.loads(learner.to_str())["model"]
-    tokenizer = GemmaTokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
-    tokenizer.add_tokens([AddedToken("a b", normalized=True), AddedToken("a", normalized=False), "dog s", "cow stand"])
+    tokenizer = GemmaTokenizer(
+        vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]]
+    )
+    tokenizer.add_tokens(
+        [
+            AddedToken("a b", normalized=True),
+            AddedToken("a", normalized=False),
+            "dog s",
+            "cow stand",
+        ]
+    )
     return tokenizer
 
 
@@ -68,17 +100,28 @@ def test_any_text_has_the_ids_of_transformers_and_any_ids_the_text(folder):
         assert ours.encode(text) == theirs(text, add_special_tokens=False)["input_ids"], repr(text)
     draw, byte = random.Random(1), ours.piece_to_id("<0x00>")
     for _ in range(2000):
-        ids = [draw.choice([draw.randrange(ours.vocab_size()), byte + draw.randrange(256)]) for _ in range(12)]
+        ids = [
+            draw.choice([draw.randrange(ours.vocab_size()), byte + draw.randrange(256)])
+            for _ in range(12)
+        ]
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), ids
 
 
 def test_a_batch_equals_that_of_transformers(folder):
     """Breaks when a folder with tokenizer.json alone does not open, or its rows differ from PaliGemmaProcessor's."""
-    pictures, theirs = [np.zeros((28, 28, 3), np.uint8)] * 3, PaliGemmaProcessor.from_pretrained(folder)
-    prompts, answers = ["caption en", "two  lines\n", "<b> ▁▁ \t\t cow"], ["a cow", "dog\n\n", "日本語 🐮"]
+    pictures, theirs = (
+        [np.zeros((28, 28, 3), np.uint8)] * 3,
+        PaliGemmaProcessor.from_pretrained(folder),
+    )
+    prompts, answers = (
+        ["caption en", "two  lines\n", "<b> ▁▁ \t\t cow"],
+        ["a cow", "dog\n\n", "日本語 🐮"],
+    )
     options = {"return_tensors": "pt", "padding": "longest", "padding_side": "left"}
     expected = theirs(text=prompts, images=pictures, suffix=answers, **options)
-    assert torch.equal(Processor.from_source(folder)(pictures, prompts, answers).input_ids, expected["input_ids"])
+    assert torch.equal(
+        Processor.from_source(folder)(pictures, prompts, answers).input_ids, expected["input_ids"]
+    )
 
 
 def test_tokenizer_model_comes_first_and_needs_no_package(tmp_path, monkeypatch):

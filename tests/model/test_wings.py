@@ -38,7 +38,9 @@ def randomized(model, seed: int = 1):
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if re.search(r"(visual|textual)\.|^[qkvo]\.", name):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5
+            )
         elif "router" in name or name.startswith("linear."):
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     return model
@@ -57,8 +59,15 @@ def batch(rows=((2, 1, 3), (0, 0, 4), (0, 1, 2))) -> dict[str, torch.Tensor]:
         start = width - before - SLOTS * pictures - after
         ids[row, :start], valid[row, start:] = 0, 1
         ids[row, start + before : width - after] = IMAGE
-    pixels = torch.rand(sum(pictures for _, pictures, _ in rows), 3, 28, 28, generator=generator) * 2 - 1
-    return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": torch.zeros_like(ids), "attention_mask": valid}
+    pixels = (
+        torch.rand(sum(pictures for _, pictures, _ in rows), 3, 28, 28, generator=generator) * 2 - 1
+    )
+    return {
+        "input_ids": ids,
+        "pixel_values": pixels,
+        "token_type_ids": torch.zeros_like(ids),
+        "attention_mask": valid,
+    }
 
 
 @pytest.mark.long
@@ -82,9 +91,13 @@ def test_text_alone_has_no_visual_part():
     """Breaks when the visual learner adds anything where no picture has been seen: text-only rows, text before it."""
     model, inputs, outputs = wings(), batch(), []
     for layer in model.language_model.layers:
-        layer.self_attn.visual.register_forward_hook(lambda module, args, output: outputs.append(output))
+        layer.self_attn.visual.register_forward_hook(
+            lambda module, args, output: outputs.append(output)
+        )
     model(**inputs)
-    before = (inputs["input_ids"] == IMAGE).cumsum(1) == 0  # text alone, and text before the picture
+    before = (inputs["input_ids"] == IMAGE).cumsum(
+        1
+    ) == 0  # text alone, and text before the picture
     for output in outputs:
         assert (output[before] == 0).all()
         assert (output[~before & inputs["attention_mask"].bool()].abs().sum(-1) > 0).all()
@@ -94,7 +107,9 @@ def rotated(vectors, positions):
     """RoPE of vectors (n, D) in fp64: pairs (i, i + D/2) are complex numbers that turn by their position."""
     half = vectors.shape[-1] // 2
     angles = positions[:, None] * 10000.0 ** -(torch.arange(half, dtype=torch.float64) / half)
-    turned = torch.complex(vectors[:, :half], vectors[:, half:]) * torch.polar(torch.ones_like(angles), angles)
+    turned = torch.complex(vectors[:, :half], vectors[:, half:]) * torch.polar(
+        torch.ones_like(angles), angles
+    )
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
@@ -103,17 +118,29 @@ def test_a_learner_equals_the_formula_written_out():
     generator, width = torch.Generator().manual_seed(5), HIDDEN // HEADS
     learner = randomized(Learner(HIDDEN, HEADS, 5)).double()
     h, x = (torch.randn(1, n, HIDDEN, generator=generator, dtype=torch.float64) for n in (5, 3))
-    at, of_keys = torch.tensor([1, 2, 5, 6, 9]), torch.tensor([2, 4, 6])  # the first query sees no key
+    at, of_keys = (
+        torch.tensor([1, 2, 5, 6, 9]),
+        torch.tensor([2, 4, 6]),
+    )  # the first query sees no key
     mask = of_keys <= at[:, None]
     # RoPE's angles are fp32 in the model: the keys' and queries' turns agree to its rounding alone
-    result = learner(h, Rope(at[None], 10000.0), LearnerInput(x, Rope(of_keys[None], 10000.0), mask[None, None]))[0]
-    matrix = {name: (getattr(learner, name).B.weight @ getattr(learner, name).A.weight).T for name in "qkvo"}
+    result = learner(
+        h, Rope(at[None], 10000.0), LearnerInput(x, Rope(of_keys[None], 10000.0), mask[None, None])
+    )[0]
+    matrix = {
+        name: (getattr(learner, name).B.weight @ getattr(learner, name).A.weight).T
+        for name in "qkvo"
+    }
     q, k, v = h[0] + h[0] @ matrix["q"], x[0] + x[0] @ matrix["k"], x[0] + x[0] @ matrix["v"]
     heads = []
     for part in (slice(head * width, (head + 1) * width) for head in range(HEADS)):
-        weights = (rotated(q[:, part], at) @ rotated(k[:, part], of_keys).T / math.sqrt(width)).exp() * mask
+        weights = (
+            rotated(q[:, part], at) @ rotated(k[:, part], of_keys).T / math.sqrt(width)
+        ).exp() * mask
         heads.append(weights[1:] / weights[1:].sum(1, keepdim=True) @ v[:, part])
-    torch.testing.assert_close(result[1:], torch.cat(heads, dim=1) @ matrix["o"], atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        result[1:], torch.cat(heads, dim=1) @ matrix["o"], atol=1e-6, rtol=1e-5
+    )
     assert (result[0] == 0).all()
 
 
@@ -122,8 +149,13 @@ def test_the_start_is_the_base(routed):
     """Breaks when a learner has a bias or another rank, or learners or routers move a logit before they learn."""
     plain, inputs = base(), batch()
     model = attach(plain, 5, routed=routed)
-    assert sum(p.numel() for p in model.language_model.layers[0].self_attn.visual.parameters()) == 8 * HIDDEN * 5
-    a = torch.cat([p.flatten() for name, p in model.named_parameters() if name.endswith(".A.weight")])
+    assert (
+        sum(p.numel() for p in model.language_model.layers[0].self_attn.visual.parameters())
+        == 8 * HIDDEN * 5
+    )
+    a = torch.cat(
+        [p.flatten() for name, p in model.named_parameters() if name.endswith(".A.weight")]
+    )
     assert abs(a.mean()) < 2e-3 and abs(a.std() - 0.02) < 1e-3
     for each in (plain, model):  # a router needs the weights: its main attention is never fused
         set_attention_backend(each, "eager" if routed else "sdpa")
@@ -138,12 +170,19 @@ def test_stage_2_starts_where_stage_1_ended(tmp_path):
     logits, valid = first(**inputs), inputs["attention_mask"].bool()
     second = route(first)
     set_attention_backend(second, "eager")
-    assert torch.equal(second(**inputs)[valid], logits[valid]) and torch.equal(first(**inputs), logits)
-    assert second.config.routed and {n for n, _ in second.named_parameters()} > {n for n, _ in first.named_parameters()}
+    assert torch.equal(second(**inputs)[valid], logits[valid]) and torch.equal(
+        first(**inputs), logits
+    )
+    assert second.config.routed and {n for n, _ in second.named_parameters()} > {
+        n for n, _ in first.named_parameters()
+    }
     export_model(randomized(second, seed=7), tmp_path / "model")
     again = load_model(tmp_path / "model")
     assert again.config == second.config == WingsConfig(**vars(BASE), rank=5)
-    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in second.state_dict().items())
+    assert all(
+        torch.equal(again.state_dict()[name], tensor)
+        for name, tensor in second.state_dict().items()
+    )
 
 
 def test_what_a_layer_adds_is_the_routed_sum():
@@ -151,10 +190,16 @@ def test_what_a_layer_adds_is_the_routed_sum():
     model, inputs, seen = wings(), batch(), {}
     attention = model.language_model.layers[1].self_attn
     for name in ("visual", "textual", "router", "o_proj"):
-        attention.get_submodule(name).register_forward_hook(lambda m, args, out, name=name: seen.__setitem__(name, out))
+        attention.get_submodule(name).register_forward_hook(
+            lambda m, args, out, name=name: seen.__setitem__(name, out)
+        )
     attention.register_forward_hook(lambda m, args, out: seen.__setitem__("all", out))
     model(**inputs)
-    expected = seen["o_proj"] + seen["router"][..., :1] * seen["visual"] + seen["router"][..., 1:] * seen["textual"]
+    expected = (
+        seen["o_proj"]
+        + seen["router"][..., :1] * seen["visual"]
+        + seen["router"][..., 1:] * seen["textual"]
+    )
     torch.testing.assert_close(seen["all"], expected, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(seen["router"].sum(-1), torch.ones(seen["router"].shape[:2]))
 
@@ -163,7 +208,11 @@ def test_a_router_reads_octaves_of_distance():
     """Breaks when a row of attention is not summed as documented: by distance, apart for pictures and text."""
     router, size = randomized(Router()), 20
     weights = torch.rand(1, HEADS, size, size, generator=torch.Generator().manual_seed(4)).tril()
-    columns, decoder, at = torch.tensor([[3, 4, 5, 6, 1 << 40]]), wings().language_model, torch.arange(1, 21)[None]
+    columns, decoder, at = (
+        torch.tensor([[3, 4, 5, 6, 1 << 40]]),
+        wings().language_model,
+        torch.arange(1, 21)[None],
+    )
     result = router(weights, decoder.bucket(at, at, columns))
     for i in range(size):
         pooled = torch.zeros(2 * OCTAVES)
@@ -172,7 +221,9 @@ def test_a_router_reads_octaves_of_distance():
             pooled[octave + OCTAVES * (3 <= j < 7)] += weights[0, :, i, j].sum()
         expected = F.silu(router.linear(pooled)).softmax(-1)
         torch.testing.assert_close(result[0, i], expected, atol=1e-5, rtol=1e-5)
-    assert decoder.bucket(torch.tensor([[1 << 20]]), at, columns)[0, 0, 0] == OCTAVES - 1  # far away is one group
+    assert (
+        decoder.bucket(torch.tensor([[1 << 20]]), at, columns)[0, 0, 0] == OCTAVES - 1
+    )  # far away is one group
 
 
 def test_a_batch_of_text_alone_gives_every_parameter_a_gradient():
@@ -191,9 +242,15 @@ def test_what_a_cache_keeps():
     model(ids[:, :-3], inputs["pixel_values"], types[:, :-3], valid[:, :-3], cache=cache)
     pictures = cache[0].visual.keys.clone()
     model(ids[:, -3:], None, types, valid, cache=cache)
-    assert torch.equal(cache[0].visual.keys, pictures) and cache[0].visual.length == cache[0].visual.capacity == SLOTS
+    assert (
+        torch.equal(cache[0].visual.keys, pictures)
+        and cache[0].visual.length == cache[0].visual.capacity == SLOTS
+    )
     assert cache[0].textual.length == cache[0].textual.capacity == 9  # of the row of text alone
-    refused(lambda: generate(model, **inputs, max_new_tokens=2, compiled=CompiledStep(model)), "without --compile")
+    refused(
+        lambda: generate(model, **inputs, max_new_tokens=2, compiled=CompiledStep(model)),
+        "without --compile",
+    )
 
 
 @pytest.mark.long
@@ -202,17 +259,36 @@ def test_each_stage_trains_its_parts(tmp_path):
     projector, rest = r"multi_modal_projector\..*", r"language_model\..*"
     visual = r"language_model\.layers\.\d\.self_attn\.visual\..*"
     export_model(attach(load_model("embedded"), 4), tmp_path / "model")
-    stages = ("embedded", {projector: 2e-4, visual: 2e-4}), (tmp_path / "model", {projector: 1e-5, rest: 2e-6})
+    stages = (
+        ("embedded", {projector: 2e-4, visual: 2e-4}),
+        (tmp_path / "model", {projector: 1e-5, rest: 2e-6}),
+    )
     for stage, (source, wanted) in enumerate(stages, 1):
-        settings = parse(f"--arch wings --stage {stage} --base {source} --r 4 --data jsonl:x".split())[0]
+        settings = parse(
+            f"--arch wings --stage {stage} --base {source} --r 4 --data jsonl:x".split()
+        )[0]
         model, optimizer = open_model(settings, torch.device("cpu"))
-        rates = {name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]}
+        rates = {
+            name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]
+        }
         names = [name for name, _ in model.named_parameters()]
-        expected = {name: rate for name in names for pattern, rate in wanted.items() if re.fullmatch(pattern, name)}
+        expected = {
+            name: rate
+            for name in names
+            for pattern, rate in wanted.items()
+            if re.fullmatch(pattern, name)
+        }
         assert rates == pytest.approx(expected) and model.config.routed == (stage == 2)
-        assert {group["weight_decay"] for group in optimizer.param_groups} == {(1e-9, 1e-8)[stage - 1]}
+        assert {group["weight_decay"] for group in optimizer.param_groups} == {
+            (1e-9, 1e-8)[stage - 1]
+        }
         assert settings.step_batch == (256, 64)[stage - 1]
-        assert (settings.schedule, settings.warmup, settings.clip, settings.epochs) == ("cosine", 0.03, 1.0, 1)
+        assert (settings.schedule, settings.warmup, settings.clip, settings.epochs) == (
+            "cosine",
+            0.03,
+            1.0,
+            1,
+        )
     settings = parse("--arch wings --stage 2 --base embedded --r 4 --data jsonl:x".split())[0]
     refused(lambda: open_stage(settings, torch.float32, torch.device("cpu")), "no model of stage 1")
 
@@ -223,4 +299,6 @@ def test_learners_go_beside_plain_attention_alone():
     graft(grafted, "twin")
     adapter.inject(adapted, r".*q_proj", 2, 4.0)
     for model in models:
-        refused(partial(attach, model), "a plain PaliGemma" if model is adapted else "plain attention")
+        refused(
+            partial(attach, model), "a plain PaliGemma" if model is adapted else "plain attention"
+        )

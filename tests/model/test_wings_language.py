@@ -19,7 +19,12 @@ from train.settings import parse
 from train.systems.open import open_model
 from weights.load import load_model, load_text
 
-SIZES = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2}
+SIZES = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,24 +33,44 @@ def parts(tmp_path_factory) -> Path:
     folder, tokenizer = tmp_path_factory.mktemp("parts"), qwen_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.save_pretrained(folder / "text")
-    ids = {"eos_token_id": len(tokenizer) - 1, "bos_token_id": None}  # the end of a turn: a chat model
-    sizes = SIZES | {"num_key_value_heads": 1, "vocab_size": len(tokenizer) + 4, "tie_word_embeddings": False}
+    ids = {
+        "eos_token_id": len(tokenizer) - 1,
+        "bos_token_id": None,
+    }  # the end of a turn: a chat model
+    sizes = SIZES | {
+        "num_key_value_heads": 1,
+        "vocab_size": len(tokenizer) + 4,
+        "tie_word_embeddings": False,
+    }
     torch.manual_seed(0)
-    transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, **ids)).save_pretrained(folder / "text")
-    vision = SIZES | {"hidden_size": 20, "patch_size": 14, "image_size": 60}  # 16 patches, and a rest of 4 pixels
+    transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, **ids)).save_pretrained(
+        folder / "text"
+    )
+    vision = SIZES | {
+        "hidden_size": 20,
+        "patch_size": 14,
+        "image_size": 60,
+    }  # 16 patches, and a rest of 4 pixels
     siglip = transformers.SiglipConfig(vision_config=vision, text_config=SIZES | {"vocab_size": 50})
     transformers.SiglipModel(siglip).save_pretrained(folder / "siglip")
     Image.new("RGB", (40, 20), (200, 30, 90)).save(folder / "a.png")
     said = zip(("human", "gpt") * 2, ("What is<image> it?", "a box", "Sure?", "yes"), strict=True)
-    rows = [{"prefix": "Hello?", "suffix": "hi"}, {"image": "a.png", "prefix": "Say<image>", "suffix": "box"}]
-    rows.append({"image": "a.png", "conversations": [{"from": role, "value": text} for role, text in said]})
+    rows = [
+        {"prefix": "Hello?", "suffix": "hi"},
+        {"image": "a.png", "prefix": "Say<image>", "suffix": "box"},
+    ]
+    rows.append(
+        {"image": "a.png", "conversations": [{"from": role, "value": text} for role, text in said]}
+    )
     (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 
 def flags(parts: Path, more: str = "") -> list[str]:
     """The flags of stage 1."""
-    base = f"--arch wings --stage 1 --r 4 --base {parts}/siglip --option language_model={parts}/text"
+    base = (
+        f"--arch wings --stage 1 --r 4 --base {parts}/siglip --option language_model={parts}/text"
+    )
     return f"{base} --data jsonl:{parts}/own.jsonl {more}".split()
 
 
@@ -66,7 +91,9 @@ def test_the_start_is_the_language_model(parts, dtype):
     valid[0, :4] = 0
     for model in (first, route(first)):
         for each in (model, text):
-            set_attention_backend(each, "sdpa" if model is first else "eager")  # a router needs the attention's weights
+            set_attention_backend(
+                each, "sdpa" if model is first else "eager"
+            )  # a router needs the attention's weights
         logits = model(ids, None, torch.zeros_like(ids), valid)
         assert torch.equal(logits[valid.bool()], text(ids, valid)[valid.bool()])
 
@@ -75,7 +102,9 @@ def test_a_conversation_is_laid_out_and_learned_as_released(parts):
     """Breaks when a picture is elsewhere in a turn, or another token is learned; the turns: test_chat.py."""
     model, theirs = opened(parts), transformers.AutoTokenizer.from_pretrained(parts / "text")
     image = model.config.image_token_id
-    ids, _, learned = reader(parts, model).layout(1, "Sure?", "yes", [("What is<image> it?", "a box")])
+    ids, _, learned = reader(parts, model).layout(
+        1, "Sure?", "yes", [("What is<image> it?", "a box")]
+    )
     system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
     asked = system + "What is it?<|im_end|>\n<|im_start|>assistant\na box<|im_end|>\n"
     asked += "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>"
@@ -109,7 +138,11 @@ def test_both_stages_are_trained_and_opened_elsewhere(parts, tmp_path):
     second = f"--arch wings --stage 2 --base {moved} --data jsonl:{parts}/own.jsonl --out {tmp_path}/2".split()
     finetune.main([*second, *small, "--evaluate", "--eval-data", f"jsonl:{parts}/own.jsonl"])
     again = load_model(tmp_path / "2" / "model")
-    assert again.config.routed and again.config.chat and Processor.from_source(tmp_path / "2" / "model").text
+    assert (
+        again.config.routed
+        and again.config.chat
+        and Processor.from_source(tmp_path / "2" / "model").text
+    )
 
 
 @torch.no_grad()

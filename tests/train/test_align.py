@@ -23,7 +23,11 @@ def records(number: int) -> list[Record]:
     result = []
     for index in range(number):
         name, color = ("red", "#d22") if index % 2 == 0 else ("green", "#2c4")
-        picture = Refusal("no picture") if index == number - 1 else partial(Image.new, "RGB", (8, 8), color)
+        picture = (
+            Refusal("no picture")
+            if index == number - 1
+            else partial(Image.new, "RGB", (8, 8), color)
+        )
         turns = (("which color", name), ("is it red", "yes" if name == "red" else "no"))
         result += [Record(f"{index}/{turn}", f"{index}", (picture,), (turn,)) for turn in turns]
     return result
@@ -33,14 +37,18 @@ def test_the_tower_alone_learns_the_answers(monkeypatch):
     """Breaks when the stage trains the decoder, learns nothing, ends at a picture that cannot be read, shows all in one
     order, or does not move them."""
     seen = []
-    monkeypatch.setattr(alignment, "shifted", lambda pictures: seen.extend(pictures[:, 0, 0, 0]) or pictures)
+    monkeypatch.setattr(
+        alignment, "shifted", lambda pictures: seen.extend(pictures[:, 0, 0, 0]) or pictures
+    )
     settings = parse(["--recipe", "own", "--align", "16"])[0]
     model = load_model("tiny")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     losses = alignment.align(model, records(70), settings, WORLD)
     assert len(losses) == 16 and losses[-1] < 0.2 < losses[0]
     assert seen[:69] != seen[69:138]  # two passes over the pictures
-    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    changed = {
+        name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])
+    }
     tower = {name for name in before if name.startswith("vision_tower.")}
     assert changed <= tower and len(changed) > 0.9 * len(tower)
 
@@ -52,15 +60,24 @@ def test_a_new_tower_reads_what_is_near():
     layer, side = model.vision_tower.encoder.layers[0], 8
     positions = model.vision_tower.embeddings.position_embedding.weight
     with torch.no_grad():
-        q, k = (project(layer.layer_norm1(positions)).view(64, 4, 32) for project in attention_inputs(layer))
+        q, k = (
+            project(layer.layer_norm1(positions)).view(64, 4, 32)
+            for project in attention_inputs(layer)
+        )
         maps = (torch.einsum("ihd,jhd->hij", q, k) * 32**-0.5).softmax(-1).mean(0)
         picture = torch.zeros(1, 3, 64, 64)
-        assert model.encode_images(picture).shape == (1, 64, 128) and model.config.num_image_tokens == 64
+        assert (
+            model.encode_images(picture).shape == (1, 64, 128)
+            and model.config.num_image_tokens == 64
+        )
     row, column = torch.arange(64) // side, torch.arange(64) % side
     distance = (row[:, None] - row).abs() + (column[:, None] - column).abs()
     near, far = maps[distance <= 1].mean(), maps[distance >= 4].mean()
     assert near > 10 * far
-    sides = [maps[(row[:, None] - row == a) & (column[:, None] - column == b)].mean() for a, b in ((0, 1), (1, 0))]
+    sides = [
+        maps[(row[:, None] - row == a) & (column[:, None] - column == b)].mean()
+        for a, b in ((0, 1), (1, 0))
+    ]
     assert min(sides) > 5 * far  # a neighbour in the row, and one in the column
 
 
@@ -76,12 +93,33 @@ def test_pictures_are_moved_and_boxes_are_not(monkeypatch, tmp_path):
     flat = moved.flatten(1).tolist()
     for picture, got in zip(pictures, moved, strict=True):
         padded = torch.nn.functional.pad(picture[None], (2, 2, 2, 2), mode="replicate")[0]
-        assert sum(torch.equal(padded[:, y : y + 32, x : x + 32], got) for y in range(5) for x in range(5)) == 1
+        assert (
+            sum(
+                torch.equal(padded[:, y : y + 32, x : x + 32], got)
+                for y in range(5)
+                for x in range(5)
+            )
+            == 1
+        )
     assert flat[0] != [value - 3072 for value in flat[1]]
-    assert len({*map(tuple, alignment.shifted(pictures[:1].expand(400, -1, -1, -1)).flatten(1).tolist())}) == 25
+    assert (
+        len(
+            {
+                *map(
+                    tuple,
+                    alignment.shifted(pictures[:1].expand(400, -1, -1, -1)).flatten(1).tolist(),
+                )
+            }
+        )
+        == 25
+    )
     seen, settings = [], parse(["--recipe", "own"])[0]
-    monkeypatch.setattr(systems, "fit", lambda model, optimizer, order, loss, *args, **options: loss)
-    monkeypatch.setattr(systems, "supervised_loss", lambda model, micro: seen.append(micro.batch.pixel_values))
+    monkeypatch.setattr(
+        systems, "fit", lambda model, optimizer, order, loss, *args, **options: loss
+    )
+    monkeypatch.setattr(
+        systems, "supervised_loss", lambda model, micro: seen.append(micro.batch.pixel_values)
+    )
     processor = Processor.from_source("tiny")
     loss = systems.train_on(Namespace(processor=processor), None, None, settings, tmp_path, WORLD)
     for answer, is_moved in (("red", True), ("<loc0001><loc0002><loc0003><loc0004> dog", False)):
@@ -97,16 +135,26 @@ def test_own_pictures_on_the_embedded_base_take_their_recipe():
     for flags in (own, f"{own} --epochs 3 --seed 1", f"{own} --base embedded"):
         settings = parse(flags.split())[0]
         assert (settings.recipe, settings.full, settings.new_tower) == ("own", True, True)
-    for flags, patience in (("", 5), ("--no-evaluate", 0), ("--eval-every 0", 0), ("--patience 2", 2)):
+    for flags, patience in (
+        ("", 5),
+        ("--no-evaluate", 0),
+        ("--eval-every 0", 0),
+        ("--patience 2", 2),
+    ):
         assert parse(f"{own} {flags}".split())[0].patience == patience
     others = "coco:a.json, jsonl:a --recipe lora, jsonl:a --attention twin, jsonl:a --base tiny, jsonl:a --r 4"
-    for flags in ("", *f"--data {others}, jsonl:a --arch wings --stage 1".replace(", ", ",--data ").split(",")):
+    for flags in (
+        "",
+        *f"--data {others}, jsonl:a --arch wings --stage 1".replace(", ", ",--data ").split(","),
+    ):
         assert not parse(flags.split())[0].new_tower, flags
 
 
 def test_what_the_tower_has_learned_is_kept():
     """Breaks when the training after it moves the tower as fast as the decoder, or a checkpoint leaves it out."""
-    model, optimizer = open_model(parse(["--base", "tiny", "--recipe", "own"])[0], torch.device("cpu"))
+    model, optimizer = open_model(
+        parse(["--base", "tiny", "--recipe", "own"])[0], torch.device("cpu")
+    )
     rates = {name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]}
     assert rates.keys() == dict(model.named_parameters()).keys()
     expected = {(True, True): 1e-3, (True, False): 1e-4, (False, True): 1e-2, (False, False): 1e-3}
@@ -120,8 +168,14 @@ def test_rare_questions_share_a_number_and_rare_answers_are_left_out(monkeypatch
     answers of its pictures, which are all different, have not taught."""
     assert alignment.is_taught(records(4)) and not alignment.is_taught([*records(4)[:2]])
     monkeypatch.setattr(alignment, "COMMON", 1)
-    given = [Record(f"{i}", f"{i}", ("x",), ((q, a),)) for i, (q, a) in enumerate(["pa", "pa", "qa", "qb"])]
-    text_only, several = Record("t", "t", (), (("p", "a"),)), Record("s", "s", ("x", "y"), (("p", "a"),))
+    given = [
+        Record(f"{i}", f"{i}", ("x",), ((q, a),))
+        for i, (q, a) in enumerate(["pa", "pa", "qa", "qb"])
+    ]
+    text_only, several = (
+        Record("t", "t", (), (("p", "a"),)),
+        Record("s", "s", ("x", "y"), (("p", "a"),)),
+    )
     asked = alignment.examples([*given, text_only, several])
     assert asked == {"0": [(1, 0)], "1": [(1, 0)], "2": [(0, 0)]}
 
@@ -130,4 +184,7 @@ def test_a_loss_that_is_not_finite_is_refused():
     """Breaks when the stage goes on with a tower that is lost."""
     model = load_model("tiny")
     model.vision_tower.post_layernorm.weight.data.fill_(float("nan"))
-    refused(lambda: alignment.align(model, records(4), parse(["--recipe", "own"])[0], WORLD), "alignment, step 0")
+    refused(
+        lambda: alignment.align(model, records(4), parse(["--recipe", "own"])[0], WORLD),
+        "alignment, step 0",
+    )

@@ -17,9 +17,20 @@ def test_ratios_are_taken_within_a_round():
     """Breaks when a ratio is that of medians, so that a slow minute counts for one side, or is upside down."""
     row = Row("train", 4, seconds=[(1.0, 2.0), (20.0, 80.0), (3.0, 4.0)], peak=(3 << 20, 4 << 20))
     assert row.ratio() == (0.5, 0.25, 0.75)
-    assert row.cells()[:6] == ["train, batch 4", "3e+03 ms", "4e+03 ms", "0.50 [0.25, 0.75]", "3 MiB", "4 MiB"]
+    assert row.cells()[:6] == [
+        "train, batch 4",
+        "3e+03 ms",
+        "4e+03 ms",
+        "0.50 [0.25, 0.75]",
+        "3 MiB",
+        "4 MiB",
+    ]
     row.seconds = [(float(number), 10.0) for number in (9, 1, 8, 2, 7, 3, 6, 4, 5)]
-    assert row.ratio() == (0.5, 0.2, 0.8)  # of nine, P(fewer than two are below the median) = 10 / 512
+    assert row.ratio() == (
+        0.5,
+        0.2,
+        0.8,
+    )  # of nine, P(fewer than two are below the median) = 10 / 512
 
 
 @pytest.fixture(scope="module")
@@ -36,22 +47,44 @@ def test_both_sides_do_the_same_work_apart(sides, tmp_path):
     write_folder("embedded", tmp_path / "model", torch.float32)
     settings, numbers = SETTINGS | {"folder": str(tmp_path / "model"), "quantize": None}, {}
     opened = [side.ask("open", **settings) for side in sides.values()]
-    assert opened[0]["weights"] == pytest.approx(opened[1]["weights"], rel=1e-3)  # but position tables
-    for work, batch in {"prefill": 2, "eval": 20, "decode": 2, "train": 2}.items():  # 24 questions: 20, and 4
+    assert opened[0]["weights"] == pytest.approx(
+        opened[1]["weights"], rel=1e-3
+    )  # but position tables
+    for work, batch in {
+        "prefill": 2,
+        "eval": 20,
+        "decode": 2,
+        "train": 2,
+    }.items():  # 24 questions: 20, and 4
         for side in sides.values():
             side.ask("prepare", work=work, batch=batch)
         answers = [[side.ask("run") for _ in range(2)] for side in sides.values()]
         numbers[work] = [sum((answer["numbers"] for answer in of_side), []) for of_side in answers]
-        assert all(answer["seconds"] > 0 and answer["peak"] > 0 for of_side in answers for answer in of_side)
+        assert all(
+            answer["seconds"] > 0 and answer["peak"] > 0
+            for of_side in answers
+            for answer in of_side
+        )
     assert numbers["prefill"][0] == pytest.approx(numbers["prefill"][1], abs=1e-4)
     assert numbers["eval"][0] == numbers["eval"][1] and len({*numbers["eval"][0]}) > 3
-    assert numbers["decode"][0] == numbers["decode"][1] and len(numbers["decode"][0]) == 2 * 2 * SETTINGS["tokens"]
+    assert (
+        numbers["decode"][0] == numbers["decode"][1]
+        and len(numbers["decode"][0]) == 2 * 2 * SETTINGS["tokens"]
+    )
     # B = 0 at first: the second loss is the first that depends on LoRA
     assert numbers["train"][0] == pytest.approx(numbers["train"][1], abs=1e-5)
     assert numbers["train"][0][0] != numbers["train"][0][1]
     imported = [{*of_side[-1]["imports"]} for of_side in answers]
-    assert {"model", "lora", "weights", "eval"} <= imported[0] and not {"transformers", "peft"} & imported[0]
-    assert {"transformers", "peft"} <= imported[1] and not {"model", "lora", "weights", "eval"} & imported[1]
+    assert {"model", "lora", "weights", "eval"} <= imported[0] and not {
+        "transformers",
+        "peft",
+    } & imported[0]
+    assert {"transformers", "peft"} <= imported[1] and not {
+        "model",
+        "lora",
+        "weights",
+        "eval",
+    } & imported[1]
     sides["ours"].ask("open", **settings | {"quantize": "int8"})
     sides["ours"].ask("prepare", work="train", batch=2)
     assert sides["ours"].ask("run")["numbers"] == pytest.approx(numbers["train"][0][:1], rel=0.02)
@@ -66,7 +99,16 @@ def test_the_command_writes_its_report_or_one_line(sides, tmp_path, capfd, monke
         patch.setattr("train.benchmark.__main__.Process", lambda name: nullcontext(sides[name]))
         main(command)
     result = json.loads((tmp_path / "report.json").read_text())
-    assert {"base", "dtype", "commit", "processor", "threads", "torch", "transformers", "peft"} <= result.keys()
+    assert {
+        "base",
+        "dtype",
+        "commit",
+        "processor",
+        "threads",
+        "torch",
+        "transformers",
+        "peft",
+    } <= result.keys()
     (row,) = result["rows"]
     assert len(row["seconds"]) == 1 and min(row["seconds"]) > [0, 0] and row["same"] == [2, 2]
     assert "| load, batch 1 |" in (tmp_path / "report.md").read_text()
@@ -75,7 +117,12 @@ def test_the_command_writes_its_report_or_one_line(sides, tmp_path, capfd, monke
     capfd.readouterr()
     with pytest.raises(SystemExit) as ended, Process("peer") as peer:
         run_command(lambda: peer.ask("hello"))
-    assert ended.value.code == 2 and capfd.readouterr() == ("", "error: peer: RuntimeError: broken\n")
-    monkeypatch.setattr(metadata, "version", lambda package: metadata.distribution("no such package"))
+    assert ended.value.code == 2 and capfd.readouterr() == (
+        "",
+        "error: peer: RuntimeError: broken\n",
+    )
+    monkeypatch.setattr(
+        metadata, "version", lambda package: metadata.distribution("no such package")
+    )
     with pytest.raises(UserError, match="is not installed: pip install transformers peft"):
         main([])

@@ -42,7 +42,9 @@ def test_resumed_equals_uninterrupted_to_the_bit(make_optimizer, tmp_path):
     """Breaks when a moment, a step count, a weight, the best score or a result is not restored."""
     model, optimizer = make(optimizer=make_optimizer)
     model[0].bias.requires_grad_(False)  # an aligned tower: the optimizer's, and in the checkpoint
-    saved = Progress(step=3, bad=["a"], best=Best(2, 1.0, None, 1), results={"before": Result([None], ["b"])})
+    saved = Progress(
+        step=3, bad=["a"], best=Best(2, 1.0, None, 1), results={"before": Result([None], ["b"])}
+    )
     for number in range(5):
         step(model, optimizer, number)
         if number == 2:
@@ -55,7 +57,9 @@ def test_resumed_equals_uninterrupted_to_the_bit(make_optimizer, tmp_path):
     load_checkpoint(tmp_path, progress, resumed_optimizer)
     for number in range(3, 5):
         step(resumed, resumed_optimizer, number)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True)
+    )
 
 
 DAMAGES = {
@@ -79,7 +83,9 @@ def test_state_that_does_not_fit_is_one_line(name, tmp_path):
         save_file(moments, folder / "optimizer.safetensors")
     else:
         (folder / "state.json").write_text('{"steps": 1}')
-    digests = {file.name: file_digest(file) for file in folder.iterdir() if file.name != "manifest.json"}
+    digests = {
+        file.name: file_digest(file) for file in folder.iterdir() if file.name != "manifest.json"
+    }
     (folder / "manifest.json").write_text(json.dumps(digests))
     refused(lambda: load_checkpoint(tmp_path, newest_progress(tmp_path), optimizer), "step-1")
 
@@ -90,6 +96,10 @@ def test_the_newest_are_kept_in_numeric_order(tmp_path):
     step(model, optimizer)
     for keep, kept in ((2, ["step-9", "step-10"]), (1, ["step-10"])):
         for number in (8, 9, 10):
-            save_checkpoint(tmp_path, Progress(step=number, samples=keep), model, optimizer, WORLD, keep=keep)
+            save_checkpoint(
+                tmp_path, Progress(step=number, samples=keep), model, optimizer, WORLD, keep=keep
+            )
         assert [path.name for path in checkpoints(tmp_path)] == kept
-    assert json.loads((tmp_path / "checkpoints/step-10/state.json").read_text())["samples"] == 1  # written again
+    assert (
+        json.loads((tmp_path / "checkpoints/step-10/state.json").read_text())["samples"] == 1
+    )  # written again

@@ -32,11 +32,20 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch, capsys):
     command = ["--rows", "fine-tuned", "dex", "--device", "cpu", *FLAGS, "--out", str(tmp_path)]
     compare.main(command)
     text = capsys.readouterr().out
-    assert "## Minus the mean of all plain rows" in text and "LoRA r18" in text and "## Range" in text
-    counted = Counter((line.row, line.split, line.seed) for line in read_cells(tmp_path / "comparison.csv"))
+    assert (
+        "## Minus the mean of all plain rows" in text and "LoRA r18" in text and "## Range" in text
+    )
+    counted = Counter(
+        (line.row, line.split, line.seed) for line in read_cells(tmp_path / "comparison.csv")
+    )
     for row in ("fine-tuned", "dex", "LoRA r18"):
-        assert all(counted[row, "test", seed] == 5 and counted[row, "validation", seed] == 5 for seed in (0, 1))
-    table = json.loads((tmp_path / "comparison.json").read_text())["tables"]["the mean of all plain rows"]
+        assert all(
+            counted[row, "test", seed] == 5 and counted[row, "validation", seed] == 5
+            for seed in (0, 1)
+        )
+    table = json.loads((tmp_path / "comparison.json").read_text())["tables"][
+        "the mean of all plain rows"
+    ]
     assert [gap["measure"] for gap in table] == ["mean", "VQA", "n2o2", "n3d8", "n4o1", "e16"]
     monkeypatch.setattr(training, "train_on", None)
     compare.main(command)
@@ -49,7 +58,10 @@ def test_a_cell_that_was_interrupted_while_it_was_asked_is_not_trained_again(tmp
     tasks = {"test": {"VQA": vqa_task(BASE, "test", 16)}}
     settings = replace(BASE, samples=64, dropout=0.1, attention="twin", lr=1e-2, warmup=0)
     first, again = (training.fine_tune(settings, tasks, tmp_path) for _ in range(2))
-    assert first["scores"] == again["scores"] and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+    assert (
+        first["scores"] == again["scores"]
+        and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if name != "fine-tuned"])
@@ -57,12 +69,19 @@ def test_the_control_is_the_smallest_that_is_large_enough(name):
     """Breaks when a control has fewer trainable parameters than its row, or a needlessly larger rank."""
 
     def parameters(changes):
-        return count(trainable(open_model(replace(BASE, **changes), torch.device("meta"))[0]).values())
+        return count(
+            trainable(open_model(replace(BASE, **changes), torch.device("meta"))[0]).values()
+        )
 
     title, control = control_by_size(BASE, ROWS[name])
     smaller = control | {"r": control["r"] - 1}
-    assert parameters(control) >= parameters(ROWS[name]) > parameters(smaller) and title == f"LoRA r{control['r']}"
-    assert control["alpha"] / control["r"] == BASE.alpha / BASE.r and control.items() >= PLAIN.items()
+    assert (
+        parameters(control) >= parameters(ROWS[name]) > parameters(smaller)
+        and title == f"LoRA r{control['r']}"
+    )
+    assert (
+        control["alpha"] / control["r"] == BASE.alpha / BASE.r and control.items() >= PLAIN.items()
+    )
 
 
 def test_controls_are_chosen():
@@ -70,14 +89,20 @@ def test_controls_are_chosen():
     study = attention.study_of(replace(BASE, rows=("fine-tuned", "dex", "v2"), controls=()))
     assert [*study.rows] == ["fine-tuned", "dex", "v2"] and study.lengthen is None
     assert next(iter(study.beside.values())) == {"dex": ("fine-tuned",), "v2": ("fine-tuned",)}
-    assert attention.study_of(replace(BASE, rows=("fine-tuned", "dex"), controls=("size",))).lengthen is None
+    assert (
+        attention.study_of(replace(BASE, rows=("fine-tuned", "dex"), controls=("size",))).lengthen
+        is None
+    )
 
 
 def write_jsonl(folder, pictures, answer="yes"):
     lines = []
     for number in range(pictures):
         Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"{number}.png")
-        lines += [json.dumps({"image": f"{number}.png", "prefix": f"what {i}", "suffix": answer}) for i in range(2)]
+        lines += [
+            json.dumps({"image": f"{number}.png", "prefix": f"what {i}", "suffix": answer})
+            for i in range(2)
+        ]
     (folder / "own.jsonl").write_text("\n".join(lines) + "\n")
     return f"jsonl:{folder / 'own.jsonl'}"
 
@@ -127,7 +152,10 @@ def test_data_on_disk_are_part_of_a_cell(tmp_path):
 
 def test_own_examples_are_asked_and_scored_in_full(tmp_path):
     """Breaks when an earlier turn, a second picture or one of several right answers is lost, or text alone crashes."""
-    says = [{"from": role, "value": text} for role, text in zip(("human", "gpt") * 2, "abcd", strict=True)]
+    says = [
+        {"from": role, "value": text}
+        for role, text in zip(("human", "gpt") * 2, "abcd", strict=True)
+    ]
     rows = [
         {"image": ["0.png", "1.png"], "prefix": "which", "suffix": "one"},
         {"prefix": "text", "suffix": "alone"},
@@ -137,15 +165,28 @@ def test_own_examples_are_asked_and_scored_in_full(tmp_path):
     ]
     write_jsonl(tmp_path, 2)
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 2))
-    own = replace(BASE, data=(f"jsonl:{tmp_path / 'own.jsonl'}",), eval_data=(f"jsonl:{tmp_path / 'own.jsonl'}",))
+    own = replace(
+        BASE,
+        data=(f"jsonl:{tmp_path / 'own.jsonl'}",),
+        eval_data=(f"jsonl:{tmp_path / 'own.jsonl'}",),
+    )
     questions = [q for split in ("validation", "test") for q in vqa_task(own, split, None).asks]
     asked = {question.prefix: (len(question.images()), question.before) for question in questions}
-    assert asked == {"which": (2, ()), "text": (0, ()), "c": (1, (("a", "b"),)), "colour": (1, ()), "shade": (1, ())}
+    assert asked == {
+        "which": (2, ()),
+        "text": (0, ()),
+        "c": (1, (("a", "b"),)),
+        "colour": (1, ()),
+        "shade": (1, ()),
+    }
     records = read_examples(tmp_path / "own.jsonl")[:5]
-    for said, scores in (("one alone d red light", [1, 1, 1, 1, 1]), ("two ALONE c blue black", [0, 1, 0, 0.3, 0])):
-        assert [accuracy("official", *pair) for pair in zip(records, said.split(), strict=True)] == pytest.approx(
-            scores
-        )
+    for said, scores in (
+        ("one alone d red light", [1, 1, 1, 1, 1]),
+        ("two ALONE c blue black", [0, 1, 0, 0.3, 0]),
+    ):
+        assert [
+            accuracy("official", *pair) for pair in zip(records, said.split(), strict=True)
+        ] == pytest.approx(scores)
 
 
 def test_tasks_of_the_embedded_scenes_are_even():
@@ -156,9 +197,13 @@ def test_tasks_of_the_embedded_scenes_are_even():
     assert places == {str(divmod(place, 4)): 1 for place in range(16)}
 
 
-@pytest.mark.parametrize("flags", ["--lr 1", "--no-evaluate", "--seed 3", "--coco x", "--data jsonl:x"])
+@pytest.mark.parametrize(
+    "flags", ["--lr 1", "--no-evaluate", "--seed 3", "--coco x", "--data jsonl:x"]
+)
 def test_mistakes_are_told_before_anything_is_trained(flags, tmp_path, monkeypatch):
     """Breaks when a wrong flag costs a comparison, or is passed over in silence."""
     monkeypatch.setattr(training, "train_on", None)
-    with pytest.raises(UserError, match=flags.split()[-1].removeprefix("--no-").partition(":")[2] or "--"):
+    with pytest.raises(
+        UserError, match=flags.split()[-1].removeprefix("--no-").partition(":")[2] or "--"
+    ):
         compare.main(["--base", "tiny", "--device", "cpu", "--out", str(tmp_path), *flags.split()])

@@ -33,7 +33,9 @@ def spread_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("spread")
     write_vqav2(folder / "vqav2")
     data = f"--base tiny --data vqav2:{folder}/vqav2 --validation 0.2 --fraction 0.9 --batch-size 2 --step-batch 12"
-    rest = "--full --attention softmax --shard --lr 1e-3 --warmup 0 --checkpoint-every 2 --device cpu"
+    rest = (
+        "--full --attention softmax --shard --lr 1e-3 --warmup 0 --checkpoint-every 2 --device cpu"
+    )
     torchrun(2, data, rest, "--epochs 1 --eval-every 2 --out", folder / "run")
     return folder / "run"
 
@@ -43,7 +45,9 @@ def spread_run(tmp_path_factory):
 def test_another_number_of_processes_goes_on(number, spread_run, tmp_path):
     """Breaks when a spread checkpoint loses a part or a moment, or the steps of a run depend on who takes them."""
     whole, cut = metrics(spread_run), tmp_path / "cut"
-    shutil.copytree(spread_run, cut, ignore=shutil.ignore_patterns("step-4", "model", "summary.json"))
+    shutil.copytree(
+        spread_run, cut, ignore=shutil.ignore_patterns("step-4", "model", "summary.json")
+    )
     if number == 1:
         finetune.main(["--resume", str(cut)])
     else:
@@ -53,15 +57,24 @@ def test_another_number_of_processes_goes_on(number, spread_run, tmp_path):
     for before, after in zip(whole, resumed, strict=True):
         assert after["loss"] == pytest.approx(before["loss"], rel=2e-6)
         assert after["gradient_norm"] == pytest.approx(before["gradient_norm"], rel=1e-4)
-    for before, after in zip(whole[1::2], resumed[1::2], strict=True):  # each process scores a share
+    for before, after in zip(
+        whole[1::2], resumed[1::2], strict=True
+    ):  # each process scores a share
         assert after["held_out_loss"] == pytest.approx(before["held_out_loss"], rel=2e-5)
     models = [load_model(folder / "model").state_dict() for folder in (spread_run, cut)]
-    assert all(torch.allclose(tensor, models[1][name], rtol=1e-3, atol=1e-4) for name, tensor in models[0].items())
-    first, second = (json.loads((folder / "summary.json").read_text()) for folder in (spread_run, cut))
+    assert all(
+        torch.allclose(tensor, models[1][name], rtol=1e-3, atol=1e-4)
+        for name, tensor in models[0].items()
+    )
+    first, second = (
+        json.loads((folder / "summary.json").read_text()) for folder in (spread_run, cut)
+    )
     assert first["held_out"]["after"] == pytest.approx(second["held_out"]["after"], rel=1e-4)
     assert first["samples"] == second["samples"] == 42 and first["before"]["vqa"] is not None
     best = load_model(cut / "best").state_dict()
-    assert second["held_out"]["best_step"] == 4 and all(torch.equal(best[name], models[1][name]) for name in best)
+    assert second["held_out"]["best_step"] == 4 and all(
+        torch.equal(best[name], models[1][name]) for name in best
+    )
 
 
 @pytest.mark.long
@@ -82,7 +95,8 @@ def test_a_spread_checkpoint_is_parts_without_pickles(spread_run):
 
 
 @pytest.mark.parametrize(
-    ("flags", "rows"), [("--recipe paper-2", 4), ("--recipe paligemma", 256), ("--arch wings --stage 2", 64)]
+    ("flags", "rows"),
+    [("--recipe paper-2", 4), ("--recipe paligemma", 256), ("--arch wings --stage 2", 64)],
 )
 def test_a_recipe_s_step_has_as_many_rows_on_any_number_of_processes(flags, rows):
     """Breaks when more processes make a larger step: the published rate would go with another batch."""
@@ -90,7 +104,11 @@ def test_a_recipe_s_step_has_as_many_rows_on_any_number_of_processes(flags, rows
     for number in (1, 2, 4, 8, 16, 64):
         if number <= rows:
             size, micro_batches = step_layout(settings, number)
-            assert size * micro_batches == rows and micro_batches % number == 0 and size <= settings.batch_size
+            assert (
+                size * micro_batches == rows
+                and micro_batches % number == 0
+                and size <= settings.batch_size
+            )
     for number in (3, 24, 2 * rows):
         refused(lambda number=number: step_layout(settings, number), f"--step-batch {rows}")
 
@@ -98,10 +116,16 @@ def test_a_recipe_s_step_has_as_many_rows_on_any_number_of_processes(flags, rows
 def test_a_step_is_what_the_flags_say(processor):
     """Breaks when a flag does not override a recipe, or the steps of a resumed run change size."""
     assert step_layout(parse([])[0], 3) == (32, 3)
-    assert step_layout(parse(words("--recipe paper-2 --step-batch 12 --batch-size 2"))[0], 3) == (2, 6)
+    assert step_layout(parse(words("--recipe paper-2 --step-batch 12 --batch-size 2"))[0], 3) == (
+        2,
+        6,
+    )
     settings, records = parse(words("--recipe paper-1"))[0], embedded_records(("vqa",), count=8)
     Order(records, processor, settings, World(0, 2, WORLD.device))
-    refused(lambda: Order(records, processor, settings, World(0, 3, WORLD.device), 2), "3 processes cannot share")
+    refused(
+        lambda: Order(records, processor, settings, World(0, 3, WORLD.device), 2),
+        "3 processes cannot share",
+    )
 
 
 # Two threads in place of two processes
@@ -126,7 +150,10 @@ def as_two(work) -> list:
     """`work(world)` of both."""
     barrier, values, results = Barrier(2, timeout=60), [None, None], [None, None]
     worlds = [OneOfTwo(rank, 2, WORLD.device).meet(barrier, values) for rank in range(2)]
-    threads = [Thread(target=lambda world=world: results.__setitem__(world.rank, work(world))) for world in worlds]
+    threads = [
+        Thread(target=lambda world=world: results.__setitem__(world.rank, work(world)))
+        for world in worlds
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -139,7 +166,11 @@ def questions(folder: Path) -> list[Question]:
     for number in range(6):
         scenes.sample("vqa", "test", 32 * number).image.save(folder / f"{number}.png")
     (folder / "6.png").write_bytes(b"broken")
-    prompts = [("caption en", ()), ("answer en Is there a cat in the image?", ()), ("which", ("yes", "no", "two dogs"))]
+    prompts = [
+        ("caption en", ()),
+        ("answer en Is there a cat in the image?", ()),
+        ("which", ("yes", "no", "two dogs")),
+    ]
     return [
         Question(f"{prompt[:3]}-{number}", f"{number}", folder / f"{number}.png", prompt, choices)
         for prompt, choices in prompts

@@ -8,7 +8,11 @@ import pytest
 from train.estimates import Estimate, estimate, holm, t_point, t_tail
 
 # scipy.stats.t.sf(t, f), t.ppf(p, f) of SciPy
-TAILS = {(2.5, 3.7): 0.03591101145591339, (6, 40): 2.3632275663940903e-07, (0.5, 1): 0.35241638234956685}
+TAILS = {
+    (2.5, 3.7): 0.03591101145591339,
+    (6, 40): 2.3632275663940903e-07,
+    (0.5, 1): 0.35241638234956685,
+}
 QUANTILES = {(0.975, 4): 2.7764451051977934, (0.8, 11.5): 0.8740039681813458}
 
 
@@ -31,7 +35,12 @@ def test_one_run_is_a_t_test():
     assert found.equivalence(3) > 0.5  # the mean itself is outside
     assert found._replace(mean=-3.875).equivalence(6) == found.equivalence(6)
     exact = estimate([[2.0, 2.0], [2.0, 2.0]])
-    assert exact[:3] == (2, 2, 2) and exact.p == 0 and exact.equivalence(3) == 0 and exact.equivalence(1) == 1
+    assert (
+        exact[:3] == (2, 2, 2)
+        and exact.p == 0
+        and exact.equivalence(3) == 0
+        and exact.equivalence(1) == 1
+    )
 
 
 def test_components_of_variance_by_hand():
@@ -42,7 +51,9 @@ def test_components_of_variance_by_hand():
     assert found.high == pytest.approx(10 + 127.06, abs=0.01)
     # three groups of one mean each, (0, 30, 60): error = 30 / √3, two degrees, however many examples they have
     for each in (1, 50):
-        found = estimate(np.repeat([[0.0, 30.0, 60.0]] * 4, each, axis=1), np.repeat(["a", "b", "c"], each))
+        found = estimate(
+            np.repeat([[0.0, 30.0, 60.0]] * 4, each, axis=1), np.repeat(["a", "b", "c"], each)
+        )
         assert (found.mean, found.error, found.freedom) == pytest.approx((30, 30 / 3**0.5, 2))
     # a group of three and one of one: the mean is that of the examples
     assert estimate([[1.0, 1.0, 1.0, 5.0]], ["a", "a", "a", "b"]).mean == 2
@@ -53,11 +64,15 @@ def test_few_runs_that_are_alike_by_chance_decide_nothing():
     runs, examples = np.array([[4.0], [5], [6], [5], [5]]), np.linspace(-20, 20, 41)
     found = estimate(runs + examples)
     of_runs, of_examples = math.sqrt(0.5 / 5), math.sqrt(143.5 / 41)  # variances 0.5 and 143.5
-    half = math.hypot(2.7764451051977934 * of_runs, 2.0210753903062715 * of_examples)  # scipy.stats.t.ppf(0.975, …)
+    half = math.hypot(
+        2.7764451051977934 * of_runs, 2.0210753903062715 * of_examples
+    )  # scipy.stats.t.ppf(0.975, …)
     assert (found.low, found.high) == pytest.approx((5 - half, 5 + half))
     assert found.reach(found.p / 2) == pytest.approx(found.mean)
     assert found.visible(4) == pytest.approx(found.reach(0.025 / 4) + found.reach(0.2))
-    levels = estimate(runs + 0.01 * examples)  # with 4 degrees of freedom, not with those of examples
+    levels = estimate(
+        runs + 0.01 * examples
+    )  # with 4 degrees of freedom, not with those of examples
     assert levels.p == pytest.approx(2 * t_tail(levels.mean / levels.error, 4), rel=0.02)
     # a quantile far out, of many degrees of freedom
     assert t_tail(5.76, 1011) == pytest.approx(5.57765187438078e-09, rel=1e-9)  # scipy.stats.t.sf
@@ -72,26 +87,42 @@ def test_holm_and_what_could_be_seen():
     # statsmodels.stats.multitest.multipletests(…, method="holm")
     assert holm([0.01, 0.04, 0.03, 0.005, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.025, 0.5])
     found = estimate(np.arange(25.0))
-    assert found.visible() == pytest.approx(found.error * (2.063899 + 0.856855), rel=1e-5)  # t of 24 degrees
+    assert found.visible() == pytest.approx(
+        found.error * (2.063899 + 0.856855), rel=1e-5
+    )  # t of 24 degrees
     assert found.visible(tests=5) == pytest.approx(found.error * (2.796940 + 0.856855), rel=1e-5)
 
 
-@pytest.mark.parametrize(("runs", "spread"), [(3, (1, 2, 8)), (5, (1, 0, 1)), (5, (2, 5, 30)), (10, (0, 5, 5))])
+@pytest.mark.parametrize(
+    ("runs", "spread"), [(3, (1, 2, 8)), (5, (1, 0, 1)), (5, (2, 5, 30)), (10, (0, 5, 5))]
+)
 def test_intervals_cover_the_truth(runs, spread):
     """Breaks when 95 % intervals hold the truth in fewer cases, or true equals are called different too often.
     Scores are a run's level, an example's level and noise, each normal with its `spread`. A table has four rows."""
     draw, tables = np.random.default_rng(7), 120
     covered = false_alarm = equal = 0
     for number in range(tables):
-        levels = [[draw.standard_normal(shape) for shape in ((runs, 1), (1, 60), (runs, 60))] for _ in range(4)]
-        rows = [estimate(3 + sum(s * level for s, level in zip(spread, of, strict=True))) for of in levels]
+        levels = [
+            [draw.standard_normal(shape) for shape in ((runs, 1), (1, 60), (runs, 60))]
+            for _ in range(4)
+        ]
+        rows = [
+            estimate(3 + sum(s * level for s, level in zip(spread, of, strict=True)))
+            for of in levels
+        ]
         covered += sum(row.low <= 3 <= row.high for row in rows)
         # as the p-values say, which are searched for: Holm multiplies the smallest of four by four
         is_found = any(abs(row.mean - 3) > row.reach(0.025 / 4) for row in rows)
-        is_equal = 3 - abs(rows[0].mean) > rows[0].reach(0.05)  # at the margin itself: in 5 % at most
+        is_equal = 3 - abs(rows[0].mean) > rows[0].reach(
+            0.05
+        )  # at the margin itself: in 5 % at most
         if number % 20 == 0:
-            assert is_found == (min(holm([row._replace(mean=row.mean - 3).p for row in rows])) < 0.05)
+            assert is_found == (
+                min(holm([row._replace(mean=row.mean - 3).p for row in rows])) < 0.05
+            )
             assert is_equal == (rows[0].equivalence(3) < 0.05)
         false_alarm, equal = false_alarm + is_found, equal + is_equal
     assert 0.93 <= covered / tables / 4 <= 0.985
-    assert false_alarm / tables <= 0.1 and equal / tables <= 0.1  # of 120 at 5 %, 99 % of all draws are below
+    assert (
+        false_alarm / tables <= 0.1 and equal / tables <= 0.1
+    )  # of 120 at 5 %, 99 % of all draws are below

@@ -54,7 +54,11 @@ SECOND = "mu q2.lora_A.weight q2.lora_B.weight k2.lora_A.weight k2.lora_B.weight
     [
         ("--attention softmax", 7, ""),
         ("--attention shared", 7, LAMBDAS),
-        ("--attention twin --feed-forward swiglu-new", 4, f"{SECOND} w_g.weight w_1.weight w_2.weight"),
+        (
+            "--attention twin --feed-forward swiglu-new",
+            4,
+            f"{SECOND} w_g.weight w_1.weight w_2.weight",
+        ),
     ],
 )
 def test_the_trainable_set_by_name(flags, linears, names, processor):
@@ -65,20 +69,28 @@ def test_the_trainable_set_by_name(flags, linears, names, processor):
     assert len(lora) == 4 * linears * 2  # layers, linears, A and B
     rest = {name.partition("language_model.layers.")[2] for name in trainable(model).keys() - lora}
     assert {name.split("self_attn.")[-1].split("mlp.")[-1] for name in rest} == set(names.split())
-    decayed = {name for group in optimizer.param_groups if group["weight_decay"] for name in group["names"]}
-    assert not [name for name in decayed if name.endswith(("mu", "subln.weight")) or "lambda_" in name]
+    decayed = {
+        name for group in optimizer.param_groups if group["weight_decay"] for name in group["names"]
+    }
+    assert not [
+        name for name in decayed if name.endswith(("mu", "subln.weight")) or "lambda_" in name
+    ]
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(trainable(model))
     micro = collate(embedded_records(count=2), processor)
     assert not model.encode_images(micro.batch.pixel_values).requires_grad
     systems.supervised_loss(model, micro).backward()
-    assert {name for name, p in model.named_parameters() if p.grad is not None} <= set(trainable(model))
+    assert {name for name, p in model.named_parameters() if p.grad is not None} <= set(
+        trainable(model)
+    )
 
 
 @pytest.mark.long
 def test_full_fine_tuning_writes_a_model(tmp_path, monkeypatch):
     """Breaks when a run of all weights gives no model folder, or cannot end after a kill that came behind the model."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(summary_files, "summarize", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            summary_files, "summarize", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         run("--recipe own --steps 2", out=tmp_path / "run")
     finetune.main(["--resume", str(tmp_path / "run")])
     assert (tmp_path / "run/summary.json").exists()
@@ -91,11 +103,16 @@ def test_vqav2_is_trained_on_and_evaluated(tmp_path, capsys):
     """Breaks when the official files cannot be fine-tuned on, or held-out pictures are trained on."""
     write_vqav2(tmp_path / "vqav2")
     flags = f"--data vqav2:{tmp_path}/vqav2 --recipe paper-1 --validation 0.2 --fraction 1 --answers sampled --evaluate"
-    assert len(run(flags, "--per-picture 2 --batch-size 4", out=tmp_path / "run")) == 12  # 16 pictures of 3 questions
+    assert (
+        len(run(flags, "--per-picture 2 --batch-size 4", out=tmp_path / "run")) == 12
+    )  # 16 pictures of 3 questions
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["held_out"]["examples"] == 12 and summary["before"]["needle"] is None
     assert summary["held_out"]["after"]["vqa_accuracy"] == summary["after"]["vqa"] is not None
-    assert json.loads((tmp_path / "run/adapter_config.json").read_text())["prompt"] == "answer {question}"
+    assert (
+        json.loads((tmp_path / "run/adapter_config.json").read_text())["prompt"]
+        == "answer {question}"
+    )
     assert "--prompt 'answer Where is the dog?'" in capsys.readouterr().out
 
 
@@ -103,7 +120,10 @@ def test_vqav2_is_trained_on_and_evaluated(tmp_path, capsys):
 def test_recipes_are_table_1():
     """Breaks when a row of the paper's Table 1 is run with other settings than it states."""
     rows = {name: parse(["--recipe", name])[0] for name in RECIPES if name.startswith("paper")}
-    assert {name: (s.attention, s.feed_forward, s.lr, s.r, s.alpha, s.weight_decay) for name, s in rows.items()} == {
+    assert {
+        name: (s.attention, s.feed_forward, s.lr, s.r, s.alpha, s.weight_decay)
+        for name, s in rows.items()
+    } == {
         "paper-1": ("softmax", "mlp", 4e-4, 32, 64, 1e-9),
         "paper-2": ("shared", "swiglu-new", 4e-4, 32, 64, 1e-9),
         "paper-3": ("softmax", "mlp", 2e-5, 16, 32, 1e-8),
@@ -120,8 +140,14 @@ def test_recipes_are_table_1():
 
 def shade(number: int) -> dict:
     """An example as of a data set of Hugging Face, which has None for what is absent."""
-    answers = {"suffix": "dark" if number < 10 else "light", "answers": ["dim", "dim"] if number < 3 else None}
-    return {"image": Image.new("RGB", (9, 6), (12 * number, 0, 200)), "prefix": "how light"} | answers
+    answers = {
+        "suffix": "dark" if number < 10 else "light",
+        "answers": ["dim", "dim"] if number < 3 else None,
+    }
+    return {
+        "image": Image.new("RGB", (9, 6), (12 * number, 0, 200)),
+        "prefix": "how light",
+    } | answers
 
 
 class Shades:
@@ -139,33 +165,72 @@ def test_examples_of_a_program_are_those_of_a_file(tmp_path):
     lines = []
     for number in range(20):
         shade(number)["image"].save(tmp_path / f"{number}.png")
-        lines.append({name: value for name, value in shade(number).items() if value} | {"image": f"{number}.png"})
+        lines.append(
+            {name: value for name, value in shade(number).items() if value}
+            | {"image": f"{number}.png"}
+        )
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:7]))
     given = {"data": Shades(), "eval_data": [shade(number) for number in range(7)]}
-    settings = {"base": "tiny", "batch_size": 2, "device": "cpu", "recipe": "lora", "steps": 6, "lr": 0.02}
+    settings = {
+        "base": "tiny",
+        "batch_size": 2,
+        "device": "cpu",
+        "recipe": "lora",
+        "steps": 6,
+        "lr": 0.02,
+    }
     settings |= {"eval_every": 3, "checkpoint_every": 2}
-    files = {"data": f"jsonl:{tmp_path}/a.jsonl", "eval_data": f"jsonl:{tmp_path}/b.jsonl", "out": tmp_path / "command"}
-    finetune.main([w for name, value in (settings | files).items() for w in (flag_name(name), str(value))])
+    files = {
+        "data": f"jsonl:{tmp_path}/a.jsonl",
+        "eval_data": f"jsonl:{tmp_path}/b.jsonl",
+        "out": tmp_path / "command",
+    }
+    finetune.main(
+        [w for name, value in (settings | files).items() for w in (flag_name(name), str(value))]
+    )
     with pytest.raises(KeyboardInterrupt):
         stops = Mock(side_effect=[None] * 4 + [KeyboardInterrupt])
-        finetune.finetune(**given, **settings, out=str(tmp_path / "call"), resume=None, on_log=stops)
+        finetune.finetune(
+            **given, **settings, out=str(tmp_path / "call"), resume=None, on_log=stops
+        )
     folder, logged = {"resume": tmp_path / "call"}, []
-    refused(lambda: finetune.main(["--resume", f"{tmp_path}/call"]), "python:eval_data", "finetune(resume=")
+    refused(
+        lambda: finetune.main(["--resume", f"{tmp_path}/call"]),
+        "python:eval_data",
+        "finetune(resume=",
+    )
     changed = [shade(number) | {"image": shade(max(1, number))["image"]} for number in range(20)]
     refused(lambda: finetune.finetune(**given | {"data": changed}, **folder), "the records")
-    refused(lambda: finetune.finetune(data=given["data"], resume=tmp_path / "command"), "from files")
+    refused(
+        lambda: finetune.finetune(data=given["data"], resume=tmp_path / "command"), "from files"
+    )
     refused(lambda: finetune.finetune(**given, **settings, metrics={"AP": max}), "metrics: AP")
-    metric = {"of light": lambda answers, truths: truths.count("light") + truths.count(["dim", "dim"]) / 100}
-    done = finetune.finetune(**given, **folder, on_log=lambda *pair: logged.append(pair), metrics=metric)
+    metric = {
+        "of light": lambda answers, truths: (
+            truths.count("light") + truths.count(["dim", "dim"]) / 100
+        )
+    }
+    done = finetune.finetune(
+        **given, **folder, on_log=lambda *pair: logged.append(pair), metrics=metric
+    )
     rows = [{name: v for name, v in row.items() if name != "of light"} for row in metrics(done.run)]
     assert rows == metrics(tmp_path / "command")
-    assert done.history[4:] == [record for _, record in logged] and [step for step, _ in logged] == [4, 5]
+    assert done.history[4:] == [record for _, record in logged] and [
+        step for step, _ in logged
+    ] == [4, 5]
     assert done.summary["held_out"]["after"]["of light"] == logged[-1][1]["of light"] == 0.03
     rows = [json.loads(line) for line in (done.run / "answers.jsonl").read_text().splitlines()]
     column = "after" if done.summary["held_out"]["best_step"] == 6 else "best"
-    asked = ask(done.model, done.processor, [e["image"] for e in given["eval_data"]], [r["question"] for r in rows])
-    assert [said[: len(row[column])] for said, row in zip(asked, rows, strict=True)] == [row[column] for row in rows]
+    asked = ask(
+        done.model,
+        done.processor,
+        [e["image"] for e in given["eval_data"]],
+        [r["question"] for r in rows],
+    )
+    assert [said[: len(row[column])] for said, row in zip(asked, rows, strict=True)] == [
+        row[column] for row in rows
+    ]
     assert rows[0]["name"] == "eval_data[0]" and rows[0][column] != rows[0]["before"]
 
 
@@ -200,19 +265,29 @@ def test_resumed_metrics_are_equal_to_the_bit(number, whole, tmp_path, monkeypat
     with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, SystemExit)) as ended:
         patch.setattr(systems, "supervised_loss", interrupted)
         run(TWELVE, out=tmp_path / "cut")
-    assert number is None or ended.value.code == 128 + number and f"--resume {tmp_path}" in capsys.readouterr().err
+    assert (
+        number is None
+        or ended.value.code == 128 + number
+        and f"--resume {tmp_path}" in capsys.readouterr().err
+    )
     saved = sorted(path.name for path in (tmp_path / "cut/checkpoints").iterdir())
     assert saved == (["step-4"] if number is None else ["step-4", "step-7"])
     finetune.main(["--resume", str(tmp_path / "cut")])
     assert metrics(tmp_path / "cut") == metrics(whole)
-    ours, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "cut", whole))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    ours, theirs = (
+        load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "cut", whole)
+    )
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in theirs
+    )
 
 
 @pytest.mark.long
 def test_kill_9_at_any_moment(tmp_path):
     """Breaks when a death leaves a broken checkpoint, loses more than the steps since the last, or changes a run."""
-    with ProcessPoolExecutor(1, SERVER) as pool:  # it has no threads, and its children are forked from it
+    with ProcessPoolExecutor(
+        1, SERVER
+    ) as pool:  # it has no threads, and its children are forked from it
         steps, equal = pool.submit(kill_often, tmp_path, 16).result()
     assert equal and len(steps) >= 4  # it died in different places
 
@@ -226,7 +301,9 @@ def test_two_processes_do_the_work_of_one(shard, tmp_path):
     """Breaks when gradients have the wrong weight or are exchanged before the last of a step's micro-batches, or
     processes read the same data."""
     flags = "--steps 4 --dropout 0 --clip 0.5 --seed 3 --checkpoint-every 2 --step-batch 8"
-    alone = run(flags, out=tmp_path / "alone")  # four micro-batches of two rows; on two processes two each
+    alone = run(
+        flags, out=tmp_path / "alone"
+    )  # four micro-batches of two rows; on two processes two each
     torchrun(2, QUICK, flags, shard, "--out", tmp_path / "pair")
     for one, two in zip(alone, metrics(tmp_path / "pair"), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=5e-5)
@@ -247,7 +324,9 @@ def write_own(folder, count: int, broken: int) -> str:
         Image.new("RGB", (8, 8)).save(folder / f"{number}.png")
         if number < broken:
             (folder / f"{number}.png").write_bytes(b"broken")
-    lines = [{"image": f"{number}.png", "prefix": "what", "suffix": "a dog"} for number in range(count)]
+    lines = [
+        {"image": f"{number}.png", "prefix": "what", "suffix": "a dog"} for number in range(count)
+    ]
     (folder / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return f"--data jsonl:{folder}/own.jsonl --validation 0"
 
@@ -262,7 +341,9 @@ def test_a_step_without_a_usable_record_changes_nothing(flags, tmp_path, capsys)
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["empty_steps"] == 1 and "1 step had no usable record" in capsys.readouterr().out
     for file in ("trainable.safetensors", "optimizer.safetensors"):
-        before, after = (load_file(tmp_path / f"run/checkpoints/step-{n}" / file) for n in (empty, empty + 1))
+        before, after = (
+            load_file(tmp_path / f"run/checkpoints/step-{n}" / file) for n in (empty, empty + 1)
+        )
         assert all(torch.equal(before[name], after[name]) for name in after)
 
 

@@ -16,7 +16,9 @@ from train.systems.text import TextSettings
 @pytest.mark.parametrize("settings", [Settings, TextSettings])
 def test_no_number_is_outside_its_range(settings):
     """Breaks when a value that no run can use starts one: NaN, infinity, a negative rate, a seed of 20 digits."""
-    numbers = [field.name for field in dataclasses.fields(settings) if type(field.default) in (int, float)]
+    numbers = [
+        field.name for field in dataclasses.fields(settings) if type(field.default) in (int, float)
+    ]
     for name in numbers:
         for value in (float("nan"), float("inf"), -1, 10**20, "3", True):
             refused(lambda wrong={name: value}: from_values(settings, wrong), flag_name(name))
@@ -28,7 +30,8 @@ def test_patience_needs_evaluations():
 
 
 @pytest.mark.parametrize(
-    ("change", "named"), [({"r": "16"}, "--r"), ({"option": [1]}, "--option"), ({"rate": 1}, "config.json")]
+    ("change", "named"),
+    [({"r": "16"}, "--r"), ({"option": [1]}, "--option"), ({"rate": 1}, "config.json")],
 )
 def test_a_run_s_config_is_checked_field_by_field(change, named, tmp_path):
     """Breaks when an edited config.json ends in a traceback, or in a run with other settings than it says."""
@@ -47,14 +50,23 @@ def test_a_base_of_published_size_has_defaults_of_its_own(tmp_path, capsys):
 
     one_gpu = ("one-gpu", 1e-4, True)
     assert (
-        chosen("--base google/paligemma-3b-pt-224 --data jsonl:a.jsonl") == one_gpu == chosen("--base paligemma-3b-448")
+        chosen("--base google/paligemma-3b-pt-224 --data jsonl:a.jsonl")
+        == one_gpu
+        == chosen("--base paligemma-3b-448")
     )
     assert chosen("--base paligemma-3b-224 --lr 0.5 --no-checkpointing") == ("one-gpu", 0.5, False)
     assert chosen("--base paligemma-3b-224 --recipe paper-1") == ("paper-1", 4e-4, False)
-    assert chosen("--base paligemma-3b-224 --full --attention softmax") == ("paligemma", 1e-5, False)
+    assert chosen("--base paligemma-3b-224 --full --attention softmax") == (
+        "paligemma",
+        1e-5,
+        False,
+    )
     for flags in ("", "--base tiny", "--arch qmamba --stage 2 --base qmamba-2.8b"):
         assert chosen(flags)[0] == ""
-    for name, recipe in (("paligemma2-3b-224", "one-gpu"), ("mini", "")):  # a folder is known by its config.json
+    for name, recipe in (
+        ("paligemma2-3b-224", "one-gpu"),
+        ("mini", ""),
+    ):  # a folder is known by its config.json
         (tmp_path / "config.json").write_text(json.dumps(PRESETS[name].to_dict()))
         assert chosen(f"--base {tmp_path}")[0] == recipe
     finetune.print_recipe(parse(words("--base paligemma-3b-224 --lr 0.5"))[0])
@@ -64,5 +76,7 @@ def test_a_base_of_published_size_has_defaults_of_its_own(tmp_path, capsys):
 def test_help_has_groups():
     """Breaks when a flag of training stands in no group of --help, or in two, or a group is too long to read."""
     names = [name for fields in GROUPS.values() for name in fields.split()]
-    assert sorted(["recipe", *names]) == sorted(field.name for field in dataclasses.fields(Settings))
+    assert sorted(["recipe", *names]) == sorted(
+        field.name for field in dataclasses.fields(Settings)
+    )
     assert all(len(fields.split()) < 16 for fields in GROUPS.values())

@@ -14,15 +14,33 @@ from train.loop import LoopSettings, fit
 from train.optim import Rule, make_adamw, parameter_groups
 
 # micro-batches of each step: supervised tokens, and the names of unusable records
-STEPS = [[(1, ""), (7, "")], [(2, "a"), (2, "")], [(0, "b")], [(4, "a"), (0, "")], [(5, ""), (1, "")]]
+STEPS = [
+    [(1, ""), (7, "")],
+    [(2, "a"), (2, "")],
+    [(0, "b")],
+    [(4, "a"), (0, "")],
+    [(5, ""), (1, "")],
+]
 RATES = [1 / 3, 2 / 3, 1, 2 / 3, 1 / 3]  # two steps of warm-up, then linear
-FLAGS = {"warmup": 2, "schedule": "linear", "clip": 0.5, "checkpoint_every": 2, "keep": 9, "device": "cpu"}
+FLAGS = {
+    "warmup": 2,
+    "schedule": "linear",
+    "clip": 0.5,
+    "checkpoint_every": 2,
+    "keep": 9,
+    "device": "cpu",
+}
 
 
 def order() -> SimpleNamespace:
     """Each micro-batch has as many rows of three numbers as tokens, and one name in two rows."""
-    dice, rows = torch.Generator().manual_seed(0), [[tokens for tokens, _ in step] for step in STEPS]
-    drawn = [[torch.randn(n, 3, generator=dice, dtype=torch.float64) for n in step] for step in rows]
+    dice, rows = (
+        torch.Generator().manual_seed(0),
+        [[tokens for tokens, _ in step] for step in STEPS],
+    )
+    drawn = [
+        [torch.randn(n, 3, generator=dice, dtype=torch.float64) for n in step] for step in rows
+    ]
     steps = [
         [
             SimpleNamespace(rows=x, tokens=n, names=("r",) * -(-n // 2), bad=tuple(bad))
@@ -48,10 +66,18 @@ def loss(model, micro) -> torch.Tensor:
 def test_the_updates_are_those_of_a_transcription(tmp_path):
     """Breaks when a step takes another rate, weighs tokens or clips otherwise, or logs another loss, norm or count."""
     (model, optimizer), (plain, _) = made(), made()
-    progress = fit(model, optimizer, order(), loss, LoopSettings(**FLAGS, max_bad=2), tmp_path, WORLD)
+    progress = fit(
+        model, optimizer, order(), loss, LoopSettings(**FLAGS, max_bad=2), tmp_path, WORLD
+    )
     learned = [*plain[0].parameters(), plain[2].weight]
-    groups = [{"params": learned[:2], "weight_decay": 0.2}, {"params": learned[2:], "weight_decay": 0.0}]
-    reference, logged = torch.optim.AdamW(groups, betas=(0.8, 0.9), foreach=False), metrics(tmp_path)
+    groups = [
+        {"params": learned[:2], "weight_decay": 0.2},
+        {"params": learned[2:], "weight_decay": 0.0},
+    ]
+    reference, logged = (
+        torch.optim.AdamW(groups, betas=(0.8, 0.9), foreach=False),
+        metrics(tmp_path),
+    )
     for line, micros, rate in zip(logged, order().steps(0, 0, False), RATES, strict=True):
         tokens = sum(micro.tokens for micro in micros)
         assert line["lr"] == pytest.approx(0.01 * rate) and ("loss" in line) == bool(tokens)
@@ -59,20 +85,36 @@ def test_the_updates_are_those_of_a_transcription(tmp_path):
             mean = sum(loss(plain, micro) for micro in micros) / tokens
             gradients = torch.autograd.grad(mean, learned)
             norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
-            assert (line["loss"], line["gradient_norm"]) == pytest.approx((mean.item(), norm.item()), rel=1e-6)
+            assert (line["loss"], line["gradient_norm"]) == pytest.approx(
+                (mean.item(), norm.item()), rel=1e-6
+            )
             for parameter, gradient in zip(learned, gradients, strict=True):
                 parameter.grad = gradient * min(1, 0.5 / norm.item())
-            reference.param_groups[0]["lr"], reference.param_groups[1]["lr"] = 0.1 * rate, 0.01 * rate
+            reference.param_groups[0]["lr"], reference.param_groups[1]["lr"] = (
+                0.1 * rate,
+                0.01 * rate,
+            )
             reference.step()
-    assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
-    assert (progress.step, progress.samples, progress.bad, progress.empty_steps) == (5, 13, ["a", "b"], 1)
+    assert all(
+        torch.allclose(a, b, rtol=1e-5)
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
+    assert (progress.step, progress.samples, progress.bad, progress.empty_steps) == (
+        5,
+        13,
+        ["a", "b"],
+        1,
+    )
     assert [path.name for path in checkpoints(tmp_path)] == ["step-2", "step-4", "step-5"]
 
 
 def test_too_many_unusable_records_and_an_early_end(tmp_path):
     """Breaks when --max-bad is off by one, or a run goes on, or without a checkpoint, after it has been stopped."""
     refused(
-        lambda: fit(*made(), order(), loss, LoopSettings(**FLAGS, max_bad=1), tmp_path / "bad", WORLD), "the last: b"
+        lambda: fit(
+            *made(), order(), loss, LoopSettings(**FLAGS, max_bad=1), tmp_path / "bad", WORLD
+        ),
+        "the last: b",
     )
 
     def stop(step: int, progress: Progress) -> dict:

@@ -8,7 +8,16 @@ from torch import nn
 
 from tests.runs import words
 from train import optim
-from train.optim import MuonAdamW, Rule, make_adamw, matching, parameter_groups, rate_factor, set_rates, trainable
+from train.optim import (
+    MuonAdamW,
+    Rule,
+    make_adamw,
+    matching,
+    parameter_groups,
+    rate_factor,
+    set_rates,
+    trainable,
+)
 from train.settings import parse
 from train.systems.open import open_model
 
@@ -23,10 +32,16 @@ def test_rates_and_decay_reach_only_their_group():
     model = small_model()
     assert matching(model, r".*\.(mu|w)") == ["scale.mu"]  # whole names
     assert optim.is_inner_matrix("a.multi.weight", model["head"].weight)
-    rules = [Rule(matching(model, r".*\.mu"), 0.5), Rule(matching(model, r"(head|scale).*"), 0.1, 0.5)]
+    rules = [
+        Rule(matching(model, r".*\.mu"), 0.5),
+        Rule(matching(model, r"(head|scale).*"), 0.1, 0.5),
+    ]
     optimizer = make_adamw(parameter_groups(model, rules), (0.9, 0.98))
     # a parameter belongs to the first rule that names it, and the rest is frozen
-    assert [group["names"] for group in optimizer.param_groups] == [["scale.mu"], ["head.weight", "head.bias"]]
+    assert [group["names"] for group in optimizer.param_groups] == [
+        ["scale.mu"],
+        ["head.weight", "head.bias"],
+    ]
     assert set(trainable(model)) == {"scale.mu", "head.weight", "head.bias"}
     with pytest.raises(AssertionError, match="no parameter"):
         matching(model, "tower")  # whole names
@@ -41,15 +56,21 @@ def test_rates_and_decay_reach_only_their_group():
     assert torch.allclose(trainable(model)["head.weight"], before["head.weight"] * (1 - 0.02 * 0.5))
 
 
-@pytest.mark.parametrize(("kind", "left"), [("adamw", 0.95**2), ("adam", 0.8004468), ("radam", 0.95**2)])
+@pytest.mark.parametrize(
+    ("kind", "left"), [("adamw", 0.95**2), ("adam", 0.8004468), ("radam", 0.95**2)]
+)
 def test_decay_is_a_part_of_the_gradient_in_adam_alone(kind, left):
     """Breaks when an optimizer is another, or gets other betas: 1 with a decay of 0.5, two steps without a gradient."""
-    groups = parameter_groups(nn.ParameterDict({"a": nn.Parameter(torch.ones(1))}), [Rule(["a"], 0.1, 0.5)])
+    groups = parameter_groups(
+        nn.ParameterDict({"a": nn.Parameter(torch.ones(1))}), [Rule(["a"], 0.1, 0.5)]
+    )
     optimizer = optim.OPTIMIZERS[kind](groups, betas=(0.8, 0.9))
     for _ in range(2):
         groups[0]["params"][0].grad = torch.zeros(1)
         optimizer.step()
-    assert groups[0]["params"][0].item() == pytest.approx(left) and optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+    assert groups[0]["params"][0].item() == pytest.approx(left) and optimizer.param_groups[0][
+        "betas"
+    ] == (0.8, 0.9)
 
 
 def test_schedules():
@@ -60,7 +81,9 @@ def test_schedules():
     cosine = [rate_factor(step, 100, 0, "cosine") for step in (0, 25, 50, 75)]
     assert cosine == pytest.approx([1.0, 0.853553, 0.5, 0.146447], abs=1e-6)
     assert [rate_factor(step, 10, 1, "constant") for step in range(10)] == [0.5] + [1.0] * 9
-    assert [rate_factor(step, 10, 0.29, "constant") for step in range(3)] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert [rate_factor(step, 10, 0.29, "constant") for step in range(3)] == pytest.approx(
+        [1 / 3, 2 / 3, 1.0]
+    )
 
 
 def test_the_rate_of_scalars_is_applied_once():
@@ -77,11 +100,19 @@ def test_muon_moves_the_matrices_and_adamw_the_rest():
     """Breaks when a rate reaches the wrong parameters, or the two halves differ from PyTorch's own optimizers."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"inner": nn.Linear(4, 3), "embed": nn.Embedding(5, 4)})
-    alone = {name: parameter.detach().clone().requires_grad_() for name, parameter in model.named_parameters()}
+    alone = {
+        name: parameter.detach().clone().requires_grad_()
+        for name, parameter in model.named_parameters()
+    }
     optimizer = MuonAdamW(parameter_groups(model, [Rule([*alone], 0.02)]), (0.9, 0.98), ratio=0.05)
-    assert [group["names"] for group in optimizer.param_groups] == [["inner.bias", "embed.weight"], ["inner.weight"]]
+    assert [group["names"] for group in optimizer.param_groups] == [
+        ["inner.bias", "embed.weight"],
+        ["inner.weight"],
+    ]
     muon = torch.optim.Muon([alone["inner.weight"]], 0.01, weight_decay=0.0, momentum=0.95)
-    adamw = torch.optim.AdamW([alone["inner.bias"], alone["embed.weight"]], 5e-4, (0.9, 0.98), weight_decay=0.0)
+    adamw = torch.optim.AdamW(
+        [alone["inner.bias"], alone["embed.weight"]], 5e-4, (0.9, 0.98), weight_decay=0.0
+    )
     for _ in range(3):
         set_rates(optimizer, 0.5)
         for name, parameter in model.named_parameters():

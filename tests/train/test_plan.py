@@ -21,7 +21,17 @@ from train.data.batches import Order
 from train.data.sources import read_records
 from train.distributed import World
 from train.optim import count, trainable
-from train.plan import CUDA, PlanRow, StepCost, cpu_seconds, open_sample, plan, processor_of, spread_cost, step_costs
+from train.plan import (
+    CUDA,
+    PlanRow,
+    StepCost,
+    cpu_seconds,
+    open_sample,
+    plan,
+    processor_of,
+    spread_cost,
+    step_costs,
+)
 from train.settings import parse, step_layout
 from train.systems.open import open_model, supervised_loss
 from train.systems.qmamba import TINY
@@ -33,7 +43,12 @@ SMALL = replace(
     vision=replace(PRESETS["tiny"].vision, num_hidden_layers=1, image_size=56),
     text=replace(PRESETS["tiny"].text, num_hidden_layers=2),
 )
-GEMMA2 = {"model_type": "gemma2", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 12}
+GEMMA2 = {
+    "model_type": "gemma2",
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "sliding_window": 12,
+}
 MAMBA = MambaConfig(1728, 32, 1, 4, eos_token_id=1, bos_token_id=2)
 QMAMBA = QMambaConfig(SMALL.vision, replace(TINY, num_blocks=1, queries=4), MAMBA, 1727)
 
@@ -60,7 +75,9 @@ def measured_peak(settings) -> int:
             optimizer.zero_grad(set_to_none=True)
     events, live, peak = profiled.profiler.kineto_results.events(), 0, 0
     # Within it oneDNN takes a workspace that grows with threads and differs between processors, and is no tensor.
-    convolutions = [(e.start_ns(), e.end_ns()) for e in events if e.name() == "aten::convolution_backward"]
+    convolutions = [
+        (e.start_ns(), e.end_ns()) for e in events if e.name() == "aten::convolution_backward"
+    ]
     for event in events:
         if event.name() == "[memory]":
             live += event.nbytes()
@@ -78,7 +95,10 @@ def measured_peak(settings) -> int:
             {"hidden_size": 512, "intermediate_size": 2048, **GEMMA2},
             "--attention softmax --full --autocast bf16 --checkpointing",
         ),
-        ({"num_attention_heads": 6}, "--attention shared --feed-forward swiglu-new --step-batch 16"),
+        (
+            {"num_attention_heads": 6},
+            "--attention shared --feed-forward swiglu-new --step-batch 16",
+        ),
         ({"hidden_size": 256}, "--attention softmax --full --optimizer muon --batch-size 1"),
         ({}, "--arch qmamba --stage 2 --base small --step-batch 8"),
         ({}, "--arch qmamba --stage 2 --base small --step-batch 8 --checkpointing"),
@@ -89,7 +109,9 @@ def test_memory_is_what_steps_allocate(sizes, flags, monkeypatch):
     not planned as a GPU computes it."""
     monkeypatch.setitem(PRESETS, "tiny", replace(SMALL, text=replace(SMALL.text, **sizes)))
     monkeypatch.setitem(QMAMBA_PRESETS, "small", QMAMBA)
-    monkeypatch.setattr(cpu, "ways", frozenset())  # a plan is of PyTorch's functions; a CPU's own keep a few maps more
+    monkeypatch.setattr(
+        cpu, "ways", frozenset()
+    )  # a plan is of PyTorch's functions; a CPU's own keep a few maps more
     settings = parse((QUICK + flags).split())[0]
     row = plan(settings)
     cost = row.checkpointed if settings.checkpointing else row.plain
@@ -116,13 +138,19 @@ def test_operations_are_those_that_pytorch_counts(monkeypatch):
     # the fused kernel computes the maps once more in its backward pass: in the last layer at the kept positions
     (rows, length), text = micro.batch.input_ids.shape, SMALL.text
     queries = length + micro.positions.shape[1]
-    assert flops == counter.get_total_flops() + 2 * rows * text.num_attention_heads * queries * length * text.head_dim
+    assert (
+        flops
+        == counter.get_total_flops()
+        + 2 * rows * text.num_attention_heads * queries * length * text.head_dim
+    )
 
 
 def test_a_plan_opens_headers_and_a_sample_and_trains_nothing(tmp_path, monkeypatch, capsys):
     """Breaks when a plan reads the weights, makes a folder, or passes over pictures that are not there."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(torch.nn.Module, "load_state_dict", lambda *_, **__: pytest.fail("the weights are read"))
+    monkeypatch.setattr(
+        torch.nn.Module, "load_state_dict", lambda *_, **__: pytest.fail("the weights are read")
+    )
     write_vqav2(Path("vqav2"))
     flags = "--base embedded --data vqav2:vqav2 --recipe paper-1 --validation 0 --fraction 1"
     Path("vqav2/train2014/COCO_train2014_000000000003.jpg").unlink()
@@ -135,10 +163,18 @@ def test_a_plan_opens_headers_and_a_sample_and_trains_nothing(tmp_path, monkeypa
 
 def test_where_a_run_fits(monkeypatch, capsys):
     """Breaks when a plan recommends what does not fit or changes the steps, or says nothing of what does not fit."""
-    sizes = {"few": 10.0, "many": 30.0}  # GB of one row and of 16, without checkpointing; with it half
+    sizes = {
+        "few": 10.0,
+        "many": 30.0,
+    }  # GB of one row and of 16, without checkpointing; with it half
 
     def planned(settings, name=None, gpus=1):
-        total = sizes["few" if settings.batch_size == 1 else "many"] / (4 if settings.quantize else 1) * 1e9 - CUDA
+        total = (
+            sizes["few" if settings.batch_size == 1 else "many"]
+            / (4 if settings.quantize else 1)
+            * 1e9
+            - CUDA
+        )
         costs = [StepCost(total, 0, 0, 0, 1e12), StepCost(total / 2, 0, 0, 0, 1e12)]
         return PlanRow("run", gpus, 1, settings.batch_size, 16, 16, 1, 100, *costs, 0, 1e15)
 
@@ -150,7 +186,9 @@ def test_where_a_run_fits(monkeypatch, capsys):
 
     assert verdict("") == "fits on 16 GB with --batch-size 4 --step-batch 16 (14.0 GB of 16)"
     assert verdict("--gpu RTX4090 --checkpointing") == "fits on 24 GB as it is (15.5 GB of 24)"
-    assert verdict("--gpu A10") == "fits on 24 GB with --batch-size 8 --step-batch 16 (19.3 GB of 24)"
+    assert (
+        verdict("--gpu A10") == "fits on 24 GB with --batch-size 8 --step-batch 16 (19.3 GB of 24)"
+    )
     sizes.update(few=30.0, many=30.9)
     assert verdict("--gpu T4") == "fits on 16 GB with --checkpointing (15.9 GB of 16)"
     sizes.update(few=34.0, many=34.0)
@@ -160,7 +198,10 @@ def test_where_a_run_fits(monkeypatch, capsys):
 
 def test_the_toy_s_seconds_grow_with_its_steps():
     """Breaks when a laptop's plan counts the steps that it measures instead of those of the run."""
-    short, long = (cpu_seconds(parse(f"--batch-size 2 --samples {samples}".split())[0]) for samples in (20, 2000))
+    short, long = (
+        cpu_seconds(parse(f"--batch-size 2 --samples {samples}".split())[0])
+        for samples in (20, 2000)
+    )
     assert 20 * short < long
 
 
@@ -175,4 +216,6 @@ def test_the_paper_s_model_has_611_million_parameters_to_train():
     cost = spread_cost(alone, 8, model, True, torch.bfloat16)
     assert 2 * layer + 2 * 257216 * 2048 < cost.weights - 80 / 8 < 2.1 * layer + 2.1 * 257216 * 2048
     assert cost == StepCost(cost.weights, 1.0, 2.0, 5.0, 1e12)
-    assert spread_cost(alone, 8, model, False, torch.bfloat16) == StepCost(80.0, 16.0, 16.0, 5.0, 1e12)
+    assert spread_cost(alone, 8, model, False, torch.bfloat16) == StepCost(
+        80.0, 16.0, 16.0, 5.0, 1e12
+    )

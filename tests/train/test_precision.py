@@ -27,7 +27,9 @@ pytestmark = pytest.mark.long
 def test_trained_weights_are_in_fp32_on_a_gpu(run, monkeypatch, tmp_path):
     """Breaks when "auto" trains weights in bf16, where most updates of 1e-5 round to nothing."""
     resolve = systems.choose_dtype  # --dtype auto as on a GPU, and the model on the CPU
-    monkeypatch.setattr(systems, "choose_dtype", lambda name, device: resolve(name, torch.device("cuda")))
+    monkeypatch.setattr(
+        systems, "choose_dtype", lambda name, device: resolve(name, torch.device("cuda"))
+    )
     flags = "--base tiny --full --attention softmax"
     if run != "full":  # the second stage starts from the model of the first
         first = parse(words(f"--arch {run} --stage 1 --base embedded"))[0]
@@ -40,7 +42,9 @@ def test_trained_weights_are_in_fp32_on_a_gpu(run, monkeypatch, tmp_path):
 def test_a_sharded_model_reads_bf16_and_keeps_fp32(tmp_path):
     """Breaks when FSDP2 trains bf16 weights, or loses what one process learns under autocast."""
     flags = "--base tiny --no-evaluate --full --attention softmax --autocast bf16 --lr 1e-5 --batch-size 2"
-    flags = f"{flags} --step-batch 4 --samples 60 --steps 4 --warmup 0 --device cpu --out {tmp_path}"
+    flags = (
+        f"{flags} --step-batch 4 --samples 60 --steps 4 --warmup 0 --device cpu --out {tmp_path}"
+    )
     finetune.main(words(f"{flags}/alone"))
     torchrun(2, f"{flags}/pair --shard")
     start = load_model("tiny").state_dict()
@@ -74,7 +78,10 @@ def test_the_gradient_scaler_is_restored(tmp_path):
     for name, steps in (("cut", 3), ("cut", 4), ("whole", 4)):
         fit_small(tmp_path / name, steps, loss, autocast="fp16")
     cut, whole = (newest_progress(tmp_path / name).scaler for name in ("cut", "whole"))
-    assert whole["scale"] < torch.amp.GradScaler("cpu").state_dict()["scale"] and whole["_growth_tracker"] == 2
+    assert (
+        whole["scale"] < torch.amp.GradScaler("cpu").state_dict()["scale"]
+        and whole["_growth_tracker"] == 2
+    )
     assert cut == whole
 
 

@@ -36,14 +36,18 @@ def test_the_plan_in_miniature(tmp_path):
     run is trained again."""
     cells = run(tmp_path, *SMALL)
     assert cells.keys() == {"baseline", *VQA_SCORES, *PART_2}
-    assert {steps(cells[name][0]) for name in VQA_SCORES} == {2}  # 8 of 20 samples, four rows a step
+    assert {steps(cells[name][0]) for name in VQA_SCORES} == {
+        2
+    }  # 8 of 20 samples, four rows a step
     for row, candidates in PART_2.items():
         folder, cell = cells[row]
         best = max(candidates, key=lambda name: vqa(cells[name][1]))
         assert cell["facts"]["chosen"] == best and steps(folder) == 5
         assert cell["facts"]["parameters"] == cells[best][1]["facts"]["parameters"]
     lines = (tmp_path / "comparison.md").read_text().splitlines()
-    table_1, table_2 = (next(line.split() for line in lines if text in line) for text in ("53.21", "28.75"))
+    table_1, table_2 = (
+        next(line.split() for line in lines if text in line) for text in ("53.21", "28.75")
+    )
     assert table_1[-4:-1] == ["53.21", "|", f"{vqa(cells['paper-1'][1]):.2f}"]
     assert f"{100 * np.mean(cells['baseline'][1]['scores']['test']['needle']):.2f}" in table_2
     times = {file: file.stat().st_mtime for file in tmp_path.glob("cells/*/*")}
@@ -57,18 +61,35 @@ def test_official_files_and_finished_runs(tmp_path, capsys, monkeypatch):
     write_vqav2(tmp_path / "vqa", images=6)
     write_vqav2(tmp_path / "vqa", images=6, subset="val2014")
     coco = write_mmneedle(tmp_path / "coco")
-    flags = ["--data", f"vqav2:{tmp_path / 'vqa'}", "--coco", str(coco), "--captions", str(coco / "C")]
+    flags = [
+        "--data",
+        f"vqav2:{tmp_path / 'vqa'}",
+        "--coco",
+        str(coco),
+        "--captions",
+        str(coco / "C"),
+    ]
     flags += "--vqa-limit 4 --needle-limit 4 --rows paper-1 paper-4 --diff-in decoder --device cpu --jobs 1".split()
     costs = [StepCost(1, 1, 1, 1, 1)] * 2  # test_plan has the true ones
     monkeypatch.setattr("train.plan.step_costs", lambda *_: costs)
     main([*flags, "--plan", "--gpu", "L4"])
-    rows = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| paper")]
+    rows = [
+        line.split("|")
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("| paper")
+    ]
     planned = {row[1].strip(): [int(text) for text in row[3:6]] for row in rows}
-    assert planned == {"paper-1": [4, 6, 2], "paper-4": [4, 6, 2], "paper-1, all pictures": [4, 18, 5]}
+    assert planned == {
+        "paper-1": [4, 6, 2],
+        "paper-4": [4, 6, 2],
+        "paper-1, all pictures": [4, 18, 5],
+    }
 
     cells = run(tmp_path / "a", *flags)
     taken = {row: steps(folder) for row, (folder, _) in cells.items() if row != "baseline"}
-    assert taken == dict.fromkeys(("paper-1", "paper-4"), 2) | dict.fromkeys(PART_2, 5)  # 2 of 6 pictures, 3 questions
+    assert taken == dict.fromkeys(("paper-1", "paper-4"), 2) | dict.fromkeys(
+        PART_2, 5
+    )  # 2 of 6 pictures, 3 questions
     assert [len(scores) for scores in cells["baseline"][1]["scores"]["test"].values()] == [4, 4]
     finished = [f"{row}={cells[row][0]}" for row in ("paper-1", "part-2-with")]
     again = run(tmp_path / "b", *flags, "--from", *finished)

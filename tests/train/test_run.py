@@ -36,11 +36,15 @@ def train(*arguments) -> None:
 def template(tmp_path_factory) -> Path:
     """A folder with a base, data, and a finished run `run` of 6 steps; paths are relative to it."""
     folder = tmp_path_factory.mktemp("template")
-    export_model(load_model("tiny"), folder / "base", companions=[BUNDLED_FOLDER / "tokenizer.model"])
+    export_model(
+        load_model("tiny"), folder / "base", companions=[BUNDLED_FOLDER / "tokenizer.model"]
+    )
     lines = []
     for number in range(6):
         Image.new("RGB", (8, 8), (number * 20, 0, 0)).save(folder / f"{number}.bmp")
-        lines.append({"image": f"{number}.bmp", "prefix": "caption en", "suffix": f"picture {number}"})
+        lines.append(
+            {"image": f"{number}.bmp", "prefix": "caption en", "suffix": f"picture {number}"}
+        )
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -75,7 +79,9 @@ def zero_base():
 
 CHANGES = {
     "records": lambda: edit("data.jsonl", "picture 3", "picture 4"),
-    "pictures": lambda: Image.new("RGB", (8, 8), (140, 0, 0)).save("3.bmp"),  # of the same size in bytes
+    "pictures": lambda: Image.new("RGB", (8, 8), (140, 0, 0)).save(
+        "3.bmp"
+    ),  # of the same size in bytes
     "base": zero_base,
     "--lr": lambda: edit("run/config.json", '"lr": 0.0015', '"lr": 0.5'),
 }
@@ -85,7 +91,9 @@ CHANGES = {
 def test_what_has_changed_is_named_and_can_be_allowed(named, run, capsys):
     """Breaks when a run goes on, exit code 0, with other data, another base or other settings than it began with."""
     CHANGES[named]()
-    edit("run/config.json", '"workers": null', '"workers": 0')  # which changes nothing that is learned
+    edit(
+        "run/config.json", '"workers": null', '"workers": 0'
+    )  # which changes nothing that is learned
     before = contents(run)
     message = refused(lambda: train("--resume run"), "--resume run", named, "--allow-changed")
     assert "--workers" not in message and contents(run) == before
@@ -104,14 +112,21 @@ def test_fingerprints_see_answers_files_and_their_ends(tmp_path):
     paths = tuple(sorted(tmp_path.iterdir()))
 
     def seen(answers=("a", "b"), sampled=True, shown=paths) -> tuple:
-        return tuple(data_fingerprints([Record("r", "k", shown, (("q", "a"),), answers, sampled)]).values())
+        return tuple(
+            data_fingerprints([Record("r", "k", shown, (("q", "a"),), answers, sampled)]).values()
+        )
 
     records, pictures = seen()
     for other in (seen(("a", "c")), seen(sampled=False)):
         assert other[0] != records and other[1] == pictures
     assert seen(("a", "c"), sampled=False) == seen(sampled=False)
     assert seen(shown=paths[::-1]) == (records, pictures)  # sorted
-    for place, content in ((0, bytes(6 << 18)), (0, bytes((6 << 18) - 1) + b"y"), (2, b"z"), (1, b"xx")):
+    for place, content in (
+        (0, bytes(6 << 18)),
+        (0, bytes((6 << 18) - 1) + b"y"),
+        (2, b"z"),
+        (1, b"xx"),
+    ):
         paths[place].write_bytes(content)
         assert seen()[0] == records and seen()[1] != pictures
         pictures = seen()[1]
@@ -123,7 +138,10 @@ def test_fingerprints_see_answers_files_and_their_ends(tmp_path):
 STEP_2, STEP_4 = Path("run/checkpoints/step-2"), Path("run/checkpoints/step-4")
 DAMAGES = {
     "no optimizer": ("optimizer.safetensors", lambda file: file.unlink()),
-    "weights of step 2": ("trainable.safetensors", lambda file: shutil.copy(STEP_2 / file.name, file)),
+    "weights of step 2": (
+        "trainable.safetensors",
+        lambda file: shutil.copy(STEP_2 / file.name, file),
+    ),
     "garbled state": ("state.json", lambda file: file.write_bytes(b"\xff" * 50)),
 }
 
@@ -140,8 +158,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(name, run, tem
     shutil.rmtree(STEP_4)
     (STEP_2 / ".nfs0001").touch()  # as a network drive leaves
     train("--resume run")
-    ours, whole = (load_file(folder / "run/adapter_model.safetensors") for folder in (Path(), template))
-    assert all(torch.equal(ours[name], whole[name]) for name in whole) and metrics(run) == metrics(template / "run")
+    ours, whole = (
+        load_file(folder / "run/adapter_model.safetensors") for folder in (Path(), template)
+    )
+    assert all(torch.equal(ours[name], whole[name]) for name in whole) and metrics(run) == metrics(
+        template / "run"
+    )
 
 
 def hold(folder: Path, pipe: Connection) -> None:
@@ -193,7 +215,13 @@ def test_a_run_with_too_many_known_bad_records_does_not_start(run, monkeypatch):
     Path("3.bmp").unlink()
     with monkeypatch.context() as patch:
         patch.setattr(finetune, "load_start", None)
-        refused(lambda: train(FLAGS, "--max-bad 0 --out new"), "1 records", "--max-bad 0", "data.jsonl:4", "3.bmp")
+        refused(
+            lambda: train(FLAGS, "--max-bad 0 --out new"),
+            "1 records",
+            "--max-bad 0",
+            "data.jsonl:4",
+            "3.bmp",
+        )
     assert not Path("new").exists()
     edit("run/config.json", '"max_bad": 20', '"max_bad": 0')
     refused(lambda: train("--resume run --allow-changed"), "1 records")

@@ -12,9 +12,19 @@ from train import finetune
 def own(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     Image.new("RGB", (9, 9), (200, 0, 0)).save(folder / "a.png")
-    turns = [("human", "Where is <image>\nthe dog?"), ("gpt", "top left"), ("human", "count cat"), ("gpt", "2")]
-    talk = {"image": "a.png", "conversations": [{"from": role, "value": text} for role, text in turns]}
-    (folder / "own.json").write_text(json.dumps([talk, {"image": "gone.png", "prefix": "a", "suffix": "b"}]))
+    turns = [
+        ("human", "Where is <image>\nthe dog?"),
+        ("gpt", "top left"),
+        ("human", "count cat"),
+        ("gpt", "2"),
+    ]
+    talk = {
+        "image": "a.png",
+        "conversations": [{"from": role, "value": text} for role, text in turns],
+    }
+    (folder / "own.json").write_text(
+        json.dumps([talk, {"image": "gone.png", "prefix": "a", "suffix": "b"}])
+    )
     return folder / "own.json"
 
 
@@ -35,9 +45,13 @@ PICTURE_INSIDE = f"<bos>Where is [picture 1]↵the dog?↵{REST}"
 def test_a_batch_is_shown_as_it_is_learned(flags, row, tokens, own, tmp_path, monkeypatch, capsys):
     """Breaks when what is marked is not what carries loss, the picture is shown elsewhere, or a run begins."""
     monkeypatch.chdir(tmp_path)
-    finetune.main(f"--data jsonl:{own} --batch-size 2 --device cpu --show-batch sheet.png {flags}".split())
+    finetune.main(
+        f"--data jsonl:{own} --batch-size 2 --device cpu --show-batch sheet.png {flags}".split()
+    )
     printed = capsys.readouterr().out
     assert "left out own.json[1]: " in printed and f"   {row}\n" in printed
     assert f": {tokens} of them learned" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["sheet.png"]
-    assert (200, 0, 0) in {color for _, color in Image.open("sheet.png").convert("RGB").getcolors(1 << 20)}
+    assert (200, 0, 0) in {
+        color for _, color in Image.open("sheet.png").convert("RGB").getcolors(1 << 20)
+    }

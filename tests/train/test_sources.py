@@ -30,20 +30,30 @@ def folder(tmp_path_factory) -> Path:
             lines.append(json.dumps({"image": image, "prefix": f"count {number}", "suffix": "1"}))
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
     for name, per_shard in (("few", 5), ("many", 20)):
-        shard.main(f"jsonl:{folder}/{name}.jsonl --out {folder}/{name[0]} --per-shard {per_shard}".split())
+        shard.main(
+            f"jsonl:{folder}/{name}.jsonl --out {folder}/{name[0]} --per-shard {per_shard}".split()
+        )
     return folder
 
 
 def settings(folder, *sources, **flags) -> Settings:
-    given = [word for source in sources for word in ("--data", source.replace(":", f":{folder}/", 1))]
-    more = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    given = [
+        word for source in sources for word in ("--data", source.replace(":", f":{folder}/", 1))
+    ]
+    more = [
+        word
+        for name, value in flags.items()
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
     return parse([*given, *more])[0]
 
 
 def test_weights_are_shares_of_the_samples(folder, processor, monkeypatch):
     """Breaks when a source has another share than its weight, a record comes more often than another of its source, or
     a resumed run reads other batches."""
-    monkeypatch.setattr(batches, "collate", lambda records, *_: SimpleNamespace(names=[r.name for r in records]))
+    monkeypatch.setattr(
+        batches, "collate", lambda records, *_: SimpleNamespace(names=[r.name for r in records])
+    )
     made = read_records(settings(folder, "jsonl:few.jsonl@3", "jsonl:many.jsonl@1", validation=0))
     order = Order(made, processor, Settings(batch_size=6, epochs=4, seed=1), WORLD)
     steps, *resumed = ([[m.names for m in step] for step in order.steps(n)] for n in (0, 1, 7, 20))
@@ -58,14 +68,23 @@ def test_weights_are_shares_of_the_samples(folder, processor, monkeypatch):
 
 def test_each_record_of_several_sources_comes_once(folder, processor):
     """Breaks when a mixture loses or doubles a record, or records of two sources get each other's pictures."""
-    for sources in (["jsonl:few.jsonl", "jsonl:many.jsonl"], ["shards:f-{000..002}.tar", "shards:m-{000..001}.tar"]):
+    for sources in (
+        ["jsonl:few.jsonl", "jsonl:many.jsonl"],
+        ["shards:f-{000..002}.tar", "shards:m-{000..001}.tar"],
+    ):
         made = read_records(settings(folder, *sources, validation=0))
-        steps = [micro for step in Order(made, processor, Settings(batch_size=7), WORLD).steps(0) for micro in step]
+        steps = [
+            micro
+            for step in Order(made, processor, Settings(batch_size=7), WORLD).steps(0)
+            for micro in step
+        ]
         assert sorted(Counter(name for micro in steps for name in micro.names).values()) == [1] * 42
         for micro in steps:
             assert not micro.bad
             for name, index in zip(micro.names, micro.batch.image_index, strict=True):
-                pixel = ((micro.batch.pixel_values[index, :2, 0, 0] + 1) * 127.5).round().int().tolist()
+                pixel = (
+                    ((micro.batch.pixel_values[index, :2, 0, 0] + 1) * 127.5).round().int().tolist()
+                )
                 number = int(name.rpartition(":")[2]) - 1
                 assert pixel == [number * 8, 30 if "many" in name and number else 12]
 
@@ -75,8 +94,13 @@ def test_a_picture_of_two_sources_is_on_one_side(folder):
     asked = set()
     for seed in range(3):
         given = settings(folder, "jsonl:few.jsonl", "jsonl:many.jsonl", validation=0.5, seed=seed)
-        sides = [{r.pictures[0].resolve() for r in read_records(given, split)} for split in ("train", "validation")]
-        assert len(sides[0] | sides[1]) == 41 and not sides[0] & sides[1] and len(sides[1]) == 20  # or 21
+        sides = [
+            {r.pictures[0].resolve() for r in read_records(given, split)}
+            for split in ("train", "validation")
+        ]
+        assert (
+            len(sides[0] | sides[1]) == 41 and not sides[0] & sides[1] and len(sides[1]) == 20
+        )  # or 21
         asked |= sides[1]
     assert len(asked) > 20  # other seeds, other pictures
 
@@ -85,26 +109,39 @@ def test_flags_reach_the_readers(folder, tmp_path):
     """Breaks when a source is read without a flag, --eval-data embedded asks what was trained on, or keys collide."""
     for name in "ab":
         write_vqav2(tmp_path / name, images=4)
-    flags = (
-        f"--data vqav2:{tmp_path}/a --data vqav2:{tmp_path}/b --images {tmp_path}/b --answers sampled --validation 0"
-    )
+    flags = f"--data vqav2:{tmp_path}/a --data vqav2:{tmp_path}/b --images {tmp_path}/b"
+    flags += " --answers sampled --validation 0"
     made = read_records(parse([*flags.split(), "--prompt", "say {question}"])[0])
     assert len(made) == 24 and len({r.key for r in made}) == 8
-    assert all(r.sampled and r.prefix[:8] == "say What" and r.pictures[0].parts[-3] == "b" for r in made)
-    assert read_records(settings(folder, "shards:f-000.tar", shuffle_buffer=7, validation=0)).buffer == 7
-    given = [settings(folder, "jsonl:few.jsonl", eval_data="embedded", samples=20, seed=seed) for seed in (0, 1)]
+    assert all(
+        r.sampled and r.prefix[:8] == "say What" and r.pictures[0].parts[-3] == "b" for r in made
+    )
+    assert (
+        read_records(settings(folder, "shards:f-000.tar", shuffle_buffer=7, validation=0)).buffer
+        == 7
+    )
+    given = [
+        settings(folder, "jsonl:few.jsonl", eval_data="embedded", samples=20, seed=seed)
+        for seed in (0, 1)
+    ]
     first, second = (read_records(of_seed, "validation") for of_seed in given)
-    assert all("/validation/" in r.name for r in first) and [r.turns for r in first] != [r.turns for r in second]
+    assert all("/validation/" in r.name for r in first) and [r.turns for r in first] != [
+        r.turns for r in second
+    ]
 
 
 def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys):
     """Breaks when a part of --eval-data is kept back, something is held out beside it, or a leak goes unnoticed."""
-    given = settings(folder, "jsonl:few.jsonl", eval_data=f"jsonl:{folder}/many.jsonl", fraction=0.5)
+    given = settings(
+        folder, "jsonl:few.jsonl", eval_data=f"jsonl:{folder}/many.jsonl", fraction=0.5
+    )
     assert (len(read_records(given)), len(read_records(given, "validation"))) == (6, 30)
     whole = replace(given, fraction=1.0)
     capsys.readouterr()
     assert len(read_records(whole)) == 12
-    assert "warning: 1 of the 30 pictures of --eval-data are in --data, too" in capsys.readouterr().err
+    assert (
+        "warning: 1 of the 30 pictures of --eval-data are in --data, too" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ from weights.load import load_model
 
 def test_the_bound_of_one_map_by_hand():
     """Breaks when the best map is counted as worse, or better, than it can be; e^0.5 is below 2, e^0.8 above."""
-    assert built.best_of_one_map(0.25, 2) == pytest.approx(100 * (1 - 7 / 64), abs=0.3)  # both others of one class
+    assert built.best_of_one_map(0.25, 2) == pytest.approx(
+        100 * (1 - 7 / 64), abs=0.3
+    )  # both others of one class
     assert built.best_of_one_map(0.25, 1) == built.best_of_one_map(0.4, 2) == 100
 
 
@@ -25,7 +27,10 @@ def test_a_cap_bounds_every_weight():
     dose.cap_logits(model, 0.25)
     with tapped(dict.fromkeys(attention_modules(model.language_model).values(), weights.append)):
         dose.answers(model, "test", 32, torch.arange(32))
-    ratios = [float(of.max(-1).values.div(of.masked_fill(of == 0, 1).min(-1).values).max()) for of in weights]
+    ratios = [
+        float(of.max(-1).values.div(of.masked_fill(of == 0, 1).min(-1).values).max())
+        for of in weights
+    ]
     assert len(ratios) == 4 and all(1.6 < ratio <= 2.71828**0.5 + 1e-4 for ratio in ratios)
 
 
@@ -38,19 +43,30 @@ def test_shared_is_plain_attention_with_a_norm():
     shared, _ = dose.answers(model, "test", 32, samples)
     for variant in variants_of(model).values():
         built.without_second_map(variant)
-    assert 0 < relative_error(dose.answers(model, "test", 32, samples)[0], shared) < 1e-3  # ε in the norm
+    assert (
+        0 < relative_error(dose.answers(model, "test", 32, samples)[0], shared) < 1e-3
+    )  # ε in the norm
 
 
 @pytest.mark.long
 def test_both_tasks_from_end_to_end(tmp_path, monkeypatch, capsys):
     """Breaks when a dose is not that of its cell, or rates come from runs that are tested."""
-    tiny = {"FALLING": (None, 0.5), "BASE_STEPS": 2, "POOL": 64, "TESTS": {"validation": 32, "test": 32}}
+    tiny = {
+        "FALLING": (None, 0.5),
+        "BASE_STEPS": 2,
+        "POOL": 64,
+        "TESTS": {"validation": 32, "test": 32},
+    }
     tiny |= {"TASKS": {"built": (20, (0.01,)), "needle": (2, (3e-3,))}, "TUNING_SEEDS": (100,)}
     for name, value in tiny.items():
         monkeypatch.setattr(dose, name, value)
-    monkeypatch.setattr(dose.built, "best_of_one_map", lambda cap, *_: 12.5 + cap)  # test_built has the true one
+    monkeypatch.setattr(
+        dose.built, "best_of_one_map", lambda cap, *_: 12.5 + cap
+    )  # test_built has the true one
     command = f"--caps 0.5 --longer built --seeds 2 --jobs 1 --out {tmp_path} --rows".split()
     compare.STUDIES["dose"]([*command, *dose.PLAIN, "plain + head norm", "v2"])
     lines = read_cells(tmp_path / "comparison.csv")
-    assert "## needle, 1 × steps" in capsys.readouterr().out and len(list(tmp_path.glob("*.png"))) == 4
+    assert (
+        "## needle, 1 × steps" in capsys.readouterr().out and len(list(tmp_path.glob("*.png"))) == 4
+    )
     assert len({line.study for line in lines}) == 3 and {line.seed for line in lines} == {0, 1, 100}

@@ -27,7 +27,9 @@ GROUPS = [f"picture {number // 2}" for number in range(40)]
 MEASURES = {
     "first": Measure("the first", GROUPS, chance=25.0, rungs=["easy", "hard"] * 20),
     "perfect": Measure("right on validation", GROUPS),
-    "loss": Measure("loss, nats", GROUPS, is_share=False, margin=0.06, less_is_better=True, in_mean=False),
+    "loss": Measure(
+        "loss, nats", GROUPS, is_share=False, margin=0.06, less_is_better=True, in_mean=False
+    ),
 }
 POOLED, SIZED = "the mean of all plain rows", "plain"
 
@@ -46,7 +48,14 @@ def make(job, folder):
 
 def study(**changes) -> Study:
     rows = {"plain": (), "plain too": (), "better": (("kind", "good"),)}
-    given = {"name": "made-up", "title": "A study", "rows": rows, "make": make, "key": "base", "measures": MEASURES}
+    given = {
+        "name": "made-up",
+        "title": "A study",
+        "rows": rows,
+        "make": make,
+        "key": "base",
+        "measures": MEASURES,
+    }
     given["beside"] = {POOLED: {"better": ("plain", "plain too")}, SIZED: {"better": ("plain",)}}
     return Study(**given | {"rates": (0.01, 0.02), "plain": ("plain", "plain too")} | changes)
 
@@ -71,14 +80,26 @@ def done(tmp_path_factory):
 
 def test_a_study_from_end_to_end(done):
     """Breaks when a rate at the edge is taken, a control by time is missing, or the sign of a loss is turned."""
-    summary, text = json.loads((done.out / "comparison.json").read_text()), (done.out / "comparison.md").read_text()
-    assert {row: list(tried) for row, tried in done.tried.items()} == dict.fromkeys(done.tried, [0.01, 0.02, 0.04])
-    assert set(done.rates.values()) == {0.02} and list(done.study.rows)[3:] == ["plain, 1.5 × steps"]
+    summary, text = (
+        json.loads((done.out / "comparison.json").read_text()),
+        (done.out / "comparison.md").read_text(),
+    )
+    assert {row: list(tried) for row, tried in done.tried.items()} == dict.fromkeys(
+        done.tried, [0.01, 0.02, 0.04]
+    )
+    assert set(done.rates.values()) == {0.02} and list(done.study.rows)[3:] == [
+        "plain, 1.5 × steps"
+    ]
     assert done.study.rows["plain, 1.5 × steps"] == (("ratio", 15),)
     assert list(summary["tables"]) == [POOLED, SIZED, "plain, trained as long"]
     first = {gap["measure"]: gap for gap in summary["tables"][POOLED]}
     verdicts = {name: gap["verdict"] for name, gap in first.items()}
-    assert verdicts == {MEAN: "better", "first": "better", "perfect": "out of range", "loss": "better"}
+    assert verdicts == {
+        MEAN: "better",
+        "first": "better",
+        "perfect": "out of range",
+        "loss": "better",
+    }
     assert first["loss"]["mean"] < 0 < first[MEAN]["mean"] == first["first"]["mean"]
     assert "| right on validation |         0.0 |                    100 to 100 |     no |" in text
     assert "| better |    mean |     worse | better |" in text
@@ -88,29 +109,42 @@ def test_the_tables_can_be_computed_from_the_csv(done):
     """Breaks when the CSV misses a cell, rounds a score, or has others than those of the tables."""
     lines = read_cells(done.out / "comparison.csv")
     assert [list(vars(line).values()) for line in lines] == report.lines_of(done)
-    assert len(lines) == (4 * 5 + 3 * 3 * 2) * (3 + 4)  # rungs of a measure on test; three more rows of three seeds
+    assert len(lines) == (4 * 5 + 3 * 3 * 2) * (
+        3 + 4
+    )  # rungs of a measure on test; three more rows of three seeds
     gaps = []
     for seed in range(5):
         place = (seed, "first", "test", 0.02)
-        of_seed = [line for line in lines if (line.seed, line.measure, line.split, line.rate) == place]
-        mean = {row: 100 * sum(line.right for line in of_seed if line.row == row) / 40 for row in done.rates}
+        of_seed = [
+            line for line in lines if (line.seed, line.measure, line.split, line.rate) == place
+        ]
+        mean = {
+            row: 100 * sum(line.right for line in of_seed if line.row == row) / 40
+            for row in done.rates
+        }
         gaps.append(mean["better"] - (mean["plain"] + mean["plain too"]) / 2)
     gap = done.tables[POOLED]["better", "first"]
     assert gap["mean"] == pytest.approx(np.mean(gaps), abs=1e-12)
-    scores = done.scores("better")["first"] - (done.scores("plain")["first"] + done.scores("plain too")["first"]) / 2
+    scores = (
+        done.scores("better")["first"]
+        - (done.scores("plain")["first"] + done.scores("plain too")["first"]) / 2
+    )
     assert (gap["low"], gap["high"]) == estimate(scores, GROUPS)[1:3]  # pictures are groups
 
 
 def test_a_folder_has_one_call_whose_cells_name_what_made_them(tmp_path, monkeypatch):
     """Breaks when cells of two commits are reported as those of the call, or two calls train one cell at once."""
     for seeds, commit in enumerate(("old", "new"), 1):
-        monkeypatch.setattr(cells, "provenance", lambda: {"commit": commit, "processor": "p", "torch": "t"})  # noqa: B023
+        made_by = {"commit": commit, "processor": "p", "torch": "t"}
+        monkeypatch.setattr(cells, "provenance", lambda made_by=made_by: made_by)
         text = report.write(made := run(tmp_path, seeds=seeds))
         with ProcessPoolExecutor(1, SERVER) as pool:
             refused(pool.submit(lock_folder, tmp_path).result, "another process")
         made.lock.close()
     assert "commit new, p, PyTorch t; commit old, p, PyTorch t" in text
-    assert {line.commit for line in read_cells(tmp_path / "comparison.csv") if line.seed == 1} == {"new"}
+    assert {line.commit for line in read_cells(tmp_path / "comparison.csv") if line.seed == 1} == {
+        "new"
+    }
 
 
 def test_a_run_that_diverges_scores_its_worst(tmp_path):
@@ -130,9 +164,16 @@ def test_a_run_that_diverges_scores_its_worst(tmp_path):
         rates=(0.02, 0.04, 0.08),
         measures=MEASURES | {"loss": replace(MEASURES["loss"], failed=9.0)},
     )
-    assert set(made.rates.values()) == {0.02} and [*made.tried["better"].values()][2:] == [engine.UNUSABLE] * 2
+    assert (
+        set(made.rates.values()) == {0.02}
+        and [*made.tried["better"].values()][2:] == [engine.UNUSABLE] * 2
+    )
     scores = made.scores("better")
-    assert not scores["first"][3].any() and (scores["loss"][3] == 9).all() and scores["first"][:3].any(1).all()
+    assert (
+        not scores["first"][3].any()
+        and (scores["loss"][3] == 9).all()
+        and scores["first"][:3].any(1).all()
+    )
     assert "- better, seed 3: step 7" in report.write(made)
 
 
@@ -142,12 +183,22 @@ def test_a_margin_may_be_relative_and_a_ladder_has_to_fall(tmp_path):
     more = {"relative_margin": 0.1, "tuning_seeds": (7, 8), "tuned": ("plain",)}
     for last in (0.6, 0.4):
         ladder = {"facts": {"ladders": {"first": [0.5, last]}}}
-        made = run(tmp_path / f"{last}", seeds=2, make=lambda job, _, ladder=ladder: make(job, _) | ladder, **more)
+        made = run(
+            tmp_path / f"{last}",
+            seeds=2,
+            make=lambda job, _, ladder=ladder: make(job, _) | ladder,
+            **more,
+        )
         assert (made.tables[POOLED]["better", "first"]["verdict"] == "out of range") == (last > 0.5)
     known = [made.validation(made.cells[row])["first"] for row in ("plain", "plain too")]
-    assert made.with_margins(("plain", "plain too"))["first"].margin == pytest.approx((np.mean(known) - 25) / 10)
+    assert made.with_margins(("plain", "plain too"))["first"].margin == pytest.approx(
+        (np.mean(known) - 25) / 10
+    )
     assert list(made.tried) == ["plain"] and made.rates["better"] == made.rates["plain"]
-    assert {(job.row, job.seed) for job in made.used if job.rate != made.rates["plain"]} == {("plain", 7), ("plain", 8)}
+    assert {(job.row, job.seed) for job in made.used if job.rate != made.rates["plain"]} == {
+        ("plain", 7),
+        ("plain", 8),
+    }
 
 
 def test_rates_are_chosen_in_the_unit_of_the_score(tmp_path):
@@ -170,7 +221,9 @@ def test_a_killed_study_goes_on_in_other_processes(number, tmp_path, done, monke
         "if __name__ == '__main__': t.run(Path(sys.argv[1]), jobs=2, rows=t.SLOW)"
     )
     start = [sys.executable, str(script), str(out)]
-    with subprocess.Popen(start, env=os.environ | {"PYTHONPATH": "."}, stderr=subprocess.PIPE) as first:
+    with subprocess.Popen(
+        start, env=os.environ | {"PYTHONPATH": "."}, stderr=subprocess.PIPE
+    ) as first:
         while len(list(out.glob("cells/*/cell.json"))) < 8:
             assert first.poll() is None
             time.sleep(0.05)
@@ -182,7 +235,9 @@ def test_a_killed_study_goes_on_in_other_processes(number, tmp_path, done, monke
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # nothing kills the rest
     report.write(run(out, rows=SLOW))
     assert all(file.read_text() == text for file, text in before.items())
-    tables, alone = (json.loads((folder / "comparison.json").read_text())["tables"] for folder in (out, done.out))
+    tables, alone = (
+        json.loads((folder / "comparison.json").read_text())["tables"] for folder in (out, done.out)
+    )
     assert tables == {title: alone[title] for title in tables}
 
 
@@ -203,15 +258,29 @@ def test_changed_source_makes_new_cells(tmp_path, monkeypatch):
         return cells.source_hash(partial(names["make"], 1))
 
     first = changed("", "")
-    assert [changed("draws", "paints"), changed("= 2", "= 2  # pixels"), changed("= 5", "= 6")] == [first] * 3
-    assert len({first, changed("SCORE = 1", "SCORE = 2"), changed("SIZE = 2", "SIZE = 3"), changed("= 3", "= 4")}) == 4
+    assert [changed("draws", "paints"), changed("= 2", "= 2  # pixels"), changed("= 5", "= 6")] == [
+        first
+    ] * 3
+    assert (
+        len(
+            {
+                first,
+                changed("SCORE = 1", "SCORE = 2"),
+                changed("SIZE = 2", "SIZE = 3"),
+                changed("= 3", "= 4"),
+            }
+        )
+        == 4
+    )
 
 
 def test_verdicts_are_computed():
     """Breaks when a verdict is not that of its table's p-values, or what is out of range weakens the others."""
 
     def gap(mean, error):
-        return estimate(mean + error * 5**0.5 * np.array([[-1.2649], [-0.6325], [0], [0.6325], [1.2649]]))
+        return estimate(
+            mean + error * 5**0.5 * np.array([[-1.2649], [-0.6325], [0], [0.6325], [1.2649]])
+        )
 
     def verdicts(gaps, inside=None, less=False):
         inside, columns = inside or gaps, {MEAN: Measure("", (), margin=3.0, less_is_better=less)}
@@ -219,16 +288,35 @@ def test_verdicts_are_computed():
         judged = rules.judge(gaps, {(name, MEAN) for name in inside}, columns)
         return {name: difference["verdict"] for (name, _), difference in judged.items()}
 
-    rows = {"up": gap(9, 1), "down": gap(-9, 1), "same": gap(0.5, 0.3), "open": gap(2, 2), "small": gap(1, 0.2)}
-    expected = {"up": "better", "down": "worse", "same": "equivalent", "open": "undecided", "small": "equivalent"}
+    rows = {
+        "up": gap(9, 1),
+        "down": gap(-9, 1),
+        "same": gap(0.5, 0.3),
+        "open": gap(2, 2),
+        "small": gap(1, 0.2),
+    }
+    expected = {
+        "up": "better",
+        "down": "worse",
+        "same": "equivalent",
+        "open": "undecided",
+        "small": "equivalent",
+    }
     assert verdicts(rows) == expected and verdicts({"a": gap(9, 1)}, less=True) == {"a": "worse"}
     four = {name: gap(4, 1.08) for name in "abcd"}  # p 0.02 alone, 0.08 among four
     assert set(verdicts(four).values()) == {"undecided"}
     assert verdicts(four, "a") == dict.fromkeys("bcd", "out of range") | {"a": "better"}
     # 2 points from the margin: t 2.86 and 2.11 of 4 degrees, p 0.023 and 0.052
-    assert [verdicts({"a": gap(1, error)})["a"] for error in (0.7, 0.95)] == ["equivalent", "undecided"]
-    assert [round(end, 6) for end in rules.exact_interval(8, 10)] == [0.443905, 0.974789]  # scipy's binomtest
+    assert [verdicts({"a": gap(1, error)})["a"] for error in (0.7, 0.95)] == [
+        "equivalent",
+        "undecided",
+    ]
+    assert [round(end, 6) for end in rules.exact_interval(8, 10)] == [
+        0.443905,
+        0.974789,
+    ]  # scipy's binomtest
     assert (
-        rules.exact_interval(0, 10) == (0.0, pytest.approx(0.308497, abs=1e-6)) and rules.exact_interval(9, 9)[1] == 1
+        rules.exact_interval(0, 10) == (0.0, pytest.approx(0.308497, abs=1e-6))
+        and rules.exact_interval(9, 9)[1] == 1
     )
     assert [rules.is_inside(score, 25) for score in (30, 37, 96, 97)] == [False, True, True, False]

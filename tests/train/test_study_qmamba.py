@@ -25,18 +25,25 @@ def test_rows_differ_in_what_they_name_alone():
     scratch, queries = models["from scratch"].state_dict(), "multi_modal_projector.queries"
     for name, model in models.items():
         for key, value in model.state_dict().items():
-            assert torch.equal(value, scratch[key]) or key == queries and name != "global", (name, key)
+            assert torch.equal(value, scratch[key]) or key == queries and name != "global", (
+                name,
+                key,
+            )
     projectors = {name: model.config.projector for name, model in models.items()}
     assert [projectors[name].queries for name in names[1:4]] == [8, 4, 16]  # of 16 features
     assert projectors["from scratch"].local_attention and not projectors["global"].local_attention
-    assert not torch.equal(open_row(FIRST, ROWS["from scratch"], 4).state_dict()[queries], scratch[queries])
+    assert not torch.equal(
+        open_row(FIRST, ROWS["from scratch"], 4).state_dict()[queries], scratch[queries]
+    )
 
 
 def test_a_trained_connector_is_the_one_that_was_trained(tmp_path):
     """Breaks when Table 3 compares two connectors from scratch, or takes over more than the connector."""
     donor = open_row(FIRST, ROWS["connector"], 9)
     export_model(donor, tmp_path / "model")
-    model, scratch = (open_row(FIRST, ROWS[name], 0, tmp_path) for name in ("local", "from scratch"))
+    model, scratch = (
+        open_row(FIRST, ROWS[name], 0, tmp_path) for name in ("local", "from scratch")
+    )
     taken = ("vision_proj.", "vision_norm.", "connector.")
     for name, parameter in model.multi_modal_projector.state_dict().items():
         source = donor if name.startswith(taken) else scratch
@@ -56,7 +63,9 @@ def study_folder(out: Path, *flags: str) -> dict[str, Path]:
     """Run a study of one seed; the folders of its cells by row."""
     small = "--steps 1 --batch-size 4 --step-batch 4 --seeds 1 --rates 1 --jobs 1 --limit 4 --samples 40".split()
     qmamba.main([*SMALL, *small, "--out", str(out), *flags])
-    return {json.loads(file.read_text())["row"]: file.parent for file in out.glob("cells/*/cell.json")}
+    return {
+        json.loads(file.read_text())["row"]: file.parent for file in out.glob("cells/*/cell.json")
+    }
 
 
 @pytest.mark.long
@@ -65,17 +74,24 @@ def test_the_study_from_end_to_end_and_again(tmp_path):
     cells = study_folder(tmp_path)
     made = {file: file.stat().st_mtime_ns for file in tmp_path.glob("cells/*/*.json")}
     assert set(cells) == {*ROWS}
-    models = {row: load_model(folder / "model") for row, folder in cells.items() if not ROWS[row].order}
+    models = {
+        row: load_model(folder / "model") for row, folder in cells.items() if not ROWS[row].order
+    }
     queries = {row: model.config.num_image_tokens for row, model in models.items()}
-    assert queries == {"local": 8, "global": 8, "from scratch": 8, "half the queries": 4} | dict.fromkeys(
-        ("all queries", "connector", "linear"), 16
-    )
+    assert queries == {
+        "local": 8,
+        "global": 8,
+        "from scratch": 8,
+        "half the queries": 4,
+    } | dict.fromkeys(("all queries", "connector", "linear"), 16)
     projector = models["all queries"].multi_modal_projector
     features, read = torch.randn(1, 16, 128, generator=torch.Generator().manual_seed(0)), set()
     for projector.connector.order in ("bidirectional", "forward", "backward"):
         read.add(projector(features).sum().item())
     assert len(read) == 3  # the order decides what Mamba reads
-    table = json.loads((tmp_path / "comparison.json").read_text())["tables"]["the row that the paper compares with"]
+    table = json.loads((tmp_path / "comparison.json").read_text())["tables"][
+        "the row that the paper compares with"
+    ]
     assert {line["row"] for line in table} == {*ROWS} - {"from scratch"}
     assert study_folder(tmp_path) == cells
     assert made == {file: file.stat().st_mtime_ns for file in tmp_path.glob("cells/*/*.json")}

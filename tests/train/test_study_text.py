@@ -24,30 +24,61 @@ def run(text_folder, out, *more: str) -> dict:
 def test_the_study_runs_end_to_end_and_each_cell_once(text_folder, tmp_path, capsys):
     """Breaks when a cell is scored on another model, split or difficulty than its row says, or is trained twice."""
     summary = run(text_folder, tmp_path)
-    plain, ours = (summary["rows"][f"{kind}, nano"]["facts"][0] for kind in ("plain", "differential"))
+    plain, ours = (
+        summary["rows"][f"{kind}, nano"]["facts"][0] for kind in ("plain", "differential")
+    )
     assert plain["parameters"] < ours["parameters"] < 1.01 * plain["parameters"]
     assert not plain["lambda"] and len(ours["lambda"]) == 2
 
-    lines = [line for line in read_cells(tmp_path / "comparison.csv") if line.row == "differential, nano"]
-    (line,) = [line for line in lines if (line.seed, line.split, line.measure) == (1, "test", "loss")]
-    cells = {file.parent: json.loads(file.read_text()) for file in tmp_path.glob("cells/*/cell.json")}
-    (folder,) = [f for f, cell in cells.items() if (cell["row"], cell["seed"]) == ("differential, nano", 1)]
+    lines = [
+        line for line in read_cells(tmp_path / "comparison.csv") if line.row == "differential, nano"
+    ]
+    (line,) = [
+        line for line in lines if (line.seed, line.split, line.measure) == (1, "test", "loss")
+    ]
+    cells = {
+        file.parent: json.loads(file.read_text()) for file in tmp_path.glob("cells/*/cell.json")
+    }
+    (folder,) = [
+        f for f, cell in cells.items() if (cell["row"], cell["seed"]) == ("differential, nano", 1)
+    ]
     settings = json.loads((folder / "config.json").read_text())
-    assert (settings["attention"], settings["seed"], settings["tokens"]) == ("differential", 1, 1280)
+    assert (settings["attention"], settings["seed"], settings["tokens"]) == (
+        "differential",
+        1,
+        1280,
+    )
     model, corpus = load_model(folder / "model"), kept_corpus(tmp_path / "corpus")
     assert line.right == pytest.approx(sum(window_losses(nll(model, corpus, 128, 5)["nll"])))
     tried = summary["rates"]["differential, nano"]["tried"]["0.001"]
-    validation = [line.right / line.n for line in lines if (line.split, line.measure) == ("validation", "loss")]
+    validation = [
+        line.right / line.n
+        for line in lines
+        if (line.split, line.measure) == ("validation", "loss")
+    ]
     assert tried == pytest.approx(-np.mean(validation)) and len(validation) == 2
     cell = cells[folder]["scores"]["test"]
-    assert cell["recall"] == hardest(recall(model, corpus, 128, 5)["recall"]) and len(cell["recall"]) == 5
-    assert cell["order"] == [1 - margin for margin in hardest(examples(model, corpus, 128, 5)["examples-margin"])]
+    assert (
+        cell["recall"] == hardest(recall(model, corpus, 128, 5)["recall"])
+        and len(cell["recall"]) == 5
+    )
+    assert cell["order"] == [
+        1 - margin for margin in hardest(examples(model, corpus, 128, 5)["examples-margin"])
+    ]
 
-    report, times = (tmp_path / "comparison.md").read_text(), {f: f.stat().st_mtime for f in tmp_path.rglob("*.json")}
-    assert report in capsys.readouterr().out and "| attention on the answer |  0.05 |         0.32 |" in report
+    report, times = (
+        (tmp_path / "comparison.md").read_text(),
+        {f: f.stat().st_mtime for f in tmp_path.rglob("*.json")},
+    )
+    assert (
+        report in capsys.readouterr().out
+        and "| attention on the answer |  0.05 |         0.32 |" in report
+    )
     assert str(folder) in report and not list(tmp_path.rglob("checkpoints"))
     run(text_folder, tmp_path)
-    assert [file.name for file, then in times.items() if file.stat().st_mtime != then] == ["comparison.json"]
+    assert [file.name for file, then in times.items() if file.stat().st_mtime != then] == [
+        "comparison.json"
+    ]
 
 
 def test_the_loss_is_that_of_a_token_and_a_task_is_asked_at_its_largest_number():

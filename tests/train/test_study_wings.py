@@ -14,7 +14,15 @@ from train.embedded.text import TASKS, make_text_base, sentence
 from train.optim import count, matching, trainable
 from train.settings import parse
 from train.studies import wings
-from train.studies.wings import DECODER, LEARNERS, PROJECTOR, ROWS, lora_rank, open_first, share_named
+from train.studies.wings import (
+    DECODER,
+    LEARNERS,
+    PROJECTOR,
+    ROWS,
+    lora_rank,
+    open_first,
+    share_named,
+)
 from weights.load import load_model
 
 SMALL = "--device cpu --steps 1 --batch-size 4 --step-batch 4 --seeds 1 --rates 1 --limit 8 --jobs 1 --samples 40"
@@ -41,7 +49,9 @@ def test_sentences_have_one_right_answer(task):
     prompts = {split: {prompt for prompt, _ in of_split} for split, of_split in drawn.items()}
     if task in ("copy", "lookup"):
         assert not prompts["train"] & prompts["test"] and len(prompts["test"]) > 290
-        assert Counter(answer for _, answer in drawn["test"]).most_common(1)[0][1] < 15  # no answer can be guessed
+        assert (
+            Counter(answer for _, answer in drawn["test"]).most_common(1)[0][1] < 15
+        )  # no answer can be guessed
 
 
 def test_the_share_of_named_objects():
@@ -58,7 +68,9 @@ def test_rows_train_what_they_say():
     rank, routed = lora_rank(model), route(model)
     sizes = []
     for r in (rank - 1, rank):
-        adapter.inject(plain := attach(load_model("embedded"), 16), adapter.DECODER_TARGETS, r, 2.0 * r)
+        adapter.inject(
+            plain := attach(load_model("embedded"), 16), adapter.DECODER_TARGETS, r, 2.0 * r
+        )
         sizes.append(count(trainable(plain).values()))
     assert sizes[0] < count(routed.parameters()) - count(base.parameters()) <= sizes[1]
     parts = [matching(routed, pattern) for pattern in (PROJECTOR, DECODER, LEARNERS)]
@@ -71,9 +83,13 @@ def test_the_miniature_starts_from_the_text_base_of_its_seed(tmp_path):
     text = make_text_base(3, tmp_path / "model", steps=1)
     settings = parse("--arch wings --stage 1 --device cpu --seed 3".split())[0]
     model, processor = open_first(settings, tmp_path)
-    assert torch.equal(model.language_model.embed_tokens.weight, text.language_model.embed_tokens.weight)
+    assert torch.equal(
+        model.language_model.embed_tokens.weight, text.language_model.embed_tokens.weight
+    )
     batch = processor.pad([processor.layout(0, "What is a tiger?")])
-    logits = [m(batch.input_ids, None, torch.ones_like(batch.input_ids)) for m in (model, text.eval())]
+    logits = [
+        m(batch.input_ids, None, torch.ones_like(batch.input_ids)) for m in (model, text.eval())
+    ]
     assert relative_error(*logits) == 0
 
 
@@ -84,15 +100,29 @@ def test_the_study_from_end_to_end_and_again(tmp_path, monkeypatch):
     command = f"--base embedded {SMALL} --out {tmp_path}".split()
     wings.main(command)
     made = {file: file.stat().st_mtime_ns for file in tmp_path.glob("cells/*/*.json")}
-    summary, text = json.loads((tmp_path / "comparison.json").read_text()), (tmp_path / "comparison.md").read_text()
+    summary, text = (
+        json.loads((tmp_path / "comparison.json").read_text()),
+        (tmp_path / "comparison.md").read_text(),
+    )
     facts = {row: cells["facts"][0] for row, cells in summary["rows"].items()}
     sizes = {row: of_row["parameters"] for row, of_row in facts.items()}
     base = load_model("embedded")
-    projector, decoder = count(base.multi_modal_projector.parameters()), count(base.language_model.parameters())
+    projector, decoder = (
+        count(base.multi_modal_projector.parameters()),
+        count(base.language_model.parameters()),
+    )
     assert sizes["full"] == projector + decoder < sizes["visual"] < sizes["wings"]
-    assert sizes["wings"] - sizes["full"] == sizes["learners"] - projector <= sizes["lora"] - projector
-    assert all(sum(layer) == pytest.approx(100, abs=0.1) for of_row in facts.values() for layer in of_row["laws"])
-    assert all(cell["facts"][0]["unusable"] for cell in summary["rows"].values())  # one step teaches nobody to read
+    assert (
+        sizes["wings"] - sizes["full"] == sizes["learners"] - projector <= sizes["lora"] - projector
+    )
+    assert all(
+        sum(layer) == pytest.approx(100, abs=0.1)
+        for of_row in facts.values()
+        for layer in of_row["laws"]
+    )
+    assert all(
+        cell["facts"][0]["unusable"] for cell in summary["rows"].values()
+    )  # one step teaches nobody to read
     assert "\n| before" not in text and all(f"\n| {row} " in text for row in ROWS)
     assert all(f" {task} " in text for task in TASKS)
     wings.main(command)

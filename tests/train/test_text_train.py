@@ -30,11 +30,19 @@ def test_rows_are_full_of_whole_documents(corpus):
         assert sum(len(document) - 1 for document in row) == SETTINGS.length
         for document in row:
             text = corpus.tokenizer.decode(document[1:])
-            kind = "text" if "«" not in text else "needles" if re.search(r"[^»]\n", text) else "examples"
+            kind = (
+                "text"
+                if "«" not in text
+                else "needles"
+                if re.search(r"[^»]\n", text)
+                else "examples"
+            )
             kinds[kind] += 1
             assert document[0] == BOS and EOS not in document[1:-1]
             assert text in train if kind == "text" else document[-1] == EOS
-            assert kind != "needles" or number >= 6, "the curriculum: 0.35 of 16 rows hold recall alone"
+            assert kind != "needles" or number >= 6, (
+                "the curriculum: 0.35 of 16 rows hold recall alone"
+            )
     assert min(kinds.values()) > 15
     for length in (64, 66, 101):  # the last example's answer and the end fit into a short row
         settings = replace(SETTINGS, length=length, needles=0.0, examples=1.0)
@@ -44,12 +52,21 @@ def test_rows_are_full_of_whole_documents(corpus):
 def test_targets_are_the_next_tokens_of_the_same_document(corpus):
     """Breaks when a target is of another document than its input, or a token that nothing foretells is learned."""
     order = TextOrder(corpus, SETTINGS)
-    rows, batch = [draw_row(corpus, order.tasks, SETTINGS, number) for number in (3, 4)], order[range(3, 5)]
-    assert batch.input_ids.tolist() == [[token for document in row for token in document[:-1]] for row in rows]
-    assert batch.documents.tolist() == [[n for n, document in enumerate(row) for _ in document[1:]] for row in rows]
+    rows, batch = (
+        [draw_row(corpus, order.tasks, SETTINGS, number) for number in (3, 4)],
+        order[range(3, 5)],
+    )
+    assert batch.input_ids.tolist() == [
+        [token for document in row for token in document[:-1]] for row in rows
+    ]
+    assert batch.documents.tolist() == [
+        [n for n, document in enumerate(row) for _ in document[1:]] for row in rows
+    ]
     unforeseen = {*map(corpus.tokenizer.piece_to_id, (*RECORDS, *QUESTIONS))}
     following = [[token for document in row for token in document[1:]] for row in rows]
-    assert batch.targets.tolist() == [[-100 if t in unforeseen else t for t in row] for row in following]
+    assert batch.targets.tolist() == [
+        [-100 if t in unforeseen else t for t in row] for row in following
+    ]
     assert batch.tokens == (batch.targets != -100).sum() < 2 * SETTINGS.length
 
 
@@ -57,19 +74,28 @@ def test_the_order_starts_anywhere(corpus):
     """Breaks when a resumed run sees other rows, or two seeds the same."""
     settings = replace(SETTINGS, step_batch=4, tokens=4 * 128 * 6)
     whole = list(TextOrder(corpus, settings).steps(0))
-    assert len(whole) == 6 == TextOrder(corpus, settings).total and all(len(step) == 2 for step in whole)
+    assert len(whole) == 6 == TextOrder(corpus, settings).total and all(
+        len(step) == 2 for step in whole
+    )
     resumed = TextOrder(corpus, settings).steps(4, workers=2)
     for ours, theirs in zip(itertools.chain(*resumed), itertools.chain(*whole[4:]), strict=True):
         assert torch.equal(ours.input_ids, theirs.input_ids) and ours.names == theirs.names
-    assert not torch.equal(TextOrder(corpus, replace(settings, seed=1))[range(2)].input_ids, whole[0][0].input_ids)
+    assert not torch.equal(
+        TextOrder(corpus, replace(settings, seed=1))[range(2)].input_ids, whole[0][0].input_ids
+    )
 
 
 def test_processes_share_the_rows_of_a_step(corpus):
     """Breaks when a row of a step is taken twice or by no process, or a process takes more than its share."""
     settings = replace(SETTINGS, step_batch=6)
-    steps = [[m.names for m in next(TextOrder(corpus, settings, "train", rank, 2).steps(2))] for rank in range(2)]
+    steps = [
+        [m.names for m in next(TextOrder(corpus, settings, "train", rank, 2).steps(2))]
+        for rank in range(2)
+    ]
     assert [list(map(len, micros)) for micros in steps] == [[2, 1]] * 2
-    assert [name for micros in steps for names in micros for name in names] == [f"row {n}" for n in range(12, 18)]
+    assert [name for micros in steps for names in micros for name in names] == [
+        f"row {n}" for n in range(12, 18)
+    ]
     refused(lambda: TextOrder(corpus, settings, "train", 0, 4), "--step-batch 6: ", "4 processes")
 
 
@@ -79,7 +105,9 @@ def test_decay_leaves_norms_scalars_and_the_embedding_alone():
     bare, decayed = make_optimizer(model, SETTINGS).param_groups
     names = dict(model.named_parameters())
     assert {*bare["names"], *decayed["names"]} == names.keys() and bare["weight_decay"] == 0
-    assert {*decayed["names"]} == {name for name in names if names[name].dim() == 2 and "embed_tokens" not in name}
+    assert {*decayed["names"]} == {
+        name for name in names if names[name].dim() == 2 and "embed_tokens" not in name
+    }
 
 
 @pytest.mark.long
@@ -89,18 +117,24 @@ def test_a_run_resumes_to_the_bit(tmp_path, kind):
     text, whole, cut = write_prose(tmp_path / "text"), tmp_path / "whole", tmp_path / "cut"
     main(f"{SMALL} --attention {kind} --text {text} --out {whole}".split())
     shutil.copytree(whole, cut, ignore=shutil.ignore_patterns("model", "step-8"))
-    assert [step.name for step in (cut / "checkpoints").iterdir()] == ["step-6"]  # 2000 tokens are 8 steps of 256
+    assert [step.name for step in (cut / "checkpoints").iterdir()] == [
+        "step-6"
+    ]  # 2000 tokens are 8 steps of 256
     (text / "0.txt").write_text(prose(1000))
     main(["--resume", str(cut)])
     ours, theirs = (load_model(run / "model").state_dict() for run in (cut, whole))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
     assert metrics(cut) == metrics(whole)
 
 
 @pytest.mark.long
 def test_two_processes_learn_what_one_does(text_folder, tmp_path):
     """Breaks when a row is learned twice or not, FSDP2 loses a weight, or a run cannot go on with fewer processes."""
-    step = f"{SMALL} --tokens {4 * 6 * 128} --step-batch 6 --checkpoint-every 2"  # 4 steps of 6 rows
+    step = (
+        f"{SMALL} --tokens {4 * 6 * 128} --step-batch 6 --checkpoint-every 2"  # 4 steps of 6 rows
+    )
     step += f" --text {text_folder} --corpus {tmp_path}/corpus --out {tmp_path}"
     # each process takes 3 rows of a step, in micro-batches of 2 and 1
     in_pair(main, f"{step}/ddp", f"{step}/sharded --shard", meet=tmp_path)
@@ -115,4 +149,6 @@ def test_two_processes_learn_what_one_does(text_folder, tmp_path):
             assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-4)
         ours, theirs = (load_model(folder / "model").state_dict() for folder in (run, alone))
         apart = torch.cat([(ours[name] - theirs[name]).abs().flatten() for name in theirs])
-        assert apart.mean() < 1e-5  # AdamW moves a weight by a whole rate where rounding turns a gradient near 0
+        assert (
+            apart.mean() < 1e-5
+        )  # AdamW moves a weight by a whole rate where rounding turns a gradient near 0

@@ -35,7 +35,13 @@ def language(tmp_path_factory) -> Path:
 
 
 def flags(stage: int, *options: str) -> list[str]:
-    return ["--arch", "qmamba", "--stage", str(stage), *(word for option in options for word in ("--option", option))]
+    return [
+        "--arch",
+        "qmamba",
+        "--stage",
+        str(stage),
+        *(word for option in options for word in ("--option", option)),
+    ]
 
 
 def open_first(language: Path, *options: str, seed: int = 0) -> QMamba:
@@ -47,14 +53,26 @@ def open_first(language: Path, *options: str, seed: int = 0) -> QMamba:
 def test_the_parts_come_from_where_they_are_said_to(language):
     """Breaks when the tower or the language model starts from random weights, or an option has no effect."""
     model = open_first(language, "local_attention=false", "scan_order=forward", "feature_layer=-3")
-    tower, hf = load_model("embedded").vision_tower, transformers.MambaForCausalLM.from_pretrained(language)
-    assert all(torch.equal(p, model.vision_tower.get_parameter(name)) for name, p in tower.named_parameters())
+    tower, hf = (
+        load_model("embedded").vision_tower,
+        transformers.MambaForCausalLM.from_pretrained(language),
+    )
+    assert all(
+        torch.equal(p, model.vision_tower.get_parameter(name))
+        for name, p in tower.named_parameters()
+    )
     for name, parameter in model.language_model.named_parameters():
         assert torch.equal(parameter, hf.get_parameter(f"backbone.{name}")), name
     projector = model.config.projector
-    assert (projector.queries, projector.local_attention, projector.scan_order) == (4, False, "forward")
+    assert (projector.queries, projector.local_attention, projector.scan_order) == (
+        4,
+        False,
+        "forward",
+    )
     assert model.vision_tower.config.feature_layer == model.config.vision.feature_layer == -3
-    weights, again, other = (open_first(language, seed=seed).multi_modal_projector.output.weight for seed in (0, 0, 1))
+    weights, again, other = (
+        open_first(language, seed=seed).multi_modal_projector.output.weight for seed in (0, 0, 1)
+    )
     assert torch.equal(weights, again) and relative_error(other, again) > 0.1
 
 
@@ -66,7 +84,9 @@ def test_trained_parts_are_taken_over(language, tmp_path):
     donor = open_first(language, "projector=connector", seed=7)  # without queries and blocks
     donor.multi_modal_projector.vision_norm.weight.data.fill_(2.0)
     export_model(donor, tmp_path / "donor")
-    model = open_first(language, f"blocks_from={tmp_path / 'mamba'}", f"connector_from={tmp_path / 'donor'}")
+    model = open_first(
+        language, f"blocks_from={tmp_path / 'mamba'}", f"connector_from={tmp_path / 'donor'}"
+    )
     mine, theirs = model.multi_modal_projector, donor.multi_modal_projector
     for block, layer in zip(mine.blocks, source.backbone.layers, strict=True):
         assert torch.equal(block.mixer.in_proj.weight, layer.mixer.in_proj.weight)
@@ -80,11 +100,19 @@ def test_trained_parts_are_taken_over(language, tmp_path):
 def test_the_defaults_are_those_of_the_paper(stage, rate, rows):
     """Breaks when a run with `--arch qmamba` alone is not the published recipe, or the embedded one shadows it."""
     s = parse([*flags(stage), "--data", "jsonl:x", "--base", "y"])[0]
-    assert (s.lr, s.step_batch, s.optimizer, s.warmup, s.dtype) == (rate, rows, "radam", 0.03, "fp32")
+    assert (s.lr, s.step_batch, s.optimizer, s.warmup, s.dtype) == (
+        rate,
+        rows,
+        "radam",
+        0.03,
+        "fp32",
+    )
     assert parse(flags(stage))[0].lr != rate
     optimizer = open_model(parse([*flags(1), *"--lr 0.5 --weight-decay 0.25".split()])[0], CPU)[1]
     assert isinstance(optimizer, torch.optim.RAdam)
-    assert {(group["base_lr"], group["weight_decay"]) for group in optimizer.param_groups} == {(0.5, 0.25)}
+    assert {(group["base_lr"], group["weight_decay"]) for group in optimizer.param_groups} == {
+        (0.5, 0.25)
+    }
 
 
 @pytest.mark.long
@@ -94,11 +122,18 @@ def test_both_stages_run_end_to_end(tmp_path):
     start, _ = open_model(parse(flags(1))[0], CPU)
     finetune.main([*flags(1), *small, "--out", str(tmp_path / "1")])
     first = load_model(tmp_path / "1" / "model")
-    finetune.main([*flags(2), *small, "--base", str(tmp_path / "1" / "model"), "--out", str(tmp_path / "2")])
+    finetune.main(
+        [*flags(2), *small, "--base", str(tmp_path / "1" / "model"), "--out", str(tmp_path / "2")]
+    )
     learned, both = {"multi_modal_projector"}, {"multi_modal_projector", "language_model"}
-    for before, after, parts in (start, first, learned), (first, load_model(tmp_path / "2" / "model"), both):
+    for before, after, parts in (
+        (start, first, learned),
+        (first, load_model(tmp_path / "2" / "model"), both),
+    ):
         pairs = zip(before.named_parameters(), after.parameters(), strict=True)
-        assert {name.split(".")[0] for (name, p), other in pairs if not torch.equal(p, other)} == parts
+        assert {
+            name.split(".")[0] for (name, p), other in pairs if not torch.equal(p, other)
+        } == parts
 
 
 MISFITS = {"querries=3": ["--option querries"], "connector_from=embedded": ["is no Q-Mamba"]}

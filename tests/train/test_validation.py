@@ -27,7 +27,12 @@ from train.systems import open as systems
 from train.validation import HeldOut, choose, open_held_out
 from weights.load import load_model
 
-COLORS = {"red": (220, 30, 30), "green": (30, 160, 40), "blue": (40, 60, 220), "yellow": (230, 210, 40)}
+COLORS = {
+    "red": (220, 30, 30),
+    "green": (30, 160, 40),
+    "blue": (40, 60, 220),
+    "yellow": (230, 210, 40),
+}
 
 
 def write_colors(folder: Path, count: int) -> str:
@@ -36,7 +41,9 @@ def write_colors(folder: Path, count: int) -> str:
     for number in range(count):
         name, color = dice.choice(list(COLORS.items()))
         Image.new("RGB", (40, 30), color).save(folder / f"{number}.png")
-        lines.append({"image": f"{number}.png", "prefix": "answer en What color is it?", "suffix": name})
+        lines.append(
+            {"image": f"{number}.png", "prefix": "answer en What color is it?", "suffix": name}
+        )
     (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return f"--data jsonl:{folder}/data.jsonl"
 
@@ -58,9 +65,14 @@ def test_training_is_the_same_with_open_eyes(flags, tmp_path, monkeypatch):
     train(flags, "--eval-every 0 --out", tmp_path / "closed")
     train(flags, "--eval-every 2 --out", tmp_path / "open")
     closed, whole = metrics(tmp_path / "closed"), metrics(tmp_path / "open")
-    assert [record["step"] for record in whole if "held_out_loss" in record and "exact_match" in record] == [1, 3, 5, 7]
+    assert [
+        record["step"] for record in whole if "held_out_loss" in record and "exact_match" in record
+    ] == [1, 3, 5, 7]
     assert [{name: record[name] for name in closed[0]} for record in whole] == closed
-    assert all(value > 0 for value in whole[1]["map_distance"].values()) and len(whole[1]["lambda"]) > 1
+    assert (
+        all(value > 0 for value in whole[1]["map_distance"].values())
+        and len(whole[1]["lambda"]) > 1
+    )
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         # the sixth call comes after the evaluation of step 4 and the checkpoint of step 3
         losses = [systems.supervised_loss] * 5 + [Mock(side_effect=KeyboardInterrupt)]
@@ -69,12 +81,22 @@ def test_training_is_the_same_with_open_eyes(flags, tmp_path, monkeypatch):
     train("--resume", tmp_path / "cut")
     assert metrics(tmp_path / "cut") == whole
     for *names, folder in (("cut", "open", ""), ("cut", "open", "best/"), ("closed", "open", "")):
-        ours, theirs = (load_file(tmp_path / name / folder / "adapter_model.safetensors") for name in names)
+        ours, theirs = (
+            load_file(tmp_path / name / folder / "adapter_model.safetensors") for name in names
+        )
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    cut, summary = (json.loads((tmp_path / name / "summary.json").read_text())["held_out"] for name in ("cut", "open"))
+    cut, summary = (
+        json.loads((tmp_path / name / "summary.json").read_text())["held_out"]
+        for name in ("cut", "open")
+    )
     assert cut == summary
-    answers = [json.loads(line) for line in (tmp_path / "open/answers.jsonl").read_text().splitlines()]
-    assert len(answers) == 12 and {"question", "truth", "before", "after", "blind", "right"} <= answers[0].keys()
+    answers = [
+        json.loads(line) for line in (tmp_path / "open/answers.jsonl").read_text().splitlines()
+    ]
+    assert (
+        len(answers) == 12
+        and {"question", "truth", "before", "after", "blind", "right"} <= answers[0].keys()
+    )
     assert (tmp_path / "open/answers.png").exists()
     # the last evaluation, computed another way
     model, processor = load_model("tiny"), Processor.from_source("tiny")
@@ -83,7 +105,9 @@ def test_training_is_the_same_with_open_eyes(flags, tmp_path, monkeypatch):
     with torch.no_grad():
         expected = systems.supervised_loss(model.eval(), micro).item() / micro.tokens
     assert whole[-1]["held_out_loss"] == pytest.approx(expected, rel=1e-5)
-    assert summary["after"]["loss"] == whole[-1]["held_out_loss"] != summary["blind"]["loss"]  # of gray pictures
+    assert (
+        summary["after"]["loss"] == whole[-1]["held_out_loss"] != summary["blind"]["loss"]
+    )  # of gray pictures
 
 
 @pytest.mark.long
@@ -107,7 +131,10 @@ def test_the_best_is_kept(tmp_path, monkeypatch):
         ((9.0, 20.0), (4, 0, None)),
         ((1.0, 10.0), (4, 1, None)),
         ((8.0, 20.0), (6, 0, None)),
-        ((8.0, 27.0), (6, 1, None)),  # of 100 answers, two standard errors are 8 %: the loss decides
+        (
+            (8.0, 27.0),
+            (6, 1, None),
+        ),  # of 100 answers, two standard errors are 8 %: the loss decides
         ((7.0, None), (6, 2, 8)),
     ]
     scores, progress = {}, Progress()
@@ -121,7 +148,9 @@ def test_the_best_is_kept(tmp_path, monkeypatch):
         best = progress.best
         assert (best and best.step, best and best.since, progress.stopped) == expected
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
-    low, high = (Result(matches=[1.0], scores={"loss": loss, "exact_match": None}) for loss in (1.0, 2.0))
+    low, high = (
+        Result(matches=[1.0], scores={"loss": loss, "exact_match": None}) for loss in (1.0, 2.0)
+    )
     assert trained({"after": high, "best": low}) is low  # which the run recommends
     assert trained({"after": low, "best": high}) is low is trained({"after": low})
 
@@ -138,10 +167,18 @@ def test_the_best_is_kept(tmp_path, monkeypatch):
 )
 def test_evaluations_take_a_seventh_of_the_time(flags, total, steps, tmp_path, monkeypatch):
     """Breaks when the last step is not evaluated, or a small run is evaluated all the time or hardly ever."""
-    monkeypatch.setattr(HeldOut, "evaluate", lambda *args, **options: Result(scores={"loss": 1.0, "exact_match": None}))
-    held_out = HeldOut([None] * 60, [], [], [*range(60)], None, Settings(keep_best=False, **flags), WORLD)
+    monkeypatch.setattr(
+        HeldOut,
+        "evaluate",
+        lambda *args, **options: Result(scores={"loss": 1.0, "exact_match": None}),
+    )
+    held_out = HeldOut(
+        [None] * 60, [], [], [*range(60)], None, Settings(keep_best=False, **flags), WORLD
+    )
     run = torch.nn.Module(), tmp_path, total, ()
-    assert [step for step in range(1, total + 1) if held_out.validate(*run, step, Progress())] == steps
+    assert [
+        step for step in range(1, total + 1) if held_out.validate(*run, step, Progress())
+    ] == steps
 
 
 @pytest.mark.parametrize(
@@ -156,13 +193,21 @@ def test_evaluations_take_a_seventh_of_the_time(flags, total, steps, tmp_path, m
 )
 def test_a_picture_whose_use_is_not_shown_is_reported(trained, blind, line, tmp_path, capsys):
     """Breaks when a model that answers as well without the picture passes for one that sees it."""
-    records = [Record(f"{n}", f"{n // 2}", (Path("a.png"),), (("color?", "red"),)) for n in range(60)]
+    records = [
+        Record(f"{n}", f"{n // 2}", (Path("a.png"),), (("color?", "red"),)) for n in range(60)
+    ]
     held_out = HeldOut(records, [2] * 60, [], list(range(60)), None, Settings(), WORLD)
     results = {
-        name: Result([loss + n % 3 for n in range(60)], matches=[1.0] * right + [0.0] * (60 - right))
+        name: Result(
+            [loss + n % 3 for n in range(60)], matches=[1.0] * right + [0.0] * (60 - right)
+        )
         for name, (right, loss) in {"after": trained, "blind": blind}.items()
     }
-    summary = {"held_out": {"over_blind": gain_over_blind(held_out, results)}, "samples": 60, "seconds": 1.0}
+    summary = {
+        "held_out": {"over_blind": gain_over_blind(held_out, results)},
+        "samples": 60,
+        "seconds": 1.0,
+    }
     (tmp_path / "metrics.jsonl").touch()
     print_summary(summary | {"left_out": [], "empty_steps": 0}, {}, Settings(), tmp_path)
     printed = capsys.readouterr().out
@@ -171,15 +216,25 @@ def test_a_picture_whose_use_is_not_shown_is_reported(trained, blind, line, tmp_
 
 @pytest.mark.parametrize(
     ("losses", "is_rising"),
-    [([3.0, 2.0, 1.0], True), ([3.0, 1.0, 0.95], False), ([3, 1, 0.2, 0.3], False), ([2, 1], False)],
+    [
+        ([3.0, 2.0, 1.0], True),
+        ([3.0, 1.0, 0.95], False),
+        ([3, 1, 0.2, 0.3], False),
+        ([2, 1], False),
+    ],
 )
 def test_a_run_that_still_learns_says_what_to_try(losses, is_rising, tmp_path, capsys):
     """Breaks when a run that ends too early looks finished, or a finished one is sent on."""
-    lines = [{"step": 0}] + [{"step": step, "held_out_loss": loss} for step, loss in enumerate(losses, 1)]
+    lines = [{"step": 0}] + [
+        {"step": step, "held_out_loss": loss} for step, loss in enumerate(losses, 1)
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     summary = {"left_out": [], "empty_steps": 0, "samples": 1, "seconds": 1.0}
     settings = Settings(data=("jsonl:a b.jsonl",))
-    for advice, base in ((f"--steps {2 * len(lines)}\n", "some/base"), ("--recipe own\n", "embedded")):
+    for advice, base in (
+        (f"--steps {2 * len(lines)}\n", "some/base"),
+        ("--recipe own\n", "embedded"),
+    ):
         print_summary(summary, {}, replace(settings, base=base), tmp_path)
         assert (advice in capsys.readouterr().out) is is_rising
 
@@ -187,43 +242,72 @@ def test_a_run_that_still_learns_says_what_to_try(losses, is_rising, tmp_path, c
 def test_boxes_are_scored_and_drawn(tmp_path, monkeypatch):
     """Breaks when a run on boxes reports no AP, or another than of its answers, or a sheet shows pictures alone."""
     boxes, names = {"cat": [4.0, 6, 20, 18], "dog": [22.0, 20, 12, 16]}, ["cat", "dog"]
-    layout = {"categories": [{"id": name, "name": name} for name in names], "images": [], "annotations": []}
+    layout = {
+        "categories": [{"id": name, "name": name} for name in names],
+        "images": [],
+        "annotations": [],
+    }
     for n in range(8):
         Image.new("RGB", (40, 60), (n, n, n)).save(tmp_path / f"{n}.png")
         layout["images"].append({"id": n, "file_name": f"{n}.png", "width": 40, "height": 60})
-        layout["annotations"] += [{"image_id": n, "category_id": name, "bbox": boxes[name]} for name in names]
+        layout["annotations"] += [
+            {"image_id": n, "category_id": name, "bbox": boxes[name]} for name in names
+        ]
     (tmp_path / "b.json").write_text(json.dumps(layout))
     swapped = " ; <loc0900><loc0900><loc0100><loc0100> dog"  # beside the cat
-    said = {r.name: r.suffix.partition(" ; ")[0] + swapped for r in read_data(f"coco:{tmp_path}/b.json")}
-    monkeypatch.setattr(validation, "ask_together", lambda *args, **options: [said[q.id] for q in args[3]])
-    flags = f"--data coco:{tmp_path}/b.json --base tiny --validation 0.5 --batch-size 2 --device cpu"
+    said = {
+        r.name: r.suffix.partition(" ; ")[0] + swapped for r in read_data(f"coco:{tmp_path}/b.json")
+    }
+    monkeypatch.setattr(
+        validation, "ask_together", lambda *args, **options: [said[q.id] for q in args[3]]
+    )
+    flags = (
+        f"--data coco:{tmp_path}/b.json --base tiny --validation 0.5 --batch-size 2 --device cpu"
+    )
     monkeypatch.setattr(validation, "LONGEST", 1)  # answers of boxes are long
     train(flags, "--steps 2 --eval-every 1 --out", tmp_path / "run")
     assert [record["AP"] for record in metrics(tmp_path / "run")] == [50, 50]
     assert json.loads((tmp_path / "run/summary.json").read_text())["held_out"]["after"]["AP"] == 50
     colors = {color for _, color in Image.open(tmp_path / "run/answers.png").getcolors(1 << 20)}
-    assert {figures.HIT, figures.MISS} <= colors  # the frame of a miss is orange; true boxes alone are green
+    assert {
+        figures.HIT,
+        figures.MISS,
+    } <= colors  # the frame of a miss is orange; true boxes alone are green
     draw, drawn = figures.draw_boxes, []
-    monkeypatch.setattr(figures, "draw_boxes", lambda *args, **more: drawn.append(args) or draw(*args, **more))
+    monkeypatch.setattr(
+        figures, "draw_boxes", lambda *args, **more: drawn.append(args) or draw(*args, **more)
+    )
     train(flags, f"--show-batch {tmp_path}/sheet.png")
     assert len(drawn) == 2 and len({image.size for image, *_ in drawn}) == 1  # each picture once
     for image, corners, labels in drawn:
         shares = torch.tensor(corners) / torch.tensor(2 * image.size)
-        expected = torch.tensor([[x / 40, y / 60, (x + w) / 40, (y + h) / 60] for x, y, w, h in boxes.values()])
+        expected = torch.tensor(
+            [[x / 40, y / 60, (x + w) / 40, (y + h) / 60] for x, y, w, h in boxes.values()]
+        )
         assert list(labels) == names and torch.allclose(shares, expected, atol=1e-3)
 
 
 def test_what_is_held_out(tmp_path, processor, monkeypatch, capsys):
     """Breaks when held-out examples are the first of a file, those of training, or more than asked for."""
     settings = parse(words(write_colors(tmp_path, 40), "--validation 0.5 --eval-limit 8"))[0]
-    held_out, every = open_held_out(settings, processor, WORLD), read_records(settings, "validation")
+    held_out, every = (
+        open_held_out(settings, processor, WORLD),
+        read_records(settings, "validation"),
+    )
     names = [r.name for r in held_out.records]
     assert names == [r.name for r in every if r.name in names] and len(set(names)) == 8
-    assert len({number % 4 for number in choose(range(400), 100)}) == 4  # of each task that comes in turn
+    assert (
+        len({number % 4 for number in choose(range(400), 100)}) == 4
+    )  # of each task that comes in turn
     assert not {r.key for r in held_out.records} & {r.key for r in read_records(settings)}
-    assert not any(r.sampled for r in open_held_out(replace(settings, answers="sampled"), processor, WORLD).records)
+    assert not any(
+        r.sampled
+        for r in open_held_out(replace(settings, answers="sampled"), processor, WORLD).records
+    )
     assert sorted(n for batch in held_out.plan for n in batch) == held_out.asked == list(range(8))
-    assert open_held_out(replace(settings, validation=0.001), processor, WORLD) is None  # too small for one picture
+    assert (
+        open_held_out(replace(settings, validation=0.001), processor, WORLD) is None
+    )  # too small for one picture
     assert "--validation 0.001" in capsys.readouterr().err
     long = [replace(r, turns=(("caption en", "a red dog " * 30),)) for r in every]
     monkeypatch.setattr(validation, "read_records", lambda *args: long)

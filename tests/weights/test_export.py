@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+)
 
 import weights.export
 from eval.scenes import sample
@@ -27,9 +32,17 @@ from weights.load import load_model
 PROMPTS = ["answer en Where is the dog?", "detect dog", "caption en  \tétang 日本 🐮"]
 SUMMARY = {
     "before": {"vqa": 12.5, "needle": None, "vqa_details": {"per_answer_type": {"number": 7.5}}},
-    "held_out": {"examples": 40, "before": {"loss": 2.25}, "best": {"loss": 0.5}, "over_blind": {"low": 3.0}},
+    "held_out": {
+        "examples": 40,
+        "before": {"loss": 2.25},
+        "best": {"loss": 0.5},
+        "over_blind": {"low": 3.0},
+    },
 }
-ANSWERS = [{"question": "What is\n it?", "right": False}, {"question": 'Is it "red"?<image>', "right": True}]
+ANSWERS = [
+    {"question": "What is\n it?", "right": False},
+    {"question": 'Is it "red"?<image>', "right": True},
+]
 
 
 def learned(model: PaliGemma, folder: Path, kind: str) -> Path:
@@ -42,7 +55,9 @@ def learned(model: PaliGemma, folder: Path, kind: str) -> Path:
             torch.nn.init.normal_(parameter, std=0.05)
     adapter.save(model, folder, "embedded")
     data = {"data": ["jsonl:/home/me and/a|b.jsonl"], "tasks": "vqa"}
-    (folder / "config.json").write_text(json.dumps({"base": "embedded", "r": 4, "workers": 2, **data}))
+    (folder / "config.json").write_text(
+        json.dumps({"base": "embedded", "r": 4, "workers": 2, **data})
+    )
     (folder / "answers.jsonl").write_text("\n".join(map(json.dumps, ANSWERS)))
     (folder / "summary.json").write_text(json.dumps(SUMMARY))
     return folder
@@ -57,9 +72,13 @@ def random_base(folder: Path, **text) -> Path:
             parameter.data *= 2
     pieces = Processor.from_source("embedded")
     batch = pieces([sample("vqa", "test", 0).image], PROMPTS[:1])
-    chosen = generate(model, batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask, 1)[0]
+    chosen = generate(
+        model, batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask, 1
+    )[0]
     rows = model.language_model.embed_tokens.weight.data
-    rows[config.image_token_id] = 2 * rows[chosen]  # <image> has the largest logit, and is never an answer
+    rows[config.image_token_id] = (
+        2 * rows[chosen]
+    )  # <image> has the largest logit, and is never an answer
     weights.export.export_model(model, folder, companions=companions("embedded"))
     return folder
 
@@ -73,14 +92,24 @@ def exported(case: str, tmp_path: Path) -> tuple[Path, PaliGemma]:
     elif case == "full":
         model = load_model("embedded")
         model.language_model.layers[0].mlp.down_proj.weight.data *= -1
-        weights.export.export_model(model, source / "model", companions=[BUNDLED_FOLDER / "tokenizer.model"])
-        (source / "config.json").write_text(json.dumps({"base": "embedded", "data": "embedded", "full": True}))
+        weights.export.export_model(
+            model, source / "model", companions=[BUNDLED_FOLDER / "tokenizer.model"]
+        )
+        (source / "config.json").write_text(
+            json.dumps({"base": "embedded", "data": "embedded", "full": True})
+        )
     elif case == "embedded":
         source, model = "embedded", load_model("embedded")
     else:
-        caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 12}
+        caps = {
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "sliding_window": 12,
+        }
         sizes = {"query_pre_attn_scalar": 48, "num_key_value_heads": 2, **caps}
-        model = load_model(random_base(source, **({"model_type": "gemma2", **sizes} if case == "random2" else {})))
+        model = load_model(
+            random_base(source, **({"model_type": "gemma2", **sizes} if case == "random2" else {}))
+        )
     weights.export.main([str(source), str(tmp_path / "out"), "--dtype", "fp32"])
     return tmp_path / "out", model
 
@@ -98,7 +127,9 @@ def test_automatic_classes_answer_as_we_do(case, tmp_path):
     inputs, batch = prepare(images=pictures, text=marked, **given), ours(pictures, PROMPTS)
     for name in ("pixel_values", "input_ids", "token_type_ids", "attention_mask"):
         assert torch.equal(inputs[name], getattr(batch, name)), name
-    assert torch.equal(batch.input_ids, Processor.from_source("embedded")(pictures, PROMPTS).input_ids)
+    assert torch.equal(
+        batch.input_ids, Processor.from_source("embedded")(pictures, PROMPTS).input_ids
+    )
     inputs.pop("labels")
     with torch.inference_mode():
         new = theirs.generate(**inputs, max_new_tokens=12)[:, batch.input_ids.shape[1] :]
@@ -106,7 +137,10 @@ def test_automatic_classes_answer_as_we_do(case, tmp_path):
     for row, expected in zip(new, generate(model, *prompt, 12), strict=True):
         assert row[: len(expected)].tolist() == expected.tolist()
         assert prepare.decode(row, skip_special_tokens=True) == ours.decode(expected)
-    taught, expected = prepare(images=pictures, text=marked, suffix=PROMPTS, **given), ours(pictures, PROMPTS, PROMPTS)
+    taught, expected = (
+        prepare(images=pictures, text=marked, suffix=PROMPTS, **given),
+        ours(pictures, PROMPTS, PROMPTS),
+    )
     assert torch.equal(taught["labels"], expected.labels)
 
 
@@ -116,12 +150,22 @@ def test_the_shipped_tokenizer_has_the_ids_of_sentencepiece():
     theirs = AutoTokenizer.from_pretrained(BUNDLED_FOLDER, tokenizer_class="GemmaTokenizer")
     theirs.add_bos_token = False
     image = pieces.vocab_size()
-    assert theirs.convert_tokens_to_ids("<image>") == image == load_model("tiny").config.image_token_id
-    by_design = re.compile(r"<(pad|eos|bos|unk|image|mask)>|\u2581| {32}|\t{32}|\n{32}")  # may differ, see `Processor`
-    drawn = [t for t in texts(900, [pieces.id_to_piece(i) for i in range(image)]) if not by_design.search(t)]
+    assert (
+        theirs.convert_tokens_to_ids("<image>") == image == load_model("tiny").config.image_token_id
+    )
+    by_design = re.compile(
+        r"<(pad|eos|bos|unk|image|mask)>|\u2581| {32}|\t{32}|\n{32}"
+    )  # may differ, see `Processor`
+    drawn = [
+        t
+        for t in texts(900, [pieces.id_to_piece(i) for i in range(image)])
+        if not by_design.search(t)
+    ]
     assert len(drawn) > 200
     for text in drawn:
-        assert theirs(text, add_special_tokens=False)["input_ids"] == pieces.encode(text), repr(text)
+        assert theirs(text, add_special_tokens=False)["input_ids"] == pieces.encode(text), repr(
+            text
+        )
 
 
 def test_the_best_step_of_whole_weights_has_its_run(tmp_path):
@@ -145,30 +189,55 @@ def test_the_card_says_what_it_was_made_of(tmp_path):
         (tmp_path / "run" / name).rename(tmp_path / "run" / "best" / name)
     weights.export.main([str(tmp_path / "run" / "best"), str(tmp_path / "out"), "--dtype", "fp32"])
     card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
-    lines = ["license: apache-2.0", "| before | vqa | 12.5 |", "| best | held-out loss | 0.5 |", "| r | 4 |"]
-    lines += ["| before | vqa_details per_answer_type number | 7.5 |", "| over_blind | held-out low | 3 |"]
+    lines = [
+        "license: apache-2.0",
+        "| before | vqa | 12.5 |",
+        "| best | held-out loss | 0.5 |",
+        "| r | 4 |",
+    ]
+    lines += [
+        "| before | vqa_details per_answer_type number | 7.5 |",
+        "| over_blind | held-out low | 3 |",
+    ]
     for line in (*lines, '| data | ["jsonl:a\\|b.jsonl"] |'):
         assert f"\n{line}\n" in card, line
     assert r'text="<image>Is it \"red\"?"' in card and "to its best step" in card
     assert not re.search(r"home|tasks|workers|dog", card)
     assert "base_model: google/x\n" in model_card(model.config, 7, "x", "google/x")
     adapter.merge(model)  # in fp32, although the base is stored in bf16
-    weights.export.main(f"embedded {tmp_path}/flags --adapter {tmp_path}/run/best --merge --dtype fp32".split())
-    for merged in (load_model(tmp_path / name).language_model.layers[1].self_attn.q_proj for name in ("out", "flags")):
-        assert torch.equal(merged.weight, model.language_model.layers[1].self_attn.q_proj.base_layer.weight)
+    weights.export.main(
+        f"embedded {tmp_path}/flags --adapter {tmp_path}/run/best --merge --dtype fp32".split()
+    )
+    for merged in (
+        load_model(tmp_path / name).language_model.layers[1].self_attn.q_proj
+        for name in ("out", "flags")
+    ):
+        assert torch.equal(
+            merged.weight, model.language_model.layers[1].self_attn.q_proj.base_layer.weight
+        )
 
 
 def test_published_files_are_copied_and_nothing_is_put_beside_them(tmp_path, capsys):
     """Breaks when the files of a published folder are replaced, or it gets a second image processor."""
-    published = {"processor_config.json": "{}", "tokenizer.json": "{}", "generation_config.json": "{}"}
+    published = {
+        "processor_config.json": "{}",
+        "tokenizer.json": "{}",
+        "generation_config.json": "{}",
+    }
     random_base(tmp_path / "in")
     for name, text in published.items():
         (tmp_path / "in" / name).write_text(text)
     weights.export.main([str(tmp_path / "in"), str(tmp_path / "out")])
     assert {name: (tmp_path / "out" / name).read_text() for name in published} == published
-    assert not (tmp_path / "out" / "preprocessor_config.json").exists() and capsys.readouterr().err == ""
+    assert (
+        not (tmp_path / "out" / "preprocessor_config.json").exists()
+        and capsys.readouterr().err == ""
+    )
     for name in ("tokenizer.json", "processor_config.json"):
         (tmp_path / "in" / name).unlink()
     weights.export.main([str(tmp_path / "in"), str(tmp_path / "bare")])
     assert "AutoProcessor will not open it" in capsys.readouterr().err
-    assert AutoImageProcessor.from_pretrained(tmp_path / "bare").size == {"height": 112, "width": 112}
+    assert AutoImageProcessor.from_pretrained(tmp_path / "bare").size == {
+        "height": 112,
+        "width": 112,
+    }

@@ -27,7 +27,10 @@ def published(tmp_path) -> Path:
 def change_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
     """Replace tensors, or take them away."""
     tensors = load_file(folder / SINGLE_FILE) | changes
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / SINGLE_FILE)
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if tensor is not None},
+        folder / SINGLE_FILE,
+    )
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "backbone.embedding.weight"])
@@ -49,8 +52,13 @@ def neox_file(tmp_path_factory) -> Path:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    options = {"show_progress": False, "initial_alphabet": tokenizers.pre_tokenizers.ByteLevel.alphabet()}
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>", "<|padding|>"], **options)
+    options = {
+        "show_progress": False,
+        "initial_alphabet": tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    }
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>", "<|padding|>"], **options
+    )
     tokenizer.train_from_iterator(TEXT * 3, trainer)
     path = tmp_path_factory.mktemp("neox") / "tokenizer.json"
     tokenizer.save(str(path))
@@ -77,9 +85,13 @@ def test_the_processor_reads_with_either_tokenizer(neox_file, tmp_path):
     for row, prefix, suffix in ((0, "Is there a dog?\n", "yes"), (1, "yes\n", "no dog")):
         ids, types = rows.input_ids[row], rows.token_type_ids[row].bool()
         assert ids[types].tolist() == [*fast.encode(suffix), 0] and bpe.decode(ids[types]) == suffix
-        assert ids[~types & rows.attention_mask[row].bool()].tolist() == [303] * 3 + [0] + fast.encode(prefix)
+        assert ids[~types & rows.attention_mask[row].bool()].tolist() == [303] * 3 + [
+            0
+        ] + fast.encode(prefix)
     ids = {"eos_token_id": 1, "bos_token_id": 2}
     bundled = folder_of(tmp_path / "pieces", BUNDLED_FOLDER / "tokenizer.model", 1728, 1722, **ids)
-    assert Processor.from_source(bundled).encode("dog") == Processor.from_source("embedded").encode("dog")
+    assert Processor.from_source(bundled).encode("dog") == Processor.from_source("embedded").encode(
+        "dog"
+    )
     other = folder_of(tmp_path / "other", neox_file, 304, 303, eos_token_id=5)
     refused(lambda: Processor.from_source(other), "of another model")

@@ -32,10 +32,18 @@ from weights.mapping import DIALECTS
 # how each dialect spells the state dict of transformers 5, written down a second time
 TOWER = "model.vision_tower"
 RENAMES = {
-    "A": {"model.language_model": "language_model.model", TOWER: "vision_tower.vision_model", "model.multi": "multi"},
+    "A": {
+        "model.language_model": "language_model.model",
+        TOWER: "vision_tower.vision_model",
+        "model.multi": "multi",
+    },
     "B": {TOWER: "model.vision_tower.vision_model"},
     "C": {},
-    "D": {"model.language_model": "language_model.model", TOWER: "vision_tower", "model.multi": "multi"},
+    "D": {
+        "model.language_model": "language_model.model",
+        TOWER: "vision_tower",
+        "model.multi": "multi",
+    },
 }
 Q0, HEAD = "language_model.model.layers.0.self_attn.q_proj.weight", "language_model.lm_head.weight"
 SHARD2 = "model-00002-of-00002.safetensors"
@@ -77,7 +85,11 @@ def save(folder: Path, hf, tensors: dict[str, torch.Tensor], shards: int = 1) ->
 
 def assert_same(model: PaliGemma, hf, dtype=torch.float32) -> None:
     """Equal weights and, in fp32, logits, to the bit on the eager path, where both do the same operations."""
-    theirs = {name.removeprefix("model."): t for name, t in hf.state_dict().items() if name != "lm_head.weight"}
+    theirs = {
+        name.removeprefix("model."): t
+        for name, t in hf.state_dict().items()
+        if name != "lm_head.weight"
+    }
     mine, inputs = model.state_dict(), batch(hf)
     assert mine.keys() == theirs.keys()
     for name, tensor in theirs.items():
@@ -104,19 +116,33 @@ def test_every_dialect_loads_bit_for_bit(hf, dialect, shards, head, tmp_path):
 
 def test_a_tower_that_transformers_saves_alone_loads(tmp_path):
     """Breaks when the tower of a SigLIP by itself, whose names have no prefix since transformers 5, is not opened."""
-    sizes = {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 1, "patch_size": 14, "image_size": 28}
+    sizes = {
+        "hidden_size": 24,
+        "intermediate_size": 20,
+        "num_hidden_layers": 1,
+        "patch_size": 14,
+        "image_size": 28,
+    }
     torch.manual_seed(0)
-    theirs, pixels = SiglipVisionModel(SiglipVisionConfig(**sizes)).eval(), torch.randn(2, 3, 28, 28)
+    theirs, pixels = (
+        SiglipVisionModel(SiglipVisionConfig(**sizes)).eval(),
+        torch.randn(2, 3, 28, 28),
+    )
     theirs.save_pretrained(tmp_path)
     with torch.no_grad():
-        assert relative_error(load_siglip(tmp_path)(pixels), theirs(pixels).last_hidden_state) <= 1e-6
+        assert (
+            relative_error(load_siglip(tmp_path)(pixels), theirs(pixels).last_hidden_state) <= 1e-6
+        )
 
 
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
 def test_tensors_are_cast_as_torch_casts_them(hf1, wanted, tmp_path):
     """Breaks when a tensor is cast through a third dtype, or training a loaded model changes the mapped file."""
     stored = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-    tensors = {name: t.to(stored[number % 4]) for number, (name, t) in enumerate(tensors_of(hf1, "D").items())}
+    tensors = {
+        name: t.to(stored[number % 4])
+        for number, (name, t) in enumerate(tensors_of(hf1, "D").items())
+    }
     model = load_model(save(tmp_path, hf1, tensors), dtype=wanted)
     before = (tmp_path / SINGLE_FILE).read_bytes()
     for name, tensor in tensors.items():
@@ -137,7 +163,9 @@ def test_a_head_is_the_embedding_or_refused(hf1, kind, tmp_path):
     load_model(save(tmp_path / "tied", hf1, tensors), dtype=torch.bfloat16, quantize=kind)
     tensors[HEAD][-1, -1] += 1
     folder = save(tmp_path / "apart", hf1, tensors, shards=2)
-    refused(lambda: load_model(folder, dtype=torch.bfloat16, quantize=kind), "differs from", "lm_head")
+    refused(
+        lambda: load_model(folder, dtype=torch.bfloat16, quantize=kind), "differs from", "lm_head"
+    )
 
 
 @pytest.mark.long
@@ -150,18 +178,25 @@ def test_published_geometries(name, count, parameters):
     state = (model := empty_model(PRESETS[name])).state_dict()
     assert len(state) == count and sum(tensor.numel() for tensor in state.values()) == parameters
     adapter.inject(model, adapter.DECODER_TARGETS, r=32, alpha=64)  # the paper's recipe
-    assert name != "paligemma-3b-224" or sum(p.numel() for p in model.parameters() if p.requires_grad) == 39_223_296
+    assert (
+        name != "paligemma-3b-224"
+        or sum(p.numel() for p in model.parameters() if p.requires_grad) == 39_223_296
+    )
 
 
 def small(**text) -> PaliGemmaConfig:
     sizes = {"vocab_size": 96, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "head_dim": 8}
-    vision = VisionConfig(16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=28)
+    vision = VisionConfig(
+        16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=28
+    )
     return PaliGemmaConfig(vision, TextConfig(**(sizes | text)), image_token_id=95)
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc"
+)
 @pytest.mark.parametrize(("stored", "kinds"), [("fp32", [None]), ("bf16", ["int8", "nf4"])])
 def test_peak_memory(stored, kinds, tmp_path):
     """Breaks when loading holds a second copy: the file's tensors beside the cast or packed ones, or all of a file."""
@@ -169,8 +204,17 @@ def test_peak_memory(stored, kinds, tmp_path):
     model = empty_model(config).to_empty(device="cpu")
     block = torch.randn(1 << 22)
     for parameter in model.parameters():
-        parameter.data.copy_(block.repeat(-(-parameter.numel() // len(block)))[: parameter.numel()].view_as(parameter))
-    export_model(model, tmp_path / "checkpoint", dtype=DTYPES[stored], max_shard_gb=0.4 if stored == "fp32" else 0.2)
+        parameter.data.copy_(
+            block.repeat(-(-parameter.numel() // len(block)))[: parameter.numel()].view_as(
+                parameter
+            )
+        )
+    export_model(
+        model,
+        tmp_path / "checkpoint",
+        dtype=DTYPES[stored],
+        max_shard_gb=0.4 if stored == "fp32" else 0.2,
+    )
     del model
     for kind in kinds:
         peak, size = in_own_process(load_peak, tmp_path / "checkpoint", torch.bfloat16, kind)
@@ -186,7 +230,9 @@ def arrays_of(hf, rows: int = 128) -> dict[str, np.ndarray]:
     text, vision = hf.config.text_config, hf.config.vision_config
     width, vision_width = text.head_dim, vision.hidden_size // vision.num_attention_heads
     arrays = {
-        "img/embedding/kernel": state["vision_tower.embeddings.patch_embedding.weight"].permute(2, 3, 1, 0),
+        "img/embedding/kernel": state["vision_tower.embeddings.patch_embedding.weight"].permute(
+            2, 3, 1, 0
+        ),
         "img/embedding/bias": state["vision_tower.embeddings.patch_embedding.bias"],
         "img/pos_embedding": state["vision_tower.embeddings.position_embedding.weight"][None],
         "img/Transformer/encoder_norm/scale": state["vision_tower.post_layernorm.weight"],
@@ -212,8 +258,14 @@ def arrays_of(hf, rows: int = 128) -> dict[str, np.ndarray]:
     vision_arrays[f"{attention}/out/bias"] = same, "self_attn.out_proj.bias"
     for key in ("query", "key", "value"):
         name = f"self_attn.{key[0]}_proj"
-        vision_arrays[f"{attention}/{key}/kernel"] = lambda w: w.T.unflatten(1, (-1, vision_width)), f"{name}.weight"
-        vision_arrays[f"{attention}/{key}/bias"] = lambda w: w.unflatten(0, (-1, vision_width)), f"{name}.bias"
+        vision_arrays[f"{attention}/{key}/kernel"] = (
+            lambda w: w.T.unflatten(1, (-1, vision_width)),
+            f"{name}.weight",
+        )
+        vision_arrays[f"{attention}/{key}/bias"] = (
+            lambda w: w.unflatten(0, (-1, vision_width)),
+            f"{name}.bias",
+        )
     for i in (0, 1):
         vision_arrays[f"LayerNorm_{i}/scale"] = same, f"layer_norm{i + 1}.weight"
         vision_arrays[f"LayerNorm_{i}/bias"] = same, f"layer_norm{i + 1}.bias"
@@ -221,7 +273,11 @@ def arrays_of(hf, rows: int = 128) -> dict[str, np.ndarray]:
         vision_arrays[f"MlpBlock_0/Dense_{i}/bias"] = same, f"mlp.fc{i + 1}.bias"
     text_arrays = {
         "attn/q_einsum/w": (out_heads, "self_attn.q_proj.weight"),  # BTD,NDH->BTNH
-        "attn/kv_einsum/w": (out_heads, "self_attn.k_proj.weight", "self_attn.v_proj.weight"),  # BSD,2KDH->2BSKH
+        "attn/kv_einsum/w": (
+            out_heads,
+            "self_attn.k_proj.weight",
+            "self_attn.v_proj.weight",
+        ),  # BSD,2KDH->2BSKH
         "attn/attn_vec_einsum/w": (in_heads, "self_attn.o_proj.weight"),  # BTNH,NHD->BTD
         "mlp/gating_einsum": (torch.t, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
         "mlp/linear": (torch.t, "mlp.down_proj.weight"),
@@ -233,11 +289,19 @@ def arrays_of(hf, rows: int = 128) -> dict[str, np.ndarray]:
         text_arrays["pre_ffw_norm/scale"] = same, "pre_feedforward_layernorm.weight"
         text_arrays["post_ffw_norm/scale"] = same, "post_feedforward_layernorm.weight"
     for prefix, layers, count, rules in (
-        ("img/Transformer/encoderblock", "vision_tower.encoder.layers", vision.num_hidden_layers, vision_arrays),
+        (
+            "img/Transformer/encoderblock",
+            "vision_tower.encoder.layers",
+            vision.num_hidden_layers,
+            vision_arrays,
+        ),
         ("llm/layers", "language_model.layers", text.num_hidden_layers, text_arrays),
     ):
         for key, (change, *names) in rules.items():
-            parts = [torch.stack([change(state[f"{layers}.{i}.{name}"]) for i in range(count)]) for name in names]
+            parts = [
+                torch.stack([change(state[f"{layers}.{i}.{name}"]) for i in range(count)])
+                for name in names
+            ]
             arrays[f"{prefix}/{key}"] = torch.stack(parts, 1) if len(parts) > 1 else parts[0]
     return {f"params/{key}": tensor.contiguous().numpy() for key, tensor in arrays.items()}
 
@@ -252,7 +316,9 @@ def test_big_vision_arrays(hf, write, tmp_path):
     for source in (tmp_path, tmp_path / "pt_56.npz"):
         model = load_model(source)
         embedding = model.language_model.embed_tokens.weight.data
-        torch.testing.assert_close(embedding[120:], embedding[:120].mean(0).expand(8, -1), atol=1e-7, rtol=0)
+        torch.testing.assert_close(
+            embedding[120:], embedding[:120].mean(0).expand(8, -1), atol=1e-7, rtol=0
+        )
         embedding[120:] = hf.state_dict()["lm_head.weight"][120:]
         assert_same(model, hf)
 
@@ -274,12 +340,18 @@ def test_big_vision_einsums(hf1, tmp_path, seeded):
         (layer.self_attn.q_proj(text), q.flatten(2)),
         (layer.self_attn.k_proj(text), k.flatten(2)),
         (layer.self_attn.v_proj(text), v.flatten(2)),
-        (layer.self_attn.o_proj(q.flatten(2)), torch.einsum("btnh,nhd->btd", q, a["attn/attn_vec_einsum/w"])),
+        (
+            layer.self_attn.o_proj(q.flatten(2)),
+            torch.einsum("btnh,nhd->btd", q, a["attn/attn_vec_einsum/w"]),
+        ),
         (layer.mlp.gate_proj(text), gate),
         (layer.mlp.up_proj(text), up),
         (layer.mlp.down_proj(gate), gate @ a["mlp/linear"]),
         (tower.q_proj(vision), seen.flatten(2)),
-        (tower.out_proj(seen.flatten(2)), torch.einsum("btnh,nhd->btd", seen, a["out/kernel"]) + a["out/bias"]),
+        (
+            tower.out_proj(seen.flatten(2)),
+            torch.einsum("btnh,nhd->btd", seen, a["out/kernel"]) + a["out/bias"],
+        ),
     ):
         assert relative_error(ours, theirs) < 1e-6
 
@@ -289,7 +361,10 @@ def test_big_vision_dtypes_and_presets(hf1, tmp_path, monkeypatch):
     config = PaliGemmaConfig.from_dict(hf1.config.to_dict())
     monkeypatch.setattr(weights.load, "PRESETS", {"other": small(), "this": config})
     bf16 = {key: torch.from_numpy(array).bfloat16() for key, array in arrays_of(hf1).items()}
-    np.savez(tmp_path / "pt.npz", **{key: array.view(torch.int16).numpy().view("V2") for key, array in bf16.items()})
+    np.savez(
+        tmp_path / "pt.npz",
+        **{key: array.view(torch.int16).numpy().view("V2") for key, array in bf16.items()},
+    )
     model = load_model(tmp_path, dtype=torch.bfloat16)
     assert model.config == config
     assert_same(model, hf1, torch.bfloat16)
@@ -312,8 +387,12 @@ MISFITS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "tensor", "words"), [(name, tensor, words) for name, tensor, *words in MISFITS])
-def test_tensors_that_do_not_fit_are_refused_in_one_line(hf1, name, tensor, words, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "tensor", "words"), [(name, tensor, words) for name, tensor, *words in MISFITS]
+)
+def test_tensors_that_do_not_fit_are_refused_in_one_line(
+    hf1, name, tensor, words, tmp_path, monkeypatch
+):
     """Breaks when damage ends in a traceback, is found only after gigabytes were read, or passes unseen."""
     monkeypatch.setattr(weights.load, "replaceable", lambda *_: pytest.fail("tensors were read"))
     tensors = {key: t for key, t in (tensors_of(hf1) | {name: tensor}).items() if t is not None}
@@ -332,7 +411,10 @@ def test_files_that_are_not_there_or_pickles_are_refused(hf1, tmp_path, monkeypa
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
     refused(lambda: load_model(folder), SINGLE_FILE, "pickles")
     arrays, key = arrays_of(hf1), "params/llm/layers/mlp/gating_einsum"
-    for array, word in ((arrays[key].swapaxes(2, 3).copy(), "gate_proj.weight is"), (np.array([Bomb()]), "pickled")):
+    for array, word in (
+        (arrays[key].swapaxes(2, 3).copy(), "gate_proj.weight is"),
+        (np.array([Bomb()]), "pickled"),
+    ):
         np.savez(folder / "pt.npz", **(arrays | {key: array}))
         refused(lambda: load_model(folder), word)
     assert not Path("trace").exists()
@@ -345,19 +427,33 @@ def test_only_what_is_needed_is_fetched(hf1, tmp_path, monkeypatch):
     assert_same(load_model("google/paligemma-3b-pt-224", revision="float16"), hf1)
     patterns = download.call_args.kwargs.pop("allow_patterns")
     assert download.call_args == call("google/paligemma-3b-pt-224", revision="float16")
-    files = SINGLE_FILE, INDEX_FILE, SHARD2, "config.json", "pytorch_model.bin", "consolidated.safetensors"
-    assert [any(fnmatch(file, pattern) for pattern in patterns) for file in files] == [True] * 4 + [False] * 2
+    files = (
+        SINGLE_FILE,
+        INDEX_FILE,
+        SHARD2,
+        "config.json",
+        "pytorch_model.bin",
+        "consolidated.safetensors",
+    )
+    assert [any(fnmatch(file, pattern) for pattern in patterns) for file in files] == [True] * 4 + [
+        False
+    ] * 2
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_transformers_opens_every_dialect_we_write(hf, dialect, tmp_path):
     """Breaks when an exported name, shape or config field means another model to transformers."""
-    model, options = load_model(save(tmp_path / "in", hf, tensors_of(hf))), {"output_loading_info": True}
+    model, options = (
+        load_model(save(tmp_path / "in", hf, tensors_of(hf))),
+        {"output_loading_info": True},
+    )
     export_model(model, tmp_path / "out", dialect=dialect, max_shard_gb=2e-4)
     files = sorted((tmp_path / "out").glob("model-*.safetensors"))
     sizes = [sum(4 * tensor.numel() for tensor in load_file(file).values()) for file in files]
-    assert max(sizes) <= 2e5 < min(map(sum, pairwise(sizes))) and len(sizes) > 2, "as large as may be, and no larger"
+    assert max(sizes) <= 2e5 < min(map(sum, pairwise(sizes))) and len(sizes) > 2, (
+        "as large as may be, and no larger"
+    )
     open_hf = PaliGemmaForConditionalGeneration.from_pretrained
     theirs, loading = open_hf(tmp_path / "out", attn_implementation="eager", **options)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -370,9 +466,15 @@ def test_transformers_opens_every_dialect_we_write(hf, dialect, tmp_path):
 
 CHANGES = {
     "layers.0.self_attn: is ": lambda model: graft(model, "split"),
-    "layers.1.mlp: is GemmaMLP": lambda model: setattr(model.language_model.layers[1].mlp, "activation", "silu"),
-    "language_model.model.norm.weight holds": lambda model: model.language_model.norm.weight.data.fill_(1e5),
-    "q_proj: carries an unmerged adapter": lambda model: adapter.inject(model, adapter.DECODER_TARGETS, 4, 8),
+    "layers.1.mlp: is GemmaMLP": lambda model: setattr(
+        model.language_model.layers[1].mlp, "activation", "silu"
+    ),
+    "language_model.model.norm.weight holds": lambda model: (
+        model.language_model.norm.weight.data.fill_(1e5)
+    ),
+    "q_proj: carries an unmerged adapter": lambda model: adapter.inject(
+        model, adapter.DECODER_TARGETS, 4, 8
+    ),
 }
 
 
@@ -381,7 +483,9 @@ def test_models_that_the_format_cannot_express_are_not_exported(hf1, word, tmp_p
     """Breaks when a variant, or a run that diverged, is published as a plain model, or half an export stays."""
     model = load_model(save(tmp_path / "in", hf1, tensors_of(hf1)))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(weights.export, "write_text", Mock(side_effect=KeyboardInterrupt))  # after the tensors
+        patch.setattr(
+            weights.export, "write_text", Mock(side_effect=KeyboardInterrupt)
+        )  # after the tensors
         export_model(model, tmp_path / "out")
     CHANGES[word](model)
     refused(lambda: export_model(model, tmp_path / "out", dtype=torch.float16), word)
@@ -394,14 +498,20 @@ def test_the_commands(hf1, tmp_path, capsys):
     tensors = {name: tensor.bfloat16() for name, tensor in tensors_of(hf1, "C").items()}
     folder = save(tmp_path / "in", hf1, tensors, shards=2)
     (folder / "tokenizer.model").write_bytes(b"pieces")
-    for flags, dtype in (("--dialect A --max-shard-gb 0.0002", torch.bfloat16), ("--dtype fp16", torch.float16)):
+    for flags, dtype in (
+        ("--dialect A --max-shard-gb 0.0002", torch.bfloat16),
+        ("--dtype fp16", torch.float16),
+    ):
         out = tmp_path / str(dtype)
         weights.export.main([str(folder), str(out), *flags.split()])
         assert (out / "tokenizer.model").read_bytes() == b"pieces" and examine(out).dialect == "A"
         assert PaliGemmaForConditionalGeneration.from_pretrained(out, dtype="auto").dtype == dtype
         for name, tensor in load_model(out, dtype=dtype).state_dict().items():
             assert torch.equal(tensor, tensors[f"model.{name}"].to(dtype)), name
-    refused(lambda: weights.export.main([str(folder), str(tmp_path / "more"), "--merge"]), "--adapter and --merge")
+    refused(
+        lambda: weights.export.main([str(folder), str(tmp_path / "more"), "--merge"]),
+        "--adapter and --merge",
+    )
     for size in ("0", "-1", "nan", "inf"):  # each tensor would get a file of its own
         more = [str(folder), str(tmp_path / "more"), "--max-shard-gb", size]
         refused(lambda more=more: weights.export.main(more), "--max-shard-gb")

@@ -26,14 +26,18 @@ class Ours(Side):
         """A picture and a prompt, to the logits (batch, 1, V) of the first new token, with a cache for the next."""
         inputs = self.prompts(batch) | {"positions_to_keep": 1}
         capacity = inputs["input_ids"].shape[1] + self.tokens
-        return torch.inference_mode()(lambda: self.model(**inputs, cache=self.model.new_cache(capacity)))
+        return torch.inference_mode()(
+            lambda: self.model(**inputs, cache=self.model.new_cache(capacity))
+        )
 
     def decode(self, batch: int):
         """Picture, prompt and new tokens (batch, tokens), greedy; no token ends a row."""
         inputs = self.prompts(batch)
         self.model.config = replace(self.model.config, eos_token_id=())
         step = CompiledStep(self.model) if self.compiled else None
-        return lambda: torch.stack(generate(self.model, **inputs, max_new_tokens=self.tokens, compiled=step))
+        return lambda: torch.stack(
+            generate(self.model, **inputs, max_new_tokens=self.tokens, compiled=step)
+        )
 
     def train(self, batch: int):
         inputs, labels = self.examples(batch)
@@ -45,11 +49,16 @@ class Ours(Side):
             self.optimizer = make_adamw([options], options.pop("betas"))
         called = torch.compile(self.model.train()) if self.compiled else self.model.train()
         mean = 1 / targets.numel()
-        return lambda: self.update(lambda: called(**inputs, positions_to_keep=positions, targets=targets) * mean)
+        return lambda: self.update(
+            lambda: called(**inputs, positions_to_keep=positions, targets=targets) * mean
+        )
 
     def eval(self, batch: int):
         processor = Processor.from_source(self.folder)
-        asks = [Question(str(n), path.name, path, text) for n, (path, text) in enumerate(self.questions())]
+        asks = [
+            Question(str(n), path.name, path, text)
+            for n, (path, text) in enumerate(self.questions())
+        ]
         return lambda: ask_all(self.model, processor, asks, max_new_tokens=ANSWER, batch_size=batch)
 
 

@@ -19,7 +19,10 @@ from typing import Any
 import torch
 import torch._dynamo  # 78 MiB that AdamW imports at its first step: they are no memory of a step
 
-PREFIX, SUFFIX = 16, 16  # tokens of text behind the picture's: the prompt, and in training an answer
+PREFIX, SUFFIX = (
+    16,
+    16,
+)  # tokens of text behind the picture's: the prompt, and in training an answer
 ANSWER = 8  # new tokens to a question of the section eval
 TARGETS = r".*language_model\.layers\.\d+\.self_attn\.[qkvo]_proj"  # of LoRA
 RANK, ALPHA = 16, 32
@@ -42,7 +45,9 @@ class Side:
         self.place = {"device": torch.device(self.device), "dtype": getattr(torch, self.dtype)}
         self.optimizer: Any = None
         self.model: Any = self.open()
-        self.size = sum(tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers()))
+        self.size = sum(
+            tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers())
+        )
 
     def prompts(self, rows: int, suffix: int = 0) -> dict[str, Any]:
         """Prompts of equal length S = picture + PREFIX + suffix, the same on both sides: input_ids, token_type_ids and
@@ -52,9 +57,13 @@ class Side:
         image = (size // config["vision_config"]["patch_size"]) ** 2
         text = torch.randint(3, 1000, (rows, PREFIX + suffix), generator=generator)
         ids = torch.cat((torch.full((rows, image), config["image_token_index"]), text), dim=1)
-        pixels = (torch.rand(rows, 3, size, size, generator=generator) * 2 - 1).to(self.place["dtype"])
+        pixels = (torch.rand(rows, 3, size, size, generator=generator) * 2 - 1).to(
+            self.place["dtype"]
+        )
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
-        inputs["token_type_ids"] = (torch.arange(ids.shape[1]) >= image + PREFIX).long().repeat(rows, 1)
+        inputs["token_type_ids"] = (
+            (torch.arange(ids.shape[1]) >= image + PREFIX).long().repeat(rows, 1)
+        )
         return {name: tensor.to(self.device) for name, tensor in inputs.items()}
 
     def examples(self, rows: int) -> tuple[dict[str, Any], torch.Tensor]:
@@ -65,7 +74,10 @@ class Side:
     def questions(self) -> list[tuple[Path, str]]:
         """The pictures and prompts of the section eval, which the driver writes beside the model."""
         folder = Path(self.folder)
-        return [(folder / name, prompt) for name, prompt in json.loads((folder / "questions.json").read_text())]
+        return [
+            (folder / name, prompt)
+            for name, prompt in json.loads((folder / "questions.json").read_text())
+        ]
 
     def update(self, loss: Callable[[], torch.Tensor]) -> torch.Tensor:
         """One training step; the loss before it. A GPU computes it under autocast to bf16."""
@@ -95,7 +107,10 @@ def serve(side: type[Side]) -> None:
                 result = run()
         if on_gpu := torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        reply = {"seconds": time.perf_counter() - started, "peak": peak_bytes() - (0 if on_gpu else before)}
+        reply = {
+            "seconds": time.perf_counter() - started,
+            "peak": peak_bytes() - (0 if on_gpu else before),
+        }
         reply |= {"weights": opened and opened.size, "numbers": numbers(result)}
         reply["imports"] = sorted({name.partition(".")[0] for name in sys.modules})
         print(json.dumps(reply), file=answers, flush=True)

@@ -21,7 +21,10 @@ from model.processor import Batch, Movable, Processor
 from train.distributed import World
 from train.settings import Settings, step_layout
 
-STEPS, MOST_EPOCHS = 320, 32  # of a run whose --epochs is not given, unless one epoch has more steps
+STEPS, MOST_EPOCHS = (
+    320,
+    32,
+)  # of a run whose --epochs is not given, unless one epoch has more steps
 BUCKET = 32  # tokens of text: rows of one batch have lengths of the same bucket
 CHARACTERS = 4  # in a token, roughly
 
@@ -54,7 +57,9 @@ def collate(records: Sequence[Record], processor: Processor) -> MicroBatch:
     """Open pictures, prepare them and the text, and lay them out as one micro-batch. A record that cannot be used is
     left out and gets a line in `bad`. If none is left, a blank row without targets stands for them: other processes
     wait for its gradients."""
-    opened: dict[str, list[np.ndarray]] = {}  # by key; of a photograph no more than the model sees is kept
+    opened: dict[
+        str, list[np.ndarray]
+    ] = {}  # by key; of a photograph no more than the model sees is kept
     good, rows, bad = [], [], []
     for record in records:
         try:
@@ -66,7 +71,10 @@ def collate(records: Sequence[Record], processor: Processor) -> MicroBatch:
             bad.append(shown(f"{record.name}: {error}", 600))
     pictures = [picture for r in good if r.pictures for picture in opened[r.key]]
     if not good:
-        rows, pictures = [processor.row_of(1, [("nothing", "nothing")])], [processor.fit(gray_picture)]
+        rows, pictures = (
+            [processor.row_of(1, [("nothing", "nothing")])],
+            [processor.fit(gray_picture)],
+        )
     batch = processor.pad(rows, pictures)
     positions, targets = supervised(batch.labels)
     targets = targets if good else torch.full_like(targets, -100)
@@ -88,21 +96,43 @@ class MicroBatches(Dataset):
         for place, record in enumerate(records):
             if record.sampled and record.answers:
                 answer = random.Random(f"{self.epoch_seed}/{record.name}").choice(record.answers)
-                records[place] = replace(record, turns=(*record.turns[:-1], (record.prefix, answer)))
+                records[place] = replace(
+                    record, turns=(*record.turns[:-1], (record.prefix, answer))
+                )
         return collate(records, self.processor)
 
 
-def load(batches: Dataset, plan: Iterable[Sequence], workers: int | None = 0, pin: bool = False) -> Iterator:
+def load(
+    batches: Dataset, plan: Iterable[Sequence], workers: int | None = 0, pin: bool = False
+) -> Iterator:
     """`batches[item]` for each item of a plan, in its order, made by `workers` processes, 0: by this one. pin: for a
     GPU, in page-locked memory; then workers None are this process's share of the cores, but at most 8."""
     if workers is None:
-        workers = min(8, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))) if pin else 0
+        workers = (
+            min(8, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+            if pin
+            else 0
+        )
     own = torch.Generator()  # drawing from the global one would change what dropout draws
-    return iter(DataLoader(batches, sampler=plan, batch_size=None, num_workers=workers, pin_memory=pin, generator=own))
+    return iter(
+        DataLoader(
+            batches,
+            sampler=plan,
+            batch_size=None,
+            num_workers=workers,
+            pin_memory=pin,
+            generator=own,
+        )
+    )
 
 
 def plan_epoch(
-    keys: Sequence[Hashable], lengths: Sequence[int], batch_size: int, seed: int | str, epoch: int, per_picture: int = 1
+    keys: Sequence[Hashable],
+    lengths: Sequence[int],
+    batch_size: int,
+    seed: int | str,
+    epoch: int,
+    per_picture: int = 1,
 ) -> list[list[int]]:
     """Record indices of every micro-batch of an epoch: each record once, shuffled, rows of a batch of similar length.
 
@@ -125,7 +155,11 @@ def plan_epoch(
         size += len(unit)
         if size >= 50 * batch_size or number == len(units):
             # stable, so that units of one bucket keep their random order
-            order = [i for unit in sorted(pool, key=lambda unit: max(lengths[i] for i in unit) // BUCKET) for i in unit]
+            order = [
+                i
+                for unit in sorted(pool, key=lambda unit: max(lengths[i] for i in unit) // BUCKET)
+                for i in unit
+            ]
             # whole batches only, so that every epoch has the same number; the rest goes into the next pool
             whole = size if number == len(units) else size - size % batch_size
             batches += [order[i : i + batch_size] for i in range(0, whole, batch_size)]
@@ -140,7 +174,9 @@ def shifted(pixels: torch.Tensor) -> torch.Tensor:
     count, size = len(pixels), pixels.shape[-1]
     moves = torch.randint(-(size // 16), size // 16 + 1, (2, count, 1))
     rows, columns = (torch.arange(size) + moves).clamp(0, size - 1).to(pixels.device)  # (B, R)
-    return pixels[torch.arange(count)[:, None, None], :, rows[:, :, None], columns[:, None]].movedim(-1, 1)
+    return pixels[
+        torch.arange(count)[:, None, None], :, rows[:, :, None], columns[:, None]
+    ].movedim(-1, 1)
 
 
 class Weighted(list):
@@ -149,15 +185,22 @@ class Weighted(list):
     def __init__(self, parts: Sequence[Sequence[Record]], weights: Sequence[float]):
         super().__init__(chain(*parts))
         bounds = [round(len(self) * part / sum(weights)) for part in accumulate(weights, initial=0)]
-        self.counts = [end - start for start, end in pairwise(bounds)]  # samples of each source in an epoch
+        self.counts = [
+            end - start for start, end in pairwise(bounds)
+        ]  # samples of each source in an epoch
         self.sizes = [len(part) for part in parts]
 
     def numbers(self, seed: int, epoch: int) -> list[int]:
         """The numbers of an epoch's records: each source goes on where it ended in the epoch before."""
         numbers, begin = [], 0
         for source, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
-            turns = range(epoch * count // size, -(-(epoch + 1) * count // size))  # passes over the source
-            orders = [random.Random(f"source/{seed}/{source}/{turn}").sample(range(size), size) for turn in turns]
+            turns = range(
+                epoch * count // size, -(-(epoch + 1) * count // size)
+            )  # passes over the source
+            orders = [
+                random.Random(f"source/{seed}/{source}/{turn}").sample(range(size), size)
+                for turn in turns
+            ]
             first = epoch * count - turns.start * size
             numbers += [begin + number for number in list(chain(*orders))[first : first + count]]
             begin += size
@@ -174,11 +217,20 @@ class Order:
     """
 
     def __init__(
-        self, records: Sequence[Record], processor: Processor, settings: Settings, world: World, processes: int = 0
+        self,
+        records: Sequence[Record],
+        processor: Processor,
+        settings: Settings,
+        world: World,
+        processes: int = 0,
     ):
         self.records, self.processor = records, processor
         self.seed, self.per_picture = settings.seed, settings.per_picture
-        self.rank, self.world_size, self.picture_tokens = world.rank, world.size, processor.config.num_image_tokens
+        self.rank, self.world_size, self.picture_tokens = (
+            world.rank,
+            world.size,
+            processor.config.num_image_tokens,
+        )
         self.batch_size, of_step = step_layout(settings, processes or world.size)
         self.accumulate, rest = divmod(of_step, world.size)
         if rest:
@@ -204,11 +256,17 @@ class Order:
         records, options = self.records, (self.batch_size, self.seed, epoch, self.per_picture)
         if not isinstance(records, list):
             return records.plan(*options, first, self.picture_tokens)
-        drawn = records.numbers(self.seed, epoch) if isinstance(records, Weighted) else range(len(records))
+        drawn = (
+            records.numbers(self.seed, epoch)
+            if isinstance(records, Weighted)
+            else range(len(records))
+        )
         keys, lengths = [records[n].key for n in drawn], [self.lengths[n] for n in drawn]
         return [[drawn[n] for n in batch] for batch in plan_epoch(keys, lengths, *options)[first:]]
 
-    def steps(self, first: int, workers: int | None = 0, pin: bool = False) -> Iterator[list[MicroBatch]]:
+    def steps(
+        self, first: int, workers: int | None = 0, pin: bool = False
+    ) -> Iterator[list[MicroBatch]]:
         """This process's micro-batches of each step, from step `first` to the last. All processes have the same number
         in a step; of the last round of an epoch, if there are too few, those that remain get an empty one."""
         step, over = first, self.micro_batches % self.world_size
@@ -216,7 +274,12 @@ class Order:
             epoch, done = divmod(step, self.steps_per_epoch)
             plan = self.plan(epoch, done * self.accumulate * self.world_size)
             share = islice(plan, self.rank, None, self.world_size)
-            batches = load(MicroBatches(self.records, self.processor, f"{self.seed}/{epoch}"), share, workers, pin)
+            batches = load(
+                MicroBatches(self.records, self.processor, f"{self.seed}/{epoch}"),
+                share,
+                workers,
+                pin,
+            )
             batches = chain(batches, [collate([], self.processor)] if 0 < over <= self.rank else [])
             for _ in range(min(self.steps_per_epoch - done, self.total - step)):
                 yield list(islice(batches, self.accumulate))

@@ -44,8 +44,13 @@ def expand(pattern: str) -> list[Path]:
         return [Path(pattern)]
     first, last, after, *more = ranges
     if more or max(len(first), len(last)) > 6:
-        raise UserError(f"{shown(pattern)}: expected one range {{first..last}}, of numbers below a million")
-    return [Path(f"{before}{number:0{len(first)}}{after}") for number in range(int(first), int(last) + 1)]
+        raise UserError(
+            f"{shown(pattern)}: expected one range {{first..last}}, of numbers below a million"
+        )
+    return [
+        Path(f"{before}{number:0{len(first)}}{after}")
+        for number in range(int(first), int(last) + 1)
+    ]
 
 
 def index_of(shard: Path) -> dict[str, np.ndarray]:
@@ -53,9 +58,21 @@ def index_of(shard: Path) -> dict[str, np.ndarray]:
     path = shard.with_suffix(".index.safetensors")
     with suppress(OSError, SafetensorError, KeyError):
         index, tar = load_file(path), shard.stat()
-        rows, is_new = index["records"], index["tar"][0] == tar.st_size and path.stat().st_mtime_ns >= tar.st_mtime_ns
-        is_sound = rows.dtype == np.int64 and rows.shape[1:] == (7,) and index["pictures"].shape[1:] == (2,)
-        if is_new and is_sound and (rows >= 0).all() and rows[:, SAMPLE].max(initial=0) <= len(rows):
+        rows, is_new = (
+            index["records"],
+            index["tar"][0] == tar.st_size and path.stat().st_mtime_ns >= tar.st_mtime_ns,
+        )
+        is_sound = (
+            rows.dtype == np.int64
+            and rows.shape[1:] == (7,)
+            and index["pictures"].shape[1:] == (2,)
+        )
+        if (
+            is_new
+            and is_sound
+            and (rows >= 0).all()
+            and rows[:, SAMPLE].max(initial=0) <= len(rows)
+        ):
             return index
     index = build_index(shard)
     with suppress(UserError), atomic_path(path) as temporary:  # the folder may be read-only
@@ -69,14 +86,26 @@ def build_index(shard: Path) -> dict[str, np.ndarray]:
     records, pictures, sample = [], [], 0
     try:
         with tarfile.open(shard, "r:") as tar, shard.open("rb") as file:
-            for key, group in groupby(filter(tarfile.TarInfo.isreg, tar), key=lambda member: key_of(member.name)):
-                members = [(Path(member.name).suffix.lower(), (member.offset_data, member.size)) for member in group]
-                shows, texts = ([place for end, place in members if end in ends] for ends in (PICTURES, (".json",)))
+            for key, group in groupby(
+                filter(tarfile.TarInfo.isreg, tar), key=lambda member: key_of(member.name)
+            ):
+                members = [
+                    (Path(member.name).suffix.lower(), (member.offset_data, member.size))
+                    for member in group
+                ]
+                shows, texts = (
+                    [place for end, place in members if end in ends]
+                    for ends in (PICTURES, (".json",))
+                )
                 if not key or not shows + texts:  # hidden files, a README
                     continue
-                text = (texts if len(texts) == 1 else shows + texts)[0]  # reading a picture as JSON says what is wrong
+                text = (texts if len(texts) == 1 else shows + texts)[
+                    0
+                ]  # reading a picture as JSON says what is wrong
                 entries = [None]
-                with suppress(UserError):  # a damaged record counts, and is reported when it is read
+                with suppress(
+                    UserError
+                ):  # a damaged record counts, and is reported when it is read
                     entries = entries_of(os.pread(file.fileno(), text[1], text[0])) or entries
                 for question, entry in enumerate(entries):
                     length = 0
@@ -86,11 +115,17 @@ def build_index(shard: Path) -> dict[str, np.ndarray]:
                 pictures += shows
                 sample += 1
             if os.pread(file.fileno(), BLOCK, tar.offset) != bytes(BLOCK):
-                raise EOFError(f"it ends at byte {tar.offset:,}")  # tarfile stops in silence at a damaged header
+                raise EOFError(
+                    f"it ends at byte {tar.offset:,}"
+                )  # tarfile stops in silence at a damaged header
     except Exception as error:  # tarfile raises errors of many kinds on damaged files
-        problem = f"no whole tar, or a compressed one ({error}): make or copy it again, uncompressed"
+        problem = (
+            f"no whole tar, or a compressed one ({error}): make or copy it again, uncompressed"
+        )
         raise UserError(f"{shard}: {problem}") from None
-    columns, places = (np.array(rows, dtype=np.int64).reshape(-1, n) for rows, n in ((records, 7), (pictures, 2)))
+    columns, places = (
+        np.array(rows, dtype=np.int64).reshape(-1, n) for rows, n in ((records, 7), (pictures, 2))
+    )
     return {"records": columns, "pictures": places, "tar": np.array([shard.stat().st_size])}
 
 
@@ -114,7 +149,9 @@ def read_member(shard: Path, offset: int, size: int) -> BytesIO:
             member = tarfile.TarInfo.frombuf(file.read(BLOCK), "utf-8", "surrogateescape")
             content = BytesIO(file.read(size))
     except (OSError, tarfile.HeaderError) as error:
-        raise UserError(f"{shard}: no member at byte {offset:,} ({error}): delete its .index.safetensors") from None
+        raise UserError(
+            f"{shard}: no member at byte {offset:,} ({error}): delete its .index.safetensors"
+        ) from None
     content.name = f"{shard.name}/{shown(member.name, 1000)}"
     return content
 
@@ -124,19 +161,34 @@ class Shards(Sequence):
     other data on disk. buffer: how many records are shuffled together. Raises UserError."""
 
     def __init__(
-        self, *patterns: str, split="train", fraction=1.0, validation=0.0, seed=0, buffer=10_000, sampled=False
+        self,
+        *patterns: str,
+        split="train",
+        fraction=1.0,
+        validation=0.0,
+        seed=0,
+        buffer=10_000,
+        sampled=False,
     ):
         self.paths, self.buffer, self.sampled = [*chain(*map(expand, patterns))], buffer, sampled
         absent = [*islice((str(path) for path in self.paths if not path.is_file()), 6)]
         if absent or not self.paths:
-            raise UserError(f"{' '.join(patterns)}: not found ({some(absent)}): check {{first..last}}")
+            raise UserError(
+                f"{' '.join(patterns)}: not found ({some(absent)}): check {{first..last}}"
+            )
         self.pictures, rows, samples = [], [], 0
         for number, path in enumerate(tqdm(self.paths, "indices of shards", delay=2)):
             index = index_of(path)
             part = index["records"]
             count = int(part[:, SAMPLE].max(initial=-1)) + 1
-            held_out, used = np.random.default_rng((seed, number)).random((2, count))[:, part[:, SAMPLE]]
-            keep = held_out < validation if split == "validation" else (held_out >= validation) & (used < fraction)
+            held_out, used = np.random.default_rng((seed, number)).random((2, count))[
+                :, part[:, SAMPLE]
+            ]
+            keep = (
+                held_out < validation
+                if split == "validation"
+                else (held_out >= validation) & (used < fraction)
+            )
             part[:, SAMPLE] += samples
             rows.append(part[keep])
             self.pictures.append(index["pictures"])
@@ -149,7 +201,10 @@ class Shards(Sequence):
     def __getitem__(self, index: int) -> Record:
         """The record `index`; a damaged one raises UserError when its picture is opened."""
         number = int(np.searchsorted(self.ends, index, side="right"))
-        shard, (sample, question, text, size, first, count, _) = self.paths[number], self.rows[index].tolist()
+        shard, (sample, question, text, size, first, count, _) = (
+            self.paths[number],
+            self.rows[index].tolist(),
+        )
         name = f"{shard.name}[{sample}]"
         try:
             file = read_member(shard, text, size)
@@ -161,14 +216,30 @@ class Shards(Sequence):
             turns, answers = read_turns(entry)
             name = entry["name"] if isinstance(entry.get("name"), str) else name
             kind = str(entry.get("type") or "")
-            return Record(name, f"{shard}: {sample} {chosen}", pictures, turns, answers, self.sampled, kind=kind)
+            return Record(
+                name,
+                f"{shard}: {sample} {chosen}",
+                pictures,
+                turns,
+                answers,
+                self.sampled,
+                kind=kind,
+            )
         except WRONG as error:
-            expected = 'one picture and one .json of {"prefix", "suffix"}, or of "pictures" beside them'
+            expected = (
+                'one picture and one .json of {"prefix", "suffix"}, or of "pictures" beside them'
+            )
             problem = f"{problem_of(error)}; expected {expected}: make the shard again"
             return Record(name, name, (Refusal(problem),), ())
 
     def plan(
-        self, batch_size: int, seed: int, epoch: int, per_picture: int = 1, first: int = 0, picture_tokens: int = 0
+        self,
+        batch_size: int,
+        seed: int,
+        epoch: int,
+        per_picture: int = 1,
+        first: int = 0,
+        picture_tokens: int = 0,
     ) -> Iterator[list[int]]:
         """The micro-batches of an epoch from number `first` on: of shuffled shards, by `plan_epoch` within a window of
         `buffer` records. All but the last have `batch_size` records."""
@@ -179,6 +250,13 @@ class Shards(Sequence):
             numbers = order[start : start + window]
             rows = self.rows[numbers]
             lengths = rows[:, LENGTH] // CHARACTERS + (rows[:, PICTURE_COUNT] - 1) * picture_tokens
-            given = rows[:, SAMPLE].tolist(), lengths.tolist(), batch_size, f"{seed}/{start}", epoch, per_picture
+            given = (
+                rows[:, SAMPLE].tolist(),
+                lengths.tolist(),
+                batch_size,
+                f"{seed}/{start}",
+                epoch,
+                per_picture,
+            )
             for batch in plan_epoch(*given)[max(0, first - start // batch_size) :]:
                 yield numbers[batch].tolist()

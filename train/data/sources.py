@@ -58,10 +58,14 @@ def held_records(examples: Sequence[Mapping], name: str, folder: str | Path) -> 
             pictures.append(picture)
         return replace(record, pictures=tuple(pictures))
 
-    return readers.read_records(name, held, [(f"[{number}]", number) for number in range(len(examples))])
+    return readers.read_records(
+        name, held, [(f"[{number}]", number) for number in range(len(examples))]
+    )
 
 
-def read_records(settings: Settings, split: str = "train", memory: Mapping[str, list[Record]] = {}) -> Sequence[Record]:
+def read_records(
+    settings: Settings, split: str = "train", memory: Mapping[str, list[Record]] = {}
+) -> Sequence[Record]:
     """The records of the split "train" or "validation", which is --eval-data where it is given; those of its pictures
     that are trained on are counted on stderr. Raises UserError."""
     if not settings.eval_data:
@@ -70,8 +74,13 @@ def read_records(settings: Settings, split: str = "train", memory: Mapping[str, 
     if split == "validation":
         return asked
     learned = read_sources("--data", settings.data, split, settings, memory)
-    named = [records for records in (learned, asked) if isinstance(records, list)]  # not in tar shards
-    files = [{realpath(str(p)) for r in of for p in r.pictures if isinstance(p, Path | HeldPicture)} for of in named]
+    named = [
+        records for records in (learned, asked) if isinstance(records, list)
+    ]  # not in tar shards
+    files = [
+        {realpath(str(p)) for r in of for p in r.pictures if isinstance(p, Path | HeldPicture)}
+        for of in named
+    ]
     common = set.intersection(*files) if len(files) == 2 else ()
     if common and os.environ.get("RANK", "0") == "0":  # the first process of torchrun
         count = f"{len(common)} of the {len(files[1])} pictures of --eval-data are in --data, too"
@@ -80,7 +89,11 @@ def read_records(settings: Settings, split: str = "train", memory: Mapping[str, 
 
 
 def read_sources(
-    flag: str, sources: Sequence[str], split: str, settings: Settings, memory: Mapping[str, list[Record]]
+    flag: str,
+    sources: Sequence[str],
+    split: str,
+    settings: Settings,
+    memory: Mapping[str, list[Record]],
 ) -> Sequence[Record]:
     """The records of all sources in a split; files are split together, so that a picture is in one split of all.
 
@@ -89,19 +102,36 @@ def read_sources(
     given = " ".join([flag, *sources])
     matches = [WEIGHT.fullmatch(source) for source in sources]
     weights = [float(match[2]) for match in matches if match]
-    if weights and (flag == "--eval-data" or len(weights) < len(sources) or len(sources) == 1 or not all(weights)):
-        raise UserError(f"{given}: @WEIGHT, above 0, stands at every source of several in --data, or at none")
-    sources = [match[1] if match else source for match, source in zip(matches, sources, strict=True)]
+    if weights and (
+        flag == "--eval-data"
+        or len(weights) < len(sources)
+        or len(sources) == 1
+        or not all(weights)
+    ):
+        raise UserError(
+            f"{given}: @WEIGHT, above 0, stands at every source of several in --data, or at none"
+        )
+    sources = [
+        match[1] if match else source for match, source in zip(matches, sources, strict=True)
+    ]
     if any(source.startswith(MEMORY) and source not in memory for source in sources):
-        raise UserError(f"{given}: a program has made these data: go on there, finetune(resume=…, data=…)")
+        raise UserError(
+            f"{given}: a program has made these data: go on there, finetune(resume=…, data=…)"
+        )
     kinds = [MEMORY if source in memory else source_parts(source)[0] for source in sources]
     fraction, validation = settings.fraction if flag == "--data" else 1.0, settings.validation
-    share = {"fraction": fraction, "validation": 0.0 if settings.eval_data else validation, "seed": settings.seed}
+    share = {
+        "fraction": fraction,
+        "validation": 0.0 if settings.eval_data else validation,
+        "seed": settings.seed,
+    }
     if "shards" in kinds:
         from train.data.shards import Shards
 
         if weights or {*kinds} != {"shards"}:
-            raise UserError(f"{given}: tar shards stand alone, without weights: pack the others with train.shard")
+            raise UserError(
+                f"{given}: tar shards stand alone, without weights: pack the others with train.shard"
+            )
         patterns = [str(source_parts(source)[1]) for source in sources]
         share |= {"sampled": settings.answers == "sampled", "buffer": settings.shuffle_buffer}
         records = Shards(*patterns, split=split, **share)
@@ -110,18 +140,24 @@ def read_sources(
         for source, kind in zip(sources, kinds, strict=True):
             if kind == "embedded":
                 side = "validation" if flag == "--eval-data" else split
-                part = embedded_records(settings.tasks.split(","), side, settings.samples, settings.seed)
+                part = embedded_records(
+                    settings.tasks.split(","), side, settings.samples, settings.seed
+                )
             else:
                 part = memory.get(source) or read_data(source, settings.images, settings.prompt)
                 part = [replace(r, sampled=settings.answers == "sampled") for r in part]
             if len(sources) > 1:  # which may use one name or key for different things
-                part = [replace(r, name=f"{source}: {r.name}", key=f"{source}: {r.key}") for r in part]
+                part = [
+                    replace(r, name=f"{source}: {r.name}", key=f"{source}: {r.key}") for r in part
+                ]
             parts.append(part)
             files += [] if kind == "embedded" else part
         left_out = {r.name for r in files} - {r.name for r in split_records(files, split, **share)}
         parts = [[r for r in part if r.name not in left_out] for part in parts]
         records = Weighted(parts, weights) if weights and split == "train" else list(chain(*parts))
-    bad = [r for r in records if not r.turns] if isinstance(records, list) else []  # shards say it when they are read
+    bad = (
+        [r for r in records if not r.turns] if isinstance(records, list) else []
+    )  # shards say it when they are read
     if len(bad) > settings.max_bad:
         problem = f"{len(bad)} records cannot be used, more than --max-bad {settings.max_bad}"
         first = f"{bad[0].name}: {bad[0].pictures[0].problem}"

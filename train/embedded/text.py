@@ -40,7 +40,14 @@ from weights.export import companions, export_model
 from weights.load import load_model
 
 TASKS = ("add", "copy", "lookup", "fact")
-LEARNED = ("add", "lookup", "copy", "lookup", "fact", "lookup")  # in turn: lookup takes the longest to learn
+LEARNED = (
+    "add",
+    "lookup",
+    "copy",
+    "lookup",
+    "fact",
+    "lookup",
+)  # in turn: lookup takes the longest to learn
 WORDS = [*NAMES, *map(str, range(10))]
 STEPS, ROWS, RATE = 900, 48, 3e-3
 
@@ -53,22 +60,32 @@ def sentence(task: str, split: str, index: int, seed: int = 0) -> tuple[str, str
         return f"How many are {a} and {b}?", str(a + b)
     if task == "fact":
         name = dice.pick(NAMES)
-        return f"What is {with_article(name)}?", next(kind for kind, names in CATEGORIES.items() if name in names)
+        return f"What is {with_article(name)}?", next(
+            kind for kind, names in CATEGORIES.items() if name in names
+        )
     while True:
         words = dice.draw(WORDS, 3 + dice.below(4) if task == "copy" else 5)
         prompt, answer = f"Caption: {' '.join(words)}. What is the caption?", " ".join(words)
         if task == "lookup":
             column = dice.below(5)
-            prompt, answer = f"Row: {' '.join(words)}. What is in column {column + 1}?", words[column]
+            prompt, answer = (
+                f"Row: {' '.join(words)}. What is in column {column + 1}?",
+                words[column],
+            )
         if split_of((prompt,)) == split:
             return prompt, answer
 
 
 def sentences(step: int, seed: int, processor: Processor) -> MicroBatch:
     """The ROWS sentences of a step, the tasks in turn. No token sees a later one, in the prompt too."""
-    turns = [sentence(LEARNED[n % len(LEARNED)], "train", n, seed) for n in range(step * ROWS, (step + 1) * ROWS)]
+    turns = [
+        sentence(LEARNED[n % len(LEARNED)], "train", n, seed)
+        for n in range(step * ROWS, (step + 1) * ROWS)
+    ]
     micro = collate([Record(turn[0], turn[0], (), (turn,)) for turn in turns], processor)
-    return replace(micro, batch=replace(micro.batch, token_type_ids=torch.ones_like(micro.batch.input_ids)))
+    return replace(
+        micro, batch=replace(micro.batch, token_type_ids=torch.ones_like(micro.batch.input_ids))
+    )
 
 
 def make_text_base(seed: int, folder: Path, steps: int = STEPS) -> PaliGemma:

@@ -46,15 +46,29 @@ ROWS: dict[str, dict] = {
 }
 # On the embedded scenes; difficulties at which plain LoRA neither guesses nor is perfect, as the range table shows.
 # eval/scenes.py names them: n4d7 is a 4×4 needle with 7 distractors, o1 and o2 are full pictures.
-NEEDLES = {"n2o2": "2×2, two objects each", "n3d8": "3×3, one object each", "n4o1": "4×4, one object each"}
+NEEDLES = {
+    "n2o2": "2×2, two objects each",
+    "n3d8": "3×3, one object each",
+    "n4o1": "4×4, one object each",
+}
 EXISTENCE = 16  # objects in a picture of POPE's questions
 CONTROLS = ("size", "time")
-TIMES = {"split": 1.1, "twin": 1.2, "twin-small": 1.2, "v2": 1.2}  # seconds of a step beside LoRA's, measured once
+TIMES = {
+    "split": 1.1,
+    "twin": 1.2,
+    "twin-small": 1.2,
+    "v2": 1.2,
+}  # seconds of a step beside LoRA's, measured once
 # Written before the study was run, after an earlier run with three seeds.
 PREDICTIONS = (
     ("shared", MEAN, "worse", "it disturbs the pretrained weights at step 0"),
     ("split", MEAN, "worse", "it disturbs the pretrained weights at step 0"),
-    ("twin", MEAN, "worse", "μ = 1 doubles the noise of two adapters: −11 points at 4×4, three seeds"),
+    (
+        "twin",
+        MEAN,
+        "worse",
+        "μ = 1 doubles the noise of two adapters: −11 points at 4×4, three seeds",
+    ),
     ("twin-small", MEAN, "equivalent", "a quarter of the second map adds little noise"),
     ("v2", MEAN, "equivalent", "starts at 0.018 of the second map; −3 points at 4×4, n.s."),
     ("dex", MEAN, "equivalent", "linear in the head's output; no other map"),
@@ -65,14 +79,25 @@ QUICK = {"rows": (LORA, "twin", "dex"), "limit": 128, "seeds": 5, "samples": 800
 
 @dataclass(frozen=True)
 class Options(TuningOptions):
-    rows: tuple[str, ...] = flag(tuple(ROWS)[:-1], "(default: all but swiglu)", choices=[*ROWS], nargs="+")
-    limit: int = flag(600, "VQA questions; half as many of each other kind; half of all for validation", least=1)
+    rows: tuple[str, ...] = flag(
+        tuple(ROWS)[:-1], "(default: all but swiglu)", choices=[*ROWS], nargs="+"
+    )
+    limit: int = flag(
+        600, "VQA questions; half as many of each other kind; half of all for validation", least=1
+    )
     protocol: str = flag("constrained", "of the needle tests", choices=PROTOCOLS[:2])
-    coco: str | None = flag(None, "with --data on disk: folder of COCO val2014, for needle tests (default: none)")
-    captions: str | None = flag(None, "with --coco: MMNeedle's or COCO's caption file (default: none)")
+    coco: str | None = flag(
+        None, "with --data on disk: folder of COCO val2014, for needle tests (default: none)"
+    )
+    captions: str | None = flag(
+        None, "with --coco: MMNeedle's or COCO's caption file (default: none)"
+    )
     positive: bool = flag(True, "the positive control, a minute")
     controls: tuple[str, ...] = flag(
-        CONTROLS, "also plain LoRA of each row's size, and the same trained as long", choices=CONTROLS, nargs="*"
+        CONTROLS,
+        "also plain LoRA of each row's size, and the same trained as long",
+        choices=CONTROLS,
+        nargs="*",
     )
 
 
@@ -81,7 +106,9 @@ def control_by_size(base: Settings, changes: dict) -> tuple[str, dict]:
     alpha / r. Parameters are counted on shapes alone."""
 
     def parameters(changes: dict) -> int:
-        return count(trainable(open_model(replace(base, **changes), torch.device("meta"))[0]).values())
+        return count(
+            trainable(open_model(replace(base, **changes), torch.device("meta"))[0]).values()
+        )
 
     rank = -(-parameters(changes) // parameters(PLAIN | {"r": 1}))
     return f"LoRA r{rank}", PLAIN | {"r": rank, "alpha": base.alpha * rank / base.r}
@@ -89,10 +116,16 @@ def control_by_size(base: Settings, changes: dict) -> tuple[str, dict]:
 
 def tasks_of(options: Options, split: str) -> dict[str, Task]:
     """VQA questions, and half as many of each other kind, evenly over places. The splits share no needle test."""
-    limit, protocol = options.limit if split == "test" else max(1, options.limit // 2), options.protocol
+    limit, protocol = (
+        options.limit if split == "test" else max(1, options.limit // 2),
+        options.protocol,
+    )
     tasks, tests = {"VQA": vqa_task(options, split, limit)}, max(1, limit // 32) * 16
     if options.is_embedded:
-        tasks |= {kind: trial_task(NEEDLES[kind], scene_needles(kind, tests, split), protocol) for kind in NEEDLES}
+        tasks |= {
+            kind: trial_task(NEEDLES[kind], scene_needles(kind, tests, split), protocol)
+            for kind in NEEDLES
+        }
         tasks["e16"] = existence_task(tests, protocol, split)
     elif options.coco:
         title, trials = coco_needles(2 * tests, options.coco, options.captions)
@@ -104,7 +137,10 @@ def existence_task(questions: int, protocol: str, split: str) -> Task:
     """POPE's questions about pictures with `EXISTENCE` different objects; half of the answers are yes."""
     samples = scenes.pope("random", split, -(-questions // 6), objects=EXISTENCE)
     words = ("yes", "no") if protocol == "constrained" else ()
-    asks = [replace(question, choices=words) for question in vqa.of_samples(samples, f"{split}/e{EXISTENCE}")]
+    asks = [
+        replace(question, choices=words)
+        for question in vqa.of_samples(samples, f"{split}/e{EXISTENCE}")
+    ]
     return asking(f"is it there, among {EXISTENCE}", asks, official, chance=50.0)
 
 
@@ -113,7 +149,11 @@ def make(base: Settings, tasks: Tasks, job: Job, folder: Path) -> dict:
 
 
 def study_of(options: Options) -> Study:
-    chosen, variants, by_size = {row: ROWS[row] for row in options.rows}, [r for r in options.rows if r != LORA], {}
+    chosen, variants, by_size = (
+        {row: ROWS[row] for row in options.rows},
+        [r for r in options.rows if r != LORA],
+        {},
+    )
     for name in variants if options.controls else ():
         control, changes = control_by_size(options, ROWS[name])
         by_size[name], chosen[control] = (control,), changes
@@ -128,12 +168,16 @@ def study_of(options: Options) -> Study:
         measures=tasks["test"],
         beside={
             "the mean of all plain rows": dict.fromkeys(variants, plain),
-            "the other plain rows (A/A)": {row: tuple(r for r in plain if r != row) for row in plain if plain[1:]},
+            "the other plain rows (A/A)": {
+                row: tuple(r for r in plain if r != row) for row in plain if plain[1:]
+            },
             "plain LoRA with at least as many parameters": by_size,
         },
         rates=options.rates or tuple(float(f"{options.lr * factor:.3g}") for factor in (1, 2, 4)),
         plain=plain,
-        lengthen=("samples", options.samples, TIMES) if options.is_embedded and "time" in options.controls else None,
+        lengthen=("samples", options.samples, TIMES)
+        if options.is_embedded and "time" in options.controls
+        else None,
         predictions=PREDICTIONS,
         more=built.blocks if options.positive else lambda run: [],
     )
@@ -141,7 +185,11 @@ def study_of(options: Options) -> Study:
 
 def main(argv: Sequence[str] | None = None) -> None:
     decided = ("attention", "feed_forward", "option", "tasks", "lr")
-    options = from_values(Options, DEFAULTS | read_given(Options, argv, "train.compare", __doc__, QUICK, decided))
+    options = from_values(
+        Options, DEFAULTS | read_given(Options, argv, "train.compare", __doc__, QUICK, decided)
+    )
     if options.coco and options.is_embedded:
-        raise UserError("--coco goes with --data on disk: the embedded scenes have needle tests of their own")
+        raise UserError(
+            "--coco goes with --data on disk: the embedded scenes have needle tests of their own"
+        )
     print(report.write(engine.run(study_of(options), options)))

@@ -30,7 +30,12 @@ from train.studies.rules import FEWEST_SEEDS, Measure
 CLASSES, OTHERS, WIDTH, RANK = 8, 63, 8, 4
 STEPS, ROWS, TESTS = 300, 64, 1000
 PREDICTIONS = (
-    ("twin", "built", "better", "the second map removes what both have in common: 100 % against 84.7 %"),
+    (
+        "twin",
+        "built",
+        "better",
+        "the second map removes what both have in common: 100 % against 84.7 %",
+    ),
     ("v2", "built", "better", "the same"),
     ("dex", "built", "equivalent", "one map, and a linear change of what it reads"),
 )
@@ -40,7 +45,11 @@ ORIGINAL = (("split", "built", "better", "the second map removes what both have 
 def best_of_one_map(cap: float = 1.0, others: int = OTHERS, draws: int = 200_000) -> float:
     """The accuracy in percent of the best map with logits within ±cap, and of a linear reader: the class with the
     largest sum of weights, counted on draws."""
-    counts = np.random.default_rng(0).multinomial(others, [1 / CLASSES] * CLASSES, size=draws).astype(float)
+    counts = (
+        np.random.default_rng(0)
+        .multinomial(others, [1 / CLASSES] * CLASSES, size=draws)
+        .astype(float)
+    )
     counts[:, 0] += math.exp(2 * cap)
     return 100 * float((counts[:, 0] >= counts.max(axis=1)).mean())
 
@@ -53,7 +62,10 @@ def without_second_map(attention: Differential) -> None:
 def draw_bound(heads: Sequence[float], others: int) -> Image.Image:
     """That bound over the cap and the number of others, and heads by their caps, among so many `others`."""
     caps = [0.25 * step for step in range(1, 45)]
-    lines = {f"{n} others": [(c, best_of_one_map(c, n, 20_000)) for c in caps] for n in (15, 63, 255, 1023)}
+    lines = {
+        f"{n} others": [(c, best_of_one_map(c, n, 20_000)) for c in caps]
+        for n in (15, 63, 255, 1023)
+    }
     lines["heads of the base"] = sorted((c, best_of_one_map(c, others, 20_000)) for c in heads)
     labels = "Best accuracy of one map", "its logits are within ± this", "right answers, %"
     return line_chart(lines, *labels, marked=["heads of the base"])
@@ -76,7 +88,14 @@ def make(job: Job, folder: Path) -> dict:
 
     The job may change what stands first below, and options of the variant.
     """
-    changes: dict = {"kind": job.row, "cap": 1.0, "others": OTHERS, "steps": STEPS, "drawn": 0, "one_map": False}
+    changes: dict = {
+        "kind": job.row,
+        "cap": 1.0,
+        "others": OTHERS,
+        "steps": STEPS,
+        "drawn": 0,
+        "one_map": False,
+    }
     changes |= dict(job.changes)
     kind, cap, others, steps, drawn, one_map = (changes.pop(name) for name in list(changes)[:6])
     torch.manual_seed(job.seed + drawn)  # another initial value, but the same examples
@@ -122,4 +141,8 @@ def blocks(run: Run, predictions: tuple[tuple, ...] = PREDICTIONS) -> list:
     part.compute()
     run.parts.append(part)
     bound = f"The best that one bounded map can do is {best_of_one_map():.1f} %; two maps can reach 100 %."
-    return ["## Positive control: the built task (train/studies/built.py)", bound, *report.sections(part, "###")]
+    return [
+        "## Positive control: the built task (train/studies/built.py)",
+        bound,
+        *report.sections(part, "###"),
+    ]

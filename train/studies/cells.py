@@ -26,7 +26,9 @@ from train.loop import Diverged
 from train.run import provenance
 
 ROOT = Path(__file__).parents[2]
-JUDGING = {Path(__file__).with_name(f"{name}.py") for name in ("engine", "rules", "report", "cells")}
+JUDGING = {
+    Path(__file__).with_name(f"{name}.py") for name in ("engine", "rules", "report", "cells")
+}
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,10 @@ def hash_of(file: str) -> str:
                 node.value = ast.Constant(None)  # a docstring
             elif isinstance(node, ast.ImportFrom):  # of a module, or of names in one
                 package = ROOT.joinpath(*f"{node.module}".split("."))
-                files = {package.with_suffix(".py"), *(package / f"{alias.name}.py" for alias in node.names)}
+                files = {
+                    package.with_suffix(".py"),
+                    *(package / f"{alias.name}.py" for alias in node.names),
+                }
                 waiting |= {file for file in files - JUDGING if file.is_file()}
         texts[file] = ast.dump(tree)
         waiting -= texts.keys()
@@ -96,7 +101,10 @@ def compute(call: tuple[Callable[..., dict], Job, Path, Sequence[Path]]) -> str:
     except Diverged as error:
         result = {"scores": {}, "facts": {"diverged": str(error)}}
     spent = time.process_time() - started
-    write_text(file, json.dumps(asdict(job) | result | {"cpu_seconds": round(spent, 2)} | provenance()) + "\n")
+    write_text(
+        file,
+        json.dumps(asdict(job) | result | {"cpu_seconds": round(spent, 2)} | provenance()) + "\n",
+    )
     rate = f", rate {job.rate:g}" if job.rate else ""
     return f"{job.row}{rate}, seed {job.seed}: {spent:.0f} CPU seconds"
 
@@ -104,7 +112,9 @@ def compute(call: tuple[Callable[..., dict], Job, Path, Sequence[Path]]) -> str:
 @cache
 def pool_of(processes: int) -> ProcessPoolExecutor:
     """Processes that compute cells."""
-    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=prepare_process)
+    return ProcessPoolExecutor(
+        processes, multiprocessing.get_context("spawn"), initializer=prepare_process
+    )
 
 
 def prepare_process() -> None:

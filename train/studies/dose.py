@@ -44,7 +44,21 @@ from train.systems.open import load_base, make_optimizer, open_model, rules_of
 from weights.export import export_model
 
 CAPS, MILD = (None, 2.0, 1.0, 0.5, 0.25), 1.0  # by the bound, nothing can be gained from MILD up
-FALLING = (None, None, 8.0, 5.6, 4.0, 2.8, 2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25)  # caps of the base, BASE_STEPS each
+FALLING = (
+    None,
+    None,
+    8.0,
+    5.6,
+    4.0,
+    2.8,
+    2.0,
+    1.4,
+    1.0,
+    0.7,
+    0.5,
+    0.35,
+    0.25,
+)  # caps of the base, BASE_STEPS each
 LONGER, TIMES = (None, 0.5), 4  # at these caps also so many times the steps
 OTHERS, TUNING_SEEDS = 15, (100, 101, 102)
 PLAIN = ("plain", "plain again")
@@ -58,13 +72,25 @@ ROWS: dict[str, dict] = {
     "dex": {"kind": "dex"},
 }
 # Written before any row but plain was run at these caps: from MILD up, and below it
-PREDICTED = {row: ("equivalent", "equivalent", "one map") for row in ("plain + head norm", "shared", "dex")}
-PREDICTED |= {row: ("equivalent", "better", "a second map takes away what both have") for row in ("twin-small", "v2")}
+PREDICTED = {
+    row: ("equivalent", "equivalent", "one map") for row in ("plain + head norm", "shared", "dex")
+}
+PREDICTED |= {
+    row: ("equivalent", "better", "a second map takes away what both have")
+    for row in ("twin-small", "v2")
+}
 CONTROL = "the mean of both plain rows"
-TASKS = {"built": (300, (0.01, 0.02, 0.04)), "needle": (50, (1.5e-3, 3e-3, 6e-3))}  # steps, and rates to try first
+TASKS = {
+    "built": (300, (0.01, 0.02, 0.04)),
+    "needle": (50, (1.5e-3, 3e-3, 6e-3)),
+}  # steps, and rates to try first
 TESTS = {"validation": 160, "test": 320}  # needles
 POOL, BATCH = 4096, 32  # needles to learn from, and of a step
-TUNED = ("plain", "twin-small", "v2")  # rows on needles with rates of their own; the others take that of plain
+TUNED = (
+    "plain",
+    "twin-small",
+    "v2",
+)  # rows on needles with rates of their own; the others take that of plain
 BASE_STEPS, BASE = 50, "base"  # a job, from which the rows of needles start
 QUICK = {"tasks": ("built",), "seeds": 3, "rates": (0.02,), "longer": ("none",)}
 
@@ -74,8 +100,12 @@ class Options(StudyOptions):
     seeds: int = flag(6, "runs of each row", least=1, metavar="N")
     rows: tuple[str, ...] = flag(tuple(ROWS), "(default: all)", choices=[*ROWS], nargs="+")
     tasks: tuple[str, ...] = flag(tuple(TASKS), "(default: both)", choices=[*TASKS], nargs="+")
-    caps: tuple[str, ...] = flag(tuple(map(str, CAPS)), "of the logits", choices=[*map(str, CAPS)], nargs="+")
-    longer: tuple[str, ...] = flag(tuple(TASKS), "tasks with longer runs too", choices=[*TASKS, "none"], nargs="+")
+    caps: tuple[str, ...] = flag(
+        tuple(map(str, CAPS)), "of the logits", choices=[*map(str, CAPS)], nargs="+"
+    )
+    longer: tuple[str, ...] = flag(
+        tuple(TASKS), "tasks with longer runs too", choices=[*TASKS, "none"], nargs="+"
+    )
 
 
 # Needles
@@ -84,7 +114,10 @@ class Options(StudyOptions):
 @cache
 def needles(split: str, count: int) -> tuple:
     """Rows of 4×4 needles and the features of their pictures, which no row changes."""
-    model, processor = load_base(Settings(device="cpu"), torch.device("cpu")), Processor.from_source("embedded")
+    model, processor = (
+        load_base(Settings(device="cpu"), torch.device("cpu")),
+        Processor.from_source("embedded"),
+    )
     samples = [scenes.sample("n4o1", split, number) for number in range(count)]
     pixels = torch.stack([processor.pixels(sample.scene.render()) for sample in samples])
     with torch.no_grad():
@@ -92,17 +125,23 @@ def needles(split: str, count: int) -> tuple:
     return processor.pad([processor.row_of(1, [(s.prefix, s.suffix)]) for s in samples]), features
 
 
-def answers(model: PaliGemma, split: str, count: int, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def answers(
+    model: PaliGemma, split: str, count: int, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits (rows, 5, V) and tokens (rows, 5) of "row R column C" and the end, each after the right ones before."""
     batch, features = needles(split, count)
     known = batch.input_ids[rows], None, batch.token_type_ids[rows], batch.attention_mask[rows]
-    return model(*known, image_features=features[rows], positions_to_keep=6)[:, :-1], batch.input_ids[rows][:, -5:]
+    return model(*known, image_features=features[rows], positions_to_keep=6)[
+        :, :-1
+    ], batch.input_ids[rows][:, -5:]
 
 
 @torch.no_grad()
 def found(model: PaliGemma, split: str) -> list[float]:
     """Of each needle of a split 1 where row and column are both the likeliest word."""
-    parts = [answers(model, split, TESTS[split], rows) for rows in torch.arange(TESTS[split]).split(64)]
+    parts = [
+        answers(model, split, TESTS[split], rows) for rows in torch.arange(TESTS[split]).split(64)
+    ]
     right = torch.cat([logits.argmax(-1) == tokens for logits, tokens in parts])
     return (right[:, 1] & right[:, 3]).float().tolist()
 
@@ -112,9 +151,13 @@ def cap_logits(model: PaliGemma, cap: float | None) -> None:
         attention.softcap = cap
 
 
-def learn(model: PaliGemma, optimizer: torch.optim.Optimizer, steps: int, schedule: str, seed: int) -> None:
+def learn(
+    model: PaliGemma, optimizer: torch.optim.Optimizer, steps: int, schedule: str, seed: int
+) -> None:
     """Steps on needles, in an order of the seed."""
-    order = torch.randperm(POOL, generator=torch.Generator().manual_seed(seed)).repeat(-(-steps * BATCH // POOL))
+    order = torch.randperm(POOL, generator=torch.Generator().manual_seed(seed)).repeat(
+        -(-steps * BATCH // POOL)
+    )
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for step, rows in enumerate(order[: steps * BATCH].split(BATCH)):
         set_rates(optimizer, rate_factor(step, steps, 0.1, schedule))
@@ -129,7 +172,9 @@ def make_base(folder: Path) -> dict:
     """Train the decoder of the embedded base on needles while the cap falls; folder/CAP is the base under a cap."""
     settings = Settings(device="cpu", attention="softmax", full=True, optimizer="muon", lr=0.005)
     model, known = load_base(settings, torch.device("cpu")).requires_grad_(False), {}
-    optimizer = make_optimizer(model, rules_of(model, settings, {r"language_model\..*": 1.0}), settings)
+    optimizer = make_optimizer(
+        model, rules_of(model, settings, {r"language_model\..*": 1.0}), settings
+    )
     for number, cap in enumerate(FALLING):
         cap_logits(model, cap)
         learn(model.train(), optimizer, BASE_STEPS, "constant", number)
@@ -147,9 +192,13 @@ def make(job: Job, folder: Path, *base: Path) -> dict:
         return make_base(folder)
     if changes.pop("task") == "built":
         return built.make(replace(job, changes=tuple(changes.items())), folder)
-    cap, steps, kind, one_map, drawn = (changes.pop(n, None) for n in "cap steps kind one_map drawn".split())
+    cap, steps, kind, one_map, drawn = (
+        changes.pop(n, None) for n in "cap steps kind one_map drawn".split()
+    )
     option = tuple(f"{name}={value}" for name, value in changes.items())
-    settings = Settings(base=str(base[0] / str(cap)), device="cpu", lr=job.rate, seed=job.seed + (drawn or 0))
+    settings = Settings(
+        base=str(base[0] / str(cap)), device="cpu", lr=job.rate, seed=job.seed + (drawn or 0)
+    )
     settings = replace(settings, attention="softmax" if one_map else kind, option=option)
     if kind == "softmax":
         settings = replace(settings, r=20, alpha=40.0)  # as many parameters as the largest row
@@ -178,7 +227,9 @@ def doses_of(options: Options) -> list[tuple[str, float | None, int]]:
 
 def study_of(options: Options, task: str, cap: float | None, times: int) -> Study:
     (steps, rates), is_built = TASKS[task], task == "built"
-    dose = {"task": task, "cap": cap, "steps": times * steps} | ({"others": OTHERS} if is_built else {})
+    dose = {"task": task, "cap": cap, "steps": times * steps} | (
+        {"others": OTHERS} if is_built else {}
+    )
     tests, chance = (built.TESTS, 100 / built.CLASSES) if is_built else (TESTS["test"], 100 / 16)
     variants = [row for row in options.rows if row not in PLAIN]
     plain = tuple(row for row in options.rows if row in PLAIN)
@@ -189,7 +240,9 @@ def study_of(options: Options, task: str, cap: float | None, times: int) -> Stud
         rows={row: tuple((dose | ROWS[row]).items()) for row in options.rows},
         make=make,
         key="",
-        measures={task: Measure(task, [0] * tests, chance)},  # the same questions for all: intervals are of runs alone
+        measures={
+            task: Measure(task, [0] * tests, chance)
+        },  # the same questions for all: intervals are of runs alone
         beside={CONTROL: dict.fromkeys(variants, plain), "plain, A/A": {plain[-1]: plain[:1]}},
         rates=options.rates or rates,
         main=task,
@@ -197,7 +250,9 @@ def study_of(options: Options, task: str, cap: float | None, times: int) -> Stud
         plain=plain,
         tuned=() if is_built else tuple(row for row in TUNED if row in options.rows),
         needs=lambda job: [Job(BASE, (), 0.0, 0)] if not is_built and job.row != BASE else [],
-        predictions=tuple((row, task, told[row][(cap or MILD) < MILD], told[row][2]) for row in variants),
+        predictions=tuple(
+            (row, task, told[row][(cap or MILD) < MILD], told[row][2]) for row in variants
+        ),
     )
 
 
@@ -215,7 +270,9 @@ def blocks(options: Options, first: Run) -> list:
             first.parts.append(part)
         rates[place] = part.rates
         title = f"{task}, {times} × steps"
-        found.setdefault(title, {})[cap] = {row: gap for of in part.tables.values() for (row, _), gap in of.items()}
+        found.setdefault(title, {})[cap] = {
+            row: gap for of in part.tables.values() for (row, _), gap in of.items()
+        }
         controls.setdefault(title, []).append(f"{part.scores('plain')[task].mean():.1f} %")
     save(built.draw_bound(head_bounds(), OTHERS), first.out / "bound.png")
     tables = []
@@ -224,7 +281,9 @@ def blocks(options: Options, first: Run) -> list:
         body = [["plain: right answers", *controls[title]]]
         for row in next(iter(by_cap.values())):
             gaps = [of[row] for of in by_cap.values()]
-            body.append([row, *(f"{interval_text(gap, 1, signed=True)} {gap['verdict']}" for gap in gaps)])
+            body.append(
+                [row, *(f"{interval_text(gap, 1, signed=True)} {gap['verdict']}" for gap in gaps)]
+            )
         tables += [f"## {title}", markdown_table(["row", *(f"cap {cap}" for cap in by_cap)], body)]
     return tables
 
@@ -235,9 +294,13 @@ def blocks(options: Options, first: Run) -> list:
 def draw_gaps(title: str, by_cap: dict[float | None, dict[str, dict]]) -> Image.Image:
     """Differences to the plain rows over the cap, with intervals; `plain again` is the difference of equal rows."""
     rows = next(iter(by_cap.values()))
-    points = {row: [(math.log2(cap or 4.0), gaps[row]) for cap, gaps in by_cap.items()] for row in rows}
+    points = {
+        row: [(math.log2(cap or 4.0), gaps[row]) for cap, gaps in by_cap.items()] for row in rows
+    }
     lines = {row: sorted((x, gap["mean"]) for x, gap in of_row) for row, of_row in points.items()}
-    bars = {row: [(x, gap["low"], gap["high"]) for x, gap in of_row] for row, of_row in points.items()}
+    bars = {
+        row: [(x, gap["low"], gap["high"]) for x, gap in of_row] for row, of_row in points.items()
+    }
     labels = title, "binary logarithm of the cap, 2: none", "points beside plain rows"
     return line_chart(lines, *labels, marked=rows, bars=bars)
 
@@ -248,7 +311,12 @@ def head_bounds() -> list[float]:
     others', at the word where that is largest; the mean over 64 needles. A map bounded to ±c has at most c."""
     model, weights = load_base(Settings(device="cpu"), torch.device("cpu")).eval(), []
     batch, count = needles("validation", 64)[0], 64
-    with tapped({attention: weights.append for attention in attention_modules(model.language_model).values()}):
+    with tapped(
+        {
+            attention: weights.append
+            for attention in attention_modules(model.language_model).values()
+        }
+    ):
         answers(model, "validation", count, torch.arange(count))
     image = batch.input_ids == model.config.image_token_id
     patches = image.nonzero()[:, 1].view(count, 1, 1, 16)
@@ -257,13 +325,17 @@ def head_bounds() -> list[float]:
     for of_layer in weights:  # (B, N, S, S); logarithms of weights differ as logits do
         logits = of_layer.clamp(min=1e-38).log()
         logits = logits.gather(3, patches.expand(*logits.shape[:3], 16))
-        needle = logits[torch.arange(count), :, :, torch.arange(count) % 16]  # needles take the places in turn
+        needle = logits[
+            torch.arange(count), :, :, torch.arange(count) % 16
+        ]  # needles take the places in turn
         gaps = (needle - (logits.sum(-1) - needle) / OTHERS) / 2
         bounds += gaps.masked_fill(hidden, -math.inf).amax(-1).mean(0).tolist()
     return bounds
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = from_values(Options, read_given(Options, argv, "train.compare --rows dose", __doc__, QUICK))
+    options = from_values(
+        Options, read_given(Options, argv, "train.compare --rows dose", __doc__, QUICK)
+    )
     first = replace(study_of(options, *doses_of(options)[0]), more=partial(blocks, options))
     print(report.write(engine.run(first, options)))

@@ -24,7 +24,9 @@ from train.studies.rules import MOST_RATES, TIE, TUNING_SEEDS, Measure, is_insid
 
 MEAN = "mean"  # a column of the tables: of the measures in range, each with the same weight
 UNUSABLE = -1e6  # below the mean of any other cells
-Scores = dict[str, np.ndarray]  # by measure (seeds, examples), in percent or in the unit of the measure
+Scores = dict[
+    str, np.ndarray
+]  # by measure (seeds, examples), in percent or in the unit of the measure
 
 
 @dataclass(frozen=True)
@@ -32,10 +34,16 @@ class StudyOptions:
     """The flags that all studies share; a study changes their defaults and adds more."""
 
     seeds: int = flag(10, "runs of each row", least=1, metavar="N")
-    rates: tuple[float, ...] = flag((), "to try first, one alone (default: the study's)", type=float, nargs="+")
-    jobs: int = flag(1 if torch.cuda.is_available() else torch.get_num_threads(), "cells side by side", least=1)
+    rates: tuple[float, ...] = flag(
+        (), "to try first, one alone (default: the study's)", type=float, nargs="+"
+    )
+    jobs: int = flag(
+        1 if torch.cuda.is_available() else torch.get_num_threads(), "cells side by side", least=1
+    )
     quick: bool = flag(False, "a plan of at most ten minutes on two cores")
-    out: Path | None = flag(None, "folder of results and cells (default: runs/STUDY)", metavar="DIR")
+    out: Path | None = flag(
+        None, "folder of results and cells (default: runs/STUDY)", metavar="DIR"
+    )
 
 
 @dataclass(frozen=True)
@@ -104,15 +112,25 @@ class Run:
 
     def file(self, job: Job) -> Path:
         """Where the result of a job is, or will be; the other files of the cell are beside it."""
-        return self.out / "cells" / digest(source_hash(self.study.make), self.study.key, job) / "cell.json"
+        return (
+            self.out
+            / "cells"
+            / digest(source_hash(self.study.make), self.study.key, job)
+            / "cell.json"
+        )
 
     def get(self, jobs: Sequence[Job]) -> list[dict]:
         """The results of jobs, in order; those not on disk are computed, `self.jobs` at a time."""
         needs = {job: list(self.study.needs(job)) for job in jobs}
         if needed := list(dict.fromkeys(need for of_job in needs.values() for need in of_job)):
             self.get(needed)
-        missing = sorted((job for job in needs if not self.file(job).exists()), key=lambda job: job.seed)
-        calls = [(self.study.make, job, self.file(job), [self.file(n).parent for n in needs[job]]) for job in missing]
+        missing = sorted(
+            (job for job in needs if not self.file(job).exists()), key=lambda job: job.seed
+        )
+        calls = [
+            (self.study.make, job, self.file(job), [self.file(n).parent for n in needs[job]])
+            for job in missing
+        ]
         compute_all(calls, self.jobs)
         cells = [json.loads(self.file(job).read_text()) for job in jobs]
         self.used |= zip(jobs, cells, strict=True)
@@ -120,7 +138,11 @@ class Run:
 
     def at_rates(self, rates: Mapping[str, float], seeds: Sequence[int]) -> dict[str, list[dict]]:
         """The cells of rows at their rates, seed by seed."""
-        jobs = [Job(row, self.study.rows[row], rate, seed) for row, rate in rates.items() for seed in seeds]
+        jobs = [
+            Job(row, self.study.rows[row], rate, seed)
+            for row, rate in rates.items()
+            for seed in seeds
+        ]
         cells = iter(self.get(jobs))
         return {row: [next(cells) for _ in seeds] for row in rates}
 
@@ -148,11 +170,17 @@ class Run:
         while more and len(grid) + len(more) <= MOST_RATES:
             grid = sorted([*grid, *more])
             cells = {rate: self.at_rates(dict.fromkeys(rows, rate), seeds) for rate in grid}
-            self.tried = {row: {rate: self.worth(cells[rate][row]) for rate in grid} for row in rows}
-            plain = {rate: float(np.mean([self.tried[row][rate] for row in shared])) for rate in grid}
+            self.tried = {
+                row: {rate: self.worth(cells[rate][row]) for rate in grid} for row in rows
+            }
+            plain = {
+                rate: float(np.mean([self.tried[row][rate] for row in shared])) for rate in grid
+            }
             for row in rows:
                 scores = plain if row in study.plain else self.tried[row]
-                self.rates[row] = min(rate for rate in grid if scores[rate] >= max(scores.values()) - tie)
+                self.rates[row] = min(
+                    rate for rate in grid if scores[rate] >= max(scores.values()) - tie
+                )
             best = self.rates.values() if len(grid) > 1 else ()
             more = [grid[0] / 2] * (grid[0] in best) + [grid[-1] * 2] * (grid[-1] in best)
             self.rates |= {row: self.rates[shared[0]] for row in study.rows if row not in rows}
@@ -168,14 +196,23 @@ class Run:
 
     def add_controls_by_time(self, setting: str, value: float, ratios: Mapping[str, float]) -> None:
         """Controls of the last table that train as long as their rows."""
-        (title, table), rows, beside = list(self.study.beside.items())[-1], dict(self.study.rows), {}
+        (title, table), rows, beside = (
+            list(self.study.beside.items())[-1],
+            dict(self.study.rows),
+            {},
+        )
         for row, (control, *_) in table.items():
             name = control
             if ratio := ratios.get(row):
                 name = f"{control}, {ratio} × steps"
-                rows[name], self.rates[name] = (*rows[control], (setting, round(value * ratio))), self.rates[control]
+                rows[name], self.rates[name] = (
+                    (*rows[control], (setting, round(value * ratio))),
+                    self.rates[control],
+                )
             beside[row] = (name,)
-        self.study = replace(self.study, rows=rows, beside={**self.study.beside, f"{title}, trained as long": beside})
+        self.study = replace(
+            self.study, rows=rows, beside={**self.study.beside, f"{title}, trained as long": beside}
+        )
 
     # Scores and differences
 
@@ -191,8 +228,13 @@ class Run:
     def validation(self, cells: Sequence[dict]) -> dict[str, float]:
         """The mean of each measure of the validation split over cells that did not diverge."""
         scores = [cell["scores"]["validation"] for cell in cells if "validation" in cell["scores"]]
-        of_cells = {name: [of_cell[name] for of_cell in scores] for name in (scores[0] if scores else ())}
-        return {name: float((self.study.measures[name].scale * np.array(of_cells[name])).mean()) for name in of_cells}
+        of_cells = {
+            name: [of_cell[name] for of_cell in scores] for name in (scores[0] if scores else ())
+        }
+        return {
+            name: float((self.study.measures[name].scale * np.array(of_cells[name])).mean())
+            for name in of_cells
+        }
 
     def facts(self, row: str) -> list[dict]:
         """Of the cells of a row that did not diverge."""
@@ -201,48 +243,84 @@ class Run:
     def in_range(self, controls: Sequence[str]) -> list[str]:
         """The columns that can show a difference, by the controls' mean on the validation split; a measure that is no
         share, or that this split does not have, always can."""
-        usable, validation = [], [self.validation(self.cells[row][:TUNING_SEEDS]) for row in controls]
+        usable, validation = (
+            [],
+            [self.validation(self.cells[row][:TUNING_SEEDS]) for row in controls],
+        )
         for name, measure in self.study.measures.items():
             known = [scores[name] for scores in validation if name in scores]
-            if not measure.is_share or not known or is_inside(float(np.mean(known)), measure.chance):
+            if (
+                not measure.is_share
+                or not known
+                or is_inside(float(np.mean(known)), measure.chance)
+            ):
                 usable += [name] * self.falls(name, controls)
         return usable + [MEAN] * any(name in usable for name in self.study.averaged)
 
     def falls(self, name: str, controls: Sequence[str]) -> bool:
         """Whether the last number of a ladder is harder for the controls than the first, or the measure has none."""
         facts = [of_cell.get("ladders", {}) for row in controls for of_cell in self.facts(row)]
-        ladder = np.mean([of_cell[name] for of_cell in facts if name in of_cell] or [(1.0, 0.0)], axis=0)
+        ladder = np.mean(
+            [of_cell[name] for of_cell in facts if name in of_cell] or [(1.0, 0.0)], axis=0
+        )
         return bool(ladder[-1] < ladder[0])
 
     def with_margins(self, controls: Sequence[str]) -> dict[str, Measure]:
         """The columns; if margins are relative, with that share of what the controls have above guessing."""
         if not self.study.relative_margin:
             return self.study.columns
-        known, measures = [self.validation(self.cells[row]) for row in controls], self.study.measures
-        above = {name: np.mean([of[name] for of in known]) - (measures[name].chance or 0.0) for name in known[0]}
+        known, measures = (
+            [self.validation(self.cells[row]) for row in controls],
+            self.study.measures,
+        )
+        above = {
+            name: np.mean([of[name] for of in known]) - (measures[name].chance or 0.0)
+            for name in known[0]
+        }
         above[MEAN] = np.mean([above[name] for name in self.study.averaged])
         share = self.study.relative_margin
-        return {name: replace(c, margin=max(0.0, share * above[name])) for name, c in self.study.columns.items()}
+        return {
+            name: replace(c, margin=max(0.0, share * above[name]))
+            for name, c in self.study.columns.items()
+        }
 
     def table(self, beside: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str], dict]:
         """The judged differences, paired by seed and example, by (row, column); in MEAN each measure in range weighs
         the same. The main ones are a family of their own."""
         study, differences, inside, table = self.study, {}, set(), {}
-        columns = self.with_margins([control for controls in beside.values() for control in controls])
+        columns = self.with_margins(
+            [control for controls in beside.values() for control in controls]
+        )
         for row, controls in beside.items():
-            usable, of_controls = self.in_range(controls), [self.scores(control) for control in controls]
+            usable, of_controls = (
+                self.in_range(controls),
+                [self.scores(control) for control in controls],
+            )
             inside |= {(row, column) for column in usable}
-            gaps = {name: s - np.mean([of[name] for of in of_controls], axis=0) for name, s in self.scores(row).items()}
+            gaps = {
+                name: s - np.mean([of[name] for of in of_controls], axis=0)
+                for name, s in self.scores(row).items()
+            }
             in_mean = [name for name in study.averaged if name in usable] or study.averaged
             for column in columns:
                 names = in_mean if column == MEAN else [column]
-                groups = [f"{name}/{group}" for name in names for group in study.measures[name].groups]
-                parts = [gaps[name] * len(groups) / len(names) / gaps[name].shape[1] for name in names]
+                groups = [
+                    f"{name}/{group}" for name in names for group in study.measures[name].groups
+                ]
+                parts = [
+                    gaps[name] * len(groups) / len(names) / gaps[name].shape[1] for name in names
+                ]
                 differences[row, column] = estimate(np.hstack(parts), groups)
         for is_main in (True, False):
-            family = {place: gap for place, gap in differences.items() if (place[1] == study.main) == is_main}
+            family = {
+                place: gap
+                for place, gap in differences.items()
+                if (place[1] == study.main) == is_main
+            }
             for place, judged in judge(family, inside, columns).items():
-                one_seed = {"verdict": "one seed"} if self.seeds == 1 else {}  # says nothing of other runs
+                one_seed = (
+                    {"verdict": "one seed"} if self.seeds == 1 else {}
+                )  # says nothing of other runs
                 table[place] = differences[place]._asdict() | judged | one_seed
         return table
 

@@ -18,7 +18,9 @@ from train.data.sources import read_records
 from train.settings import Settings
 from train.studies.rules import Measure
 
-VAL_FILES = tuple(name.replace("train2014", "val2014") for name in (QUESTIONS_FILE, ANNOTATIONS_FILE))
+VAL_FILES = tuple(
+    name.replace("train2014", "val2014") for name in (QUESTIONS_FILE, ANNOTATIONS_FILE)
+)
 
 
 def training_records(settings: Settings) -> Sequence[Record]:
@@ -42,13 +44,18 @@ class Task(Measure):
     def score(self, answers: Sequence) -> list[float]:
         """The scores of the examples, in order."""
         if not self.protocol:
-            return [float(self.right(ask.truth, answer)) for ask, answer in zip(self.asks, answers, strict=True)]
+            return [
+                float(self.right(ask.truth, answer))
+                for ask, answer in zip(self.asks, answers, strict=True)
+            ]
         benchmark = needle.Needle()
         benchmark.protocol = self.protocol
         return [float(sum(row.scores.values())) for row in benchmark.rows(self.asks, answers)]
 
 
-def asking(title: str, asks: Sequence[Question], right: Callable[[Any, str], float] = eq, **more) -> Task:
+def asking(
+    title: str, asks: Sequence[Question], right: Callable[[Any, str], float] = eq, **more
+) -> Task:
     """A task in which each answer is scored by itself, by right(truth, answer). more: fields of a Measure."""
     return Task(title, [ask.key for ask in asks], asks=asks, right=right, **more)
 
@@ -62,7 +69,9 @@ def scene_needles(kind: str, tests: int, split: str = "test") -> list[NeedleTest
 def coco_needles(tests: int, coco: str, captions: str | None) -> tuple[str, list[NeedleTest]]:
     """Title and trials of 2×2 needle tests on the pictures of COCO's val2014."""
     if captions is None:
-        raise UserError("--coco needs --captions: MMNeedle's caption file, or COCO's captions_val2014.json")
+        raise UserError(
+            "--coco needs --captions: MMNeedle's caption file, or COCO's captions_val2014.json"
+        )
     return "MMNeedle 1_2_2", needle.drawn_tests(coco, captions, tests)
 
 
@@ -91,10 +100,14 @@ def vqa_task(settings: Settings, split: str, limit: int | None, scoring: str = "
         records = read_records(settings, "validation")
         pictures = sorted({record.key for record in records})
         half = set(pictures[0::2] if split == "validation" else pictures[1::2])
-        questions = [question_of(r, truth=replace(r, pictures=())) for r in records if r.key in half]
+        questions = [
+            question_of(r, truth=replace(r, pictures=())) for r in records if r.key in half
+        ]
     if not questions:
         remedy = f"raise --validation above {settings.validation}"
-        raise UserError(f"--data {' '.join(settings.data)}: no pictures are left for the {split} split: {remedy}")
+        raise UserError(
+            f"--data {' '.join(settings.data)}: no pictures are left for the {split} split: {remedy}"
+        )
     count = len(questions) if limit is None else min(limit, len(questions))
     chosen = random.Random(f"vqa/{split}").sample(range(len(questions)), count)
     asks = [questions[number] for number in sorted(chosen)]

@@ -35,13 +35,30 @@ from train.settings import GPUS, RECIPES
 from train.studies import engine, report
 from train.studies.cells import Job, digest
 from train.studies.measures import VAL_FILES, coco_needles, scene_needles, trial_task, vqa_task
-from train.studies.training import Tasks, TuningOptions, ask, deciding, fine_tune, key_of, read_given
+from train.studies.training import (
+    Tasks,
+    TuningOptions,
+    ask,
+    deciding,
+    fine_tune,
+    key_of,
+    read_given,
+)
 from train.systems.open import load_base, open_processor
 
-VQA_SCORES = {"paper-1": 53.21, "paper-2": 51.91, "paper-3": 35.72, "paper-4": 33.91, "paper-5": 41.32}  # Table 1, %
+VQA_SCORES = {
+    "paper-1": 53.21,
+    "paper-2": 51.91,
+    "paper-3": 35.72,
+    "paper-4": 33.91,
+    "paper-5": 41.32,
+}  # Table 1, %
 WITHOUT, WITH = "part-2-without", "part-2-with"  # differential attention
 NEEDLE_SCORES = {"baseline": 28.75, WITHOUT: 30.42, WITH: 34.72}  # Table 2: index accuracy, %
-PART_2 = {WITHOUT: ("paper-1", "paper-3"), WITH: ("paper-2", "paper-4", "paper-5")}  # chosen of these
+PART_2 = {
+    WITHOUT: ("paper-1", "paper-3"),
+    WITH: ("paper-2", "paper-4", "paper-5"),
+}  # chosen of these
 SHARE = 0.4  # of the pictures, in Part 1
 # half of the miniature's samples ask for needles, since the embedded base has never seen their words
 MINIATURE, QUICK = {"samples": 4000, "tasks": "vqa,n2o1"}, {"samples": 400}
@@ -50,15 +67,28 @@ MINIATURE, QUICK = {"samples": 4000, "tasks": "vqa,n2o1"}, {"samples": 400}
 @dataclass(frozen=True)
 class Options(TuningOptions):
     seeds: int = flag(1, "runs of each row", least=1, metavar="N")
-    rows: tuple[str, ...] = flag(tuple(VQA_SCORES), "of Table 1 (default: all)", choices=[*VQA_SCORES], nargs="+")
-    from_: tuple[str, ...] = flag(
-        (), "finished runs of the rows that they stand for (default: none)", nargs="+", metavar="ROW=RUN"
+    rows: tuple[str, ...] = flag(
+        tuple(VQA_SCORES), "of Table 1 (default: all)", choices=[*VQA_SCORES], nargs="+"
     )
-    vqa_limit: int | None = flag(None, "VQA questions (default: all; 600 of the embedded scenes)", least=1, metavar="N")
+    from_: tuple[str, ...] = flag(
+        (),
+        "finished runs of the rows that they stand for (default: none)",
+        nargs="+",
+        metavar="ROW=RUN",
+    )
+    vqa_limit: int | None = flag(
+        None, "VQA questions (default: all; 600 of the embedded scenes)", least=1, metavar="N"
+    )
     needle_limit: int = flag(200, "needle tests, evenly over the places", least=4, metavar="N")
-    scoring: str = flag("official", "of VQA: VQAv2's own, or the paper's Eq. 8", choices=["official", "paper"])
-    coco: str | None = flag(None, "with --data on disk: folder of COCO val2014, for needle tests (default: none)")
-    captions: str | None = flag(None, "with --coco: MMNeedle's or COCO's caption file (default: none)")
+    scoring: str = flag(
+        "official", "of VQA: VQAv2's own, or the paper's Eq. 8", choices=["official", "paper"]
+    )
+    coco: str | None = flag(
+        None, "with --data on disk: folder of COCO val2014, for needle tests (default: none)"
+    )
+    captions: str | None = flag(
+        None, "with --coco: MMNeedle's or COCO's caption file (default: none)"
+    )
     plan: bool = flag(False, "train nothing: print what the runs take (memory, disk, hours)")
     gpu: str = flag("H100", "GPU of --plan", choices=list(GPUS))
     gpus: int = flag(1, "number of them", least=1)
@@ -69,20 +99,29 @@ class Options(TuningOptions):
         runs = {row: Path(run) for row, _, run in (text.partition("=") for text in self.from_)}
         for row, run in runs.items():
             if row not in (*self.rows, *PART_2) or not (run / adapter.CONFIG_FILE).is_file():
-                raise UserError(f"--from {shown(f'{row}={run}')}: expected ROW=RUN, a run with an adapter, for a row")
+                raise UserError(
+                    f"--from {shown(f'{row}={run}')}: expected ROW=RUN, a run with an adapter, for a row"
+                )
         return runs
 
 
 def read_models(argv: Sequence[str]) -> dict[str, Options]:
     """The flags, and the settings of each model on all pictures; flags override recipes. Raises UserError."""
     given = read_given(Options, argv, "train.reproduce paligemma", __doc__, QUICK, ("fraction",))
-    models = {name: from_values(Options, MINIATURE | RECIPES[name] | {"fraction": 1.0} | given) for name in VQA_SCORES}
+    models = {
+        name: from_values(Options, MINIATURE | RECIPES[name] | {"fraction": 1.0} | given)
+        for name in VQA_SCORES
+    }
     base = models["paper-1"]
     if base.coco and base.is_embedded:
-        raise UserError("--coco goes with --data on disk: the embedded scenes have needle tests of their own")
+        raise UserError(
+            "--coco goes with --data on disk: the embedded scenes have needle tests of their own"
+        )
     kind, _, folder = base.data[0].partition(":")
     if kind == "vqav2" and "validation" not in given and Path(folder, VAL_FILES[0]).exists():
-        models = {name: replace(model, validation=0.0) for name, model in models.items()}  # val2014 is asked about
+        models = {
+            name: replace(model, validation=0.0) for name, model in models.items()
+        }  # val2014 is asked about
     return models
 
 
@@ -92,7 +131,9 @@ def on_share(settings: Options) -> Options:
     return replace(settings, fraction=SHARE, samples=samples)
 
 
-def make(models: Mapping[str, Options], tasks: Tasks, job: Job, folder: Path, *part_1: Path) -> dict:
+def make(
+    models: Mapping[str, Options], tasks: Tasks, job: Job, folder: Path, *part_1: Path
+) -> dict:
     """Train the adapter of a cell in its folder, and ask it. part_1: the cells of which Part 2 trains the best."""
     base, name = models["paper-1"], job.row
     run = base.finished.get(name)
@@ -104,7 +145,10 @@ def make(models: Mapping[str, Options], tasks: Tasks, job: Job, folder: Path, *p
         return {"scores": scores, "facts": {"chosen": str(run or "")}}
     if part_1:
         cells = [json.loads((earlier / "cell.json").read_text()) for earlier in part_1]
-        name = max(cells, key=lambda cell: np.mean(cell["scores"]["test"]["VQA"] if cell["scores"] else 0.0))["row"]
+        name = max(
+            cells,
+            key=lambda cell: np.mean(cell["scores"]["test"]["VQA"] if cell["scores"] else 0.0),
+        )["row"]
     settings = models[name] if part_1 else on_share(models[name])
     result = fine_tune(replace(settings, seed=job.seed), tasks, folder)
     return result | {"facts": result["facts"] | {"chosen": name}}
@@ -117,7 +161,11 @@ def study_of(models: Mapping[str, Options]) -> engine.Study:
     for row, names in PART_2.items():
         if part_1 := tuple((name, *rows[name]) for name in names if name in rows):
             rows[row] = marks.get(row, part_1)
-    tasks = {"VQA": vqa_task(base, "test", base.vqa_limit or (600 if base.is_embedded else None), base.scoring)}
+    tasks = {
+        "VQA": vqa_task(
+            base, "test", base.vqa_limit or (600 if base.is_embedded else None), base.scoring
+        )
+    }
     title, trials = "n2o1", []  # needles, where there are pictures for them
     if base.is_embedded:
         trials = scene_needles("n2o1", base.needle_limit)
@@ -137,9 +185,13 @@ def study_of(models: Mapping[str, Options]) -> engine.Study:
         title=f"The differential PaliGemma experiment: base {base.base}, data {' '.join(base.data)}",
         rows=rows,
         make=partial(make, models, asked),
-        key=digest(key_of([base], load_base(base, torch.device("cpu")), asked), settings, base.scoring),
+        key=digest(
+            key_of([base], load_base(base, torch.device("cpu")), asked), settings, base.scoring
+        ),
         measures=tasks,
-        beside={"without differential attention": {WITH: (WITHOUT,)}} if rows.keys() >= PART_2.keys() else {},
+        beside={"without differential attention": {WITH: (WITHOUT,)}}
+        if rows.keys() >= PART_2.keys()
+        else {},
         main="VQA",
         needs=needs,
         more=partial(blocks, models),
@@ -149,19 +201,40 @@ def study_of(models: Mapping[str, Options]) -> engine.Study:
 def blocks(models: Mapping[str, Options], run: engine.Run) -> list:
     """The paper's tables beside ours, and what agrees."""
     models = {name: models[name] for name in models if name in run.cells}
-    scores = {row: {name: f"{each.mean():.2f}" for name, each in run.scores(row).items()} for row in run.cells}
+    scores = {
+        row: {name: f"{each.mean():.2f}" for name, each in run.scores(row).items()}
+        for row in run.cells
+    }
     means = {name: float(scores[name]["VQA"]) for name in models}
-    order, published = (" > ".join(sorted(models, key=of.__getitem__, reverse=True)) for of in (means, VQA_SCORES))
-    chosen = {row: facts["chosen"] for row in PART_2 if row in run.cells for facts in run.facts(row)[:1]}
+    order, published = (
+        " > ".join(sorted(models, key=of.__getitem__, reverse=True)) for of in (means, VQA_SCORES)
+    )
+    chosen = {
+        row: facts["chosen"] for row in PART_2 if row in run.cells for facts in run.facts(row)[:1]
+    }
     table_1, table_2 = [], []
     for name, of in models.items():
-        numbers = [f"{of.lr:g}", f"{of.r}/{of.alpha:g}", f"{of.weight_decay:g}", f"{VQA_SCORES[name]:.2f}"]
+        numbers = [
+            f"{of.lr:g}",
+            f"{of.r}/{of.alpha:g}",
+            f"{of.weight_decay:g}",
+            f"{VQA_SCORES[name]:.2f}",
+        ]
         table_1.append([name, of.attention, of.feed_forward, *numbers, scores[name]["VQA"]])
     for row, score in NEEDLE_SCORES.items():
         if row in scores:
             needles = scores[row].get("needle", "")
             table_2.append([row, chosen.get(row, ""), f"{score:.2f}", needles, scores[row]["VQA"]])
-    head = ["model", "attention", "feed-forward", "rate", "rank/alpha", "decay", "the paper", "here"]
+    head = [
+        "model",
+        "attention",
+        "feed-forward",
+        "rate",
+        "rank/alpha",
+        "decay",
+        "the paper",
+        "here",
+    ]
     return [
         "## Table 1: VQA after 40 % of the training pictures, %",
         markdown_table(head, table_1),
@@ -177,7 +250,9 @@ def main(argv: Sequence[str]) -> None:
     options = models["paper-1"]
     if options.plan:
         rows = [plan(on_share(models[name]), name, gpus=options.gpus) for name in options.rows]
-        whole = [name for name in ("paper-1", "paper-2") if name in options.rows]  # which the paper chose for Part 2
+        whole = [
+            name for name in ("paper-1", "paper-2") if name in options.rows
+        ]  # which the paper chose for Part 2
         rows += [plan(models[name], f"{name}, all pictures", gpus=options.gpus) for name in whole]
         print(plan_table(rows, options.gpu))
     else:

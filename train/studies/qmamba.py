@@ -73,7 +73,10 @@ PREDICTIONS = (
     ("all queries, forward", engine.MEAN, "equivalent", "the paper's Table 4: no harm"),
 )
 PUBLISHED = (
-    ("Table 1: 128, 256, 512 and 729 queries", "half the queries, local, all queries: more do better"),
+    (
+        "Table 1: 128, 256, 512 and 729 queries",
+        "half the queries, local, all queries: more do better",
+    ),
     ("Table 2 (VQAv2, GQA, VizWiz, TextVQA, POPE)", "global 73.12, 52.87, 49.09, 44.0, 85.1"),
     ("Tables 2 and 3", "local 75.01, 58.10, 50.53, 48.8, 86.9"),
     ("Table 3", "from scratch 74.22, 56.30, 53.12, 48.0, 86.4"),
@@ -85,7 +88,9 @@ QUICK = {"seeds": 3, "limit": 200, "rates": (1.0,), "tables": ("2", "3")}
 
 @dataclass(frozen=True)
 class Options(StagedOptions):
-    tables: tuple[str, ...] = flag(tuple("1234"), "of the paper (default: all)", choices="1234", nargs="+")
+    tables: tuple[str, ...] = flag(
+        tuple("1234"), "of the paper (default: all)", choices="1234", nargs="+"
+    )
 
 
 def needs(job: Job) -> list[Job]:
@@ -93,7 +98,9 @@ def needs(job: Job) -> list[Job]:
     row = ROWS[job.row]
     if row.order:
         return [replace(job, row=row.beside, changes=ROWS[row.beside])]
-    return [replace(job, row="connector", changes=ROWS["connector"], rate=1.0)] if row.trained else []
+    return (
+        [replace(job, row="connector", changes=ROWS["connector"], rate=1.0)] if row.trained else []
+    )
 
 
 def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *needed: Path) -> dict:
@@ -106,7 +113,10 @@ def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *neede
         model = load_start(settings, choose_device(settings.device))
         facts = json.loads((needed[0] / "cell.json").read_text())["facts"]
         model.multi_modal_projector.connector.order = row.order
-        return {"scores": ask(model, open_processor(settings, model)[0], settings, tasks, folder), "facts": facts}
+        return {
+            "scores": ask(model, open_processor(settings, model)[0], settings, tasks, folder),
+            "facts": facts,
+        }
     seconds, model = 0.0, open_row(stages[0], row, job.seed, *needed)
     processor, files = open_processor(stages[0], model)
     for number, stage in enumerate(stages, 1):
@@ -117,7 +127,10 @@ def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *neede
     shutil.rmtree(folder / "model", ignore_errors=True)  # of a study that was killed here
     export_model(model, folder / "model", companions=files)
     shutil.rmtree(folder / "stages")
-    return {"scores": scores, "facts": {"parameters": count(trainable(model).values()), "seconds": seconds}}
+    return {
+        "scores": scores,
+        "facts": {"parameters": count(trainable(model).values()), "seconds": seconds},
+    }
 
 
 def open_row(settings: Settings, row: Row, seed: int, *donor: Path) -> PaliGemma:
@@ -127,7 +140,9 @@ def open_row(settings: Settings, row: Row, seed: int, *donor: Path) -> PaliGemma
     if options.get("queries") in ("all", "half"):
         sizes = open_stage(settings, torch.float32, torch.device("meta")).config
         is_all = options["queries"] == "all"
-        options["queries"] = sizes.vision.num_image_tokens if is_all else max(1, sizes.projector.queries // 2)
+        options["queries"] = (
+            sizes.vision.num_image_tokens if is_all else max(1, sizes.projector.queries // 2)
+        )
     option = tuple(f"{name}={json.dumps(value)}" for name, value in options.items())
     return load_start(replace(settings, seed=seed, option=option), choose_device(settings.device))
 
@@ -135,19 +150,35 @@ def open_row(settings: Settings, row: Row, seed: int, *donor: Path) -> PaliGemma
 def scene_task(name: str, split: str, limit: int) -> Task:
     """One task of the embedded scenes. Guessing: the likeliest answer of training to the same words."""
     samples = [scenes.sample(name, split, number) for number in range(limit)]
-    asks = [Question(n, str(s.image_id), s.scene.render, s.prefix, truth=s.suffix) for n, s in enumerate(samples)]
+    asks = [
+        Question(n, str(s.image_id), s.scene.render, s.prefix, truth=s.suffix)
+        for n, s in enumerate(samples)
+    ]
     seen = [scenes.sample(name, "train", number) for number in range(2_000)]
-    chance = vqa.guess_accuracy(vqa.of_samples(samples, "test"), vqa.of_samples(seen, "train"))["overall"]
+    chance = vqa.guess_accuracy(vqa.of_samples(samples, "test"), vqa.of_samples(seen, "train"))[
+        "overall"
+    ]
     return asking(name, asks, chance=chance)
 
 
 def study_of(stages: Sequence[Options]) -> engine.Study:
     first, options = stages
-    beside = {name: (row.beside,) for name, row in ROWS.items() if str(row.table) in options.tables and row.beside}
-    names = [name for name in ROWS if name in {*beside, *(control for (control,) in beside.values())}]
-    tasks = {split: {"VQA": vqa_task(options, split, options.limit)} for split in ("validation", "test")}
+    beside = {
+        name: (row.beside,)
+        for name, row in ROWS.items()
+        if str(row.table) in options.tables and row.beside
+    }
+    names = [
+        name for name in ROWS if name in {*beside, *(control for (control,) in beside.values())}
+    ]
+    tasks = {
+        split: {"VQA": vqa_task(options, split, options.limit)} for split in ("validation", "test")
+    }
     if options.is_embedded:
-        tasks = {split: {name: scene_task(name, split, options.limit) for name in TASKS} for split in tasks}
+        tasks = {
+            split: {name: scene_task(name, split, options.limit) for name in TASKS}
+            for split in tasks
+        }
     table = markdown_table(["published", "figures, and rows here"], PUBLISHED)
     return engine.Study(
         name="qmamba",
@@ -158,7 +189,9 @@ def study_of(stages: Sequence[Options]) -> engine.Study:
         measures=tasks["test"],
         beside={"the row that the paper compares with": beside},
         rates=options.rates or ((0.5, 1.0, 2.0) if options.is_embedded else (1.0,)),
-        plain=tuple(name for name in names if name.startswith("all queries")),  # one model, in three orders
+        plain=tuple(
+            name for name in names if name.startswith("all queries")
+        ),  # one model, in three orders
         needs=needs,
         relative_margin=RELATIVE_MARGIN,
         predictions=PREDICTIONS if options.is_embedded else (),

@@ -63,13 +63,21 @@ def is_inside(score: float, chance: float | None) -> bool:
 def exact_interval(hits: int, trials: int) -> tuple[float, float]:
     """The 95 % interval of a share, of few or of runs that differ by all or nothing (Clopper and Pearson 1934)."""
     shares = np.linspace(0, 1, 100_001)
-    chances = [math.comb(trials, n) * shares**n * (1 - shares) ** (trials - n) for n in range(trials + 1)]
-    low = np.interp(0.025, sum(chances[hits:]), shares) if hits else 0.0  # so many hits or more: rises with the share
-    return float(low), float(np.interp(-0.025, -sum(chances[: hits + 1]), shares)) if hits < trials else 1.0
+    chances = [
+        math.comb(trials, n) * shares**n * (1 - shares) ** (trials - n) for n in range(trials + 1)
+    ]
+    low = (
+        np.interp(0.025, sum(chances[hits:]), shares) if hits else 0.0
+    )  # so many hits or more: rises with the share
+    return float(low), float(
+        np.interp(-0.025, -sum(chances[: hits + 1]), shares)
+    ) if hits < trials else 1.0
 
 
 def judge(
-    differences: Mapping[tuple[str, str], Estimate], inside: Collection[tuple[str, str]], columns: Mapping[str, Measure]
+    differences: Mapping[tuple[str, str], Estimate],
+    inside: Collection[tuple[str, str]],
+    columns: Mapping[str, Measure],
 ) -> dict[tuple[str, str], dict]:
     """{"p", "visible", "verdict"} of each difference by (row, column); p-values are Holm's over those `inside`.
 
@@ -84,7 +92,9 @@ def judge(
         if equal.get(place, 1.0) < 0.05:
             verdict = "equivalent"
         elif unequal.get(place, 1.0) < 0.05:
-            verdict = "better" if (difference.mean > 0) != columns[place[1]].less_is_better else "worse"
+            verdict = (
+                "better" if (difference.mean > 0) != columns[place[1]].less_is_better else "worse"
+            )
         visible = difference.visible(max(1, len(usable)))
         judged[place] = {"p": unequal.get(place), "visible": visible, "verdict": verdict}
     return judged

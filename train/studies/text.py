@@ -43,7 +43,10 @@ from train.systems.text import TextSettings, learn
 from weights.export import export_model
 
 KINDS = ("plain", "differential")
-SIZES, RATES = ("0.6m", "0.3m", "0.2m"), (3e-3, 6e-3, 1.2e-2)  # the main size first; rates to try first
+SIZES, RATES = (
+    ("0.6m", "0.3m", "0.2m"),
+    (3e-3, 6e-3, 1.2e-2),
+)  # the main size first; rates to try first
 QUICK = {"sizes": ("0.3m", "0.1m"), "tokens": 1.5e5, "limit": 50, "seeds": 5, "positive": False}
 QUICK |= {"rates": (1.2e-2, 2.4e-2, 4.8e-2)}
 PREDICTED = (  # from a run of three seeds in which nothing was retrieved, and from Ye et al. 2024
@@ -54,14 +57,23 @@ PREDICTED = (  # from a run of three seeds in which nothing was retrieved, and f
     ("order", "better", "the paper, section 3.5"),
 )
 # Ye et al. 2024, Table 3: shares of the attention at 3B, mean over depths, plain and differential
-SHARES = {"attention": ("on the answer", "0.05", "0.32"), "attention-noise": ("on noise", "0.51", "0.02")}
+SHARES = {
+    "attention": ("on the answer", "0.05", "0.32"),
+    "attention-noise": ("on noise", "0.51", "0.02"),
+}
 TIMES = 1.4  # seconds of a step of differential attention beside plain attention's, on a CPU, measured once
-TITLES = {"recall": "one of {} records", "needle": "one of {} needles in a text", "examples": "after {} examples"}
+TITLES = {
+    "recall": "one of {} records",
+    "needle": "one of {} needles in a text",
+    "examples": "after {} examples",
+}
 
 
 @dataclass(frozen=True)
 class Options(engine.StudyOptions, TextSettings):
-    sizes: tuple[str, ...] = flag(SIZES, "the main one first", choices=list(TEXT_PRESETS), nargs="+", metavar="PRESET")
+    sizes: tuple[str, ...] = flag(
+        SIZES, "the main one first", choices=list(TEXT_PRESETS), nargs="+", metavar="PRESET"
+    )
     limit: int = flag(100, "windows of text, and tests of each task", least=5, metavar="N")
     positive: bool = flag(True, "the positive control, a minute")
     tokens: float = flag(3e5, "tokens of a run", least=1, most=1e15)
@@ -87,7 +99,9 @@ def make(options: Options, job: Job, folder: Path) -> dict:
         scores[split]["loss"] = window_losses(panels["nll"])
     shares = measures.MEASURES["attention"](*asked)
     facts |= {name: float(np.mean(shares[name].values)) for name in SHARES}
-    write_text(folder / "config.json", json.dumps(deciding(settings, TextSettings), indent=1) + "\n")
+    write_text(
+        folder / "config.json", json.dumps(deciding(settings, TextSettings), indent=1) + "\n"
+    )
     shutil.rmtree(folder / "model", ignore_errors=True)  # of a study that was killed here
     export_model(model, folder / "model")  # pyright: ignore[reportArgumentType]
     shutil.rmtree(folder / "checkpoints")
@@ -102,7 +116,11 @@ def ladder(panel: measures.Scores) -> list[float]:
 
 def hardest(panel: measures.Scores) -> list[float]:
     """The scores of the tests with the most records, needles or examples."""
-    return [value for label, value in zip(panel.labels, panel.values, strict=True) if label == max(panel.labels)]
+    return [
+        value
+        for label, value in zip(panel.labels, panel.values, strict=True)
+        if label == max(panel.labels)
+    ]
 
 
 def window_losses(panel: measures.Scores) -> list[float]:
@@ -115,30 +133,47 @@ def window_losses(panel: measures.Scores) -> list[float]:
 def study_of(options: Options, corpus: Corpus) -> engine.Study:
     rows, pairs, length = {}, {}, options.length
     for size in options.sizes:
-        rows |= {f"{kind}, {size}": (("attention", kind), ("preset", size)) for kind in (*KINDS, "wide")}
+        rows |= {
+            f"{kind}, {size}": (("attention", kind), ("preset", size)) for kind in (*KINDS, "wide")
+        }
         pairs |= {f"{kind}, {size}": (f"plain, {size}",) for kind in ("differential", "wide")}
     # each task at the largest number that fits a row, and the loss on text
     most = {"recall": max(number for number in measures.RECALL if number + 4 < length)}
     most |= {"needle": max(number for number in measures.NEEDLES if 3 * number < length)}
     tasks, tests = {}, range(options.limit)
     for name, number in (most | {"examples": max(measures.EXAMPLES)}).items():
-        tasks[name] = Measure(TITLES[name].format(number), tests, 100 * measures.chance(name, number))
-    tasks["order"] = Measure("of them in any order: 100 less best minus worst", tests, in_mean=False)
+        tasks[name] = Measure(
+            TITLES[name].format(number), tests, 100 * measures.chance(name, number)
+        )
+    tasks["order"] = Measure(
+        "of them in any order: 100 less best minus worst", tests, in_mean=False
+    )
     documents = [str(document) for _, document in measures.windows(corpus, length, options.limit)]
-    more = {"margin": 0.03, "less_is_better": True, "in_mean": False, "failed": math.log(corpus.tokenizer.vocab_size())}
+    more = {
+        "margin": 0.03,
+        "less_is_better": True,
+        "in_mean": False,
+        "failed": math.log(corpus.tokenizer.vocab_size()),
+    }
     tasks["loss"] = Measure("loss on text, nats", documents, is_share=False, **more)
     return engine.Study(
         name="compare-text",
         title="Differential against plain language models, from nothing",
         rows=rows,
         make=partial(make, options),
-        key=digest(deciding(replace(options, corpus=corpus.digest, text=()), TextSettings), options.limit),
+        key=digest(
+            deciding(replace(options, corpus=corpus.digest, text=()), TextSettings), options.limit
+        ),
         measures=tasks,
         beside={"plain attention of the same size": pairs},
         rates=options.rates or RATES,
         main="loss",
-        lengthen=None if options.quick else ("tokens", options.tokens, {row: TIMES for row in rows if row[0] == "d"}),
-        predictions=tuple((f"differential, {options.preset}", *prediction) for prediction in PREDICTED),
+        lengthen=None
+        if options.quick
+        else ("tokens", options.tokens, {row: TIMES for row in rows if row[0] == "d"}),
+        predictions=tuple(
+            (f"differential, {options.preset}", *prediction) for prediction in PREDICTED
+        ),
         more=partial(blocks, options),
     )
 
@@ -164,9 +199,13 @@ def blocks(options: Options, run: engine.Run) -> list:
 
 def main(argv: Sequence[str] | None = None) -> None:
     decided = ("attention", "preset", "corpus", "lr")
-    options = from_values(Options, read_given(Options, argv, "train.compare --rows text", __doc__, QUICK, decided))
+    options = from_values(
+        Options, read_given(Options, argv, "train.compare --rows text", __doc__, QUICK, decided)
+    )
     out = options.out or Path(f"runs/compare-text{'-quick' * options.quick}")
     options = replace(options, out=out, corpus=f"{out}/corpus", preset=options.sizes[0])
-    corpus = open_corpus(Path(options.corpus), options.text, TEXT_PRESETS[options.preset].vocab_size, SYMBOLS)
+    corpus = open_corpus(
+        Path(options.corpus), options.text, TEXT_PRESETS[options.preset].vocab_size, SYMBOLS
+    )
     print(f"{len(corpus.ids['train']):,} tokens of text to learn from", file=sys.stderr)
     print(report.write(engine.run(study_of(options, corpus), options)))

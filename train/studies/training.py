@@ -41,7 +41,12 @@ class TuningOptions(StudyOptions, Settings):
 
 
 def read_given(
-    kind: type, argv: Sequence[str] | None, program: str, doc: str | None, quick: Mapping, decided: Collection[str] = ()
+    kind: type,
+    argv: Sequence[str] | None,
+    program: str,
+    doc: str | None,
+    quick: Mapping,
+    decided: Collection[str] = (),
 ) -> dict:
     """The flags on the command line, and with --quick the values of `quick` where they have none. Raises UserError for
     a setting that the study decides: one of DECIDED or `decided`."""
@@ -53,7 +58,11 @@ def read_given(
 
 def deciding(settings: LoopSettings, kind: type[LoopSettings] = Settings) -> dict:
     """The settings of `kind` that change what is learned."""
-    return {field.name: getattr(settings, field.name) for field in fields(kind) if field.name not in FREE}
+    return {
+        field.name: getattr(settings, field.name)
+        for field in fields(kind)
+        if field.name not in FREE
+    }
 
 
 def fine_tune(settings: Settings, tasks: Tasks, folder: Path) -> dict:
@@ -68,14 +77,20 @@ def fine_tune(settings: Settings, tasks: Tasks, folder: Path) -> dict:
     return {"scores": ask(model, processor, settings, tasks, folder), "facts": facts}
 
 
-def ask(model: PaliGemma, processor: Processor, settings: Settings, tasks: Tasks, folder: Path) -> dict[str, dict]:
+def ask(
+    model: PaliGemma, processor: Processor, settings: Settings, tasks: Tasks, folder: Path
+) -> dict[str, dict]:
     """The score of each example, by split and task. On disk, where it may take hours, with a progress bar and a log.
     Raises UserError for a question that cannot be asked, such as one whose picture cannot be read."""
     scores: dict[str, dict] = {split: {} for split in tasks}
     for split, of_split in tasks.items():
         for name, task in of_split.items():
             title = f"{task.title}, {split}"
-            long = {} if settings.is_embedded else {"progress": title, "log": folder / f"{split}-{name}.jsonl"}
+            long = (
+                {}
+                if settings.is_embedded
+                else {"progress": title, "log": folder / f"{split}-{name}.jsonl"}
+            )
             scores[split][name] = task.score(ask_all(model.eval(), processor, task.asks, **long))
     return scores
 
@@ -83,9 +98,16 @@ def ask(model: PaliGemma, processor: Processor, settings: Settings, tasks: Tasks
 def key_of(stages: Sequence[Settings], start: PaliGemma, tasks: Tasks) -> str:
     """What decides all cells beside their source: settings, data, questions, and the weights of the start."""
     data = [data_fingerprints(training_records(settings)) for settings in stages]
-    asks = [(split, name, ask) for split in tasks for name, task in tasks[split].items() for ask in task.asks]
+    asks = [
+        (split, name, ask)
+        for split in tasks
+        for name, task in tasks[split].items()
+        for ask in task.asks
+    ]
     questions = [(*place, q.id, q.prefix, q.choices, q.before, q.truth) for *place, q in asks]
-    return digest([deciding(settings) for settings in stages], exact_fingerprint(start), data, questions)
+    return digest(
+        [deciding(settings) for settings in stages], exact_fingerprint(start), data, questions
+    )
 
 
 @dataclass(frozen=True)
@@ -93,10 +115,14 @@ class StagedOptions(TuningOptions):
     """The flags of these studies; those of `train.finetune` hold for both stages."""
 
     limit: int = flag(400, "questions of each measure", least=1)
-    stage_1_data: str | None = flag(None, "data of stage 1 (default: that of --data)", metavar="SOURCE")
+    stage_1_data: str | None = flag(
+        None, "data of stage 1 (default: that of --data)", metavar="SOURCE"
+    )
 
 
-def read_stages(kind: type, arch: str, argv: Sequence[str] | None, doc: str | None, quick: Mapping) -> list:
+def read_stages(
+    kind: type, arch: str, argv: Sequence[str] | None, doc: str | None, quick: Mapping
+) -> list:
     """The settings of both stages of `arch`, of a kind of StagedOptions. Raises UserError."""
     given, stages = read_given(kind, argv, f"train.reproduce {arch}", doc, quick), []
     is_embedded = tuple(given.get("data", EMBEDDED)) == EMBEDDED
@@ -108,7 +134,9 @@ def read_stages(kind: type, arch: str, argv: Sequence[str] | None, doc: str | No
     return [replace(first, data=data), replace(second, option=())]  # stage 1 decides the parts
 
 
-def learn(model, processor, records: Sequence[Record], settings: Settings, factors: Mapping, folder: Path) -> float:
+def learn(
+    model, processor, records: Sequence[Record], settings: Settings, factors: Mapping, folder: Path
+) -> float:
     """Train a stage in place, from the newest checkpoint in folder/stages if there is one. Returns seconds.
 
     factors: by pattern of parameter names, of the rate in `settings`.
@@ -118,4 +146,6 @@ def learn(model, processor, records: Sequence[Record], settings: Settings, facto
     model.set_checkpointing(settings.checkpointing)
     optimizer = systems.make_optimizer(model, systems.rules_of(model, settings, factors), settings)
     world = World(0, 1, choose_device(settings.device))
-    return train_on(Order(records, processor, settings, world), model, optimizer, settings, run, world).seconds
+    return train_on(
+        Order(records, processor, settings, world), model, optimizer, settings, run, world
+    ).seconds

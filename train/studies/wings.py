@@ -51,7 +51,10 @@ from train.systems.open import load_start, open_processor, open_stage
 from train.systems.wings import TEXT_BASE
 
 PROJECTOR, LORA, VISUAL = r"multi_modal_projector\..*", r".*\.lora_[AB]\..*", r".*\.visual\..*"
-LEARNERS, DECODER = r".*\.(visual|textual|router)\..*", r"language_model\.(?!.*\.(visual|textual|router)\.).*"
+LEARNERS, DECODER = (
+    r".*\.(visual|textual|router)\..*",
+    r"language_model\.(?!.*\.(visual|textual|router)\.).*",
+)
 # What stage 2 trains, and the factors of its rate. 5 is the paper's. LoRA has the size of learners and routers.
 ROWS = {
     "full": {PROJECTOR: 5.0, DECODER: 1.0},
@@ -60,7 +63,9 @@ ROWS = {
     "lora": {PROJECTOR: 6.0, LORA: 6.0},
     "learners": {PROJECTOR: 10.0, LEARNERS: 10.0},
 }
-BEFORE = "before"  # as the row of a job: the language model of a seed, from which all its rows start
+BEFORE = (
+    "before"  # as the row of a job: the language model of a seed, from which all its rows start
+)
 TEXT, PICTURES, SHIFT = "text", "pictures", "shift"
 QUESTION = "What is in the image?"  # of the miniature
 READ = 0.9  # of the objects: a run that names fewer has not learned to read pictures
@@ -93,7 +98,9 @@ def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *befor
     factors = dict(job.changes)
     model, processor = open_first(first, before[0])
     visual = {VISUAL: 1.0} if factors.keys() & {VISUAL, LEARNERS} else {}
-    seconds = learn(model, processor, pictures_to_learn(first), first, {PROJECTOR: 1.0} | visual, folder)
+    seconds = learn(
+        model, processor, pictures_to_learn(first), first, {PROJECTOR: 1.0} | visual, folder
+    )
     if LEARNERS in factors:
         model = route(model, job.seed)
     if LORA in factors:
@@ -103,10 +110,18 @@ def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *befor
     second = replace(second, lr=second.lr * job.rate)
     seconds += learn(model, processor, pictures_to_learn(second), second, factors, folder)
     scores = ask(model, processor, second, tasks, folder)
-    shift = measure(model, processor, [(r.pictures[0], put_slot(r.prefix)) for r in looked_at(second)])
-    scores["test"][SHIFT] = np.nan_to_num(shift.each, nan=1.0).tolist()  # a flat curve has no correlation
+    shift = measure(
+        model, processor, [(r.pictures[0], put_slot(r.prefix)) for r in looked_at(second)]
+    )
+    scores["test"][SHIFT] = np.nan_to_num(
+        shift.each, nan=1.0
+    ).tolist()  # a flat curve has no correlation
     shutil.rmtree(folder / "stages")
-    facts = {"parameters": count(trainable(model).values()), "seconds": seconds, "laws": shift.shares.tolist()}
+    facts = {
+        "parameters": count(trainable(model).values()),
+        "seconds": seconds,
+        "laws": shift.shares.tolist(),
+    }
     if second.is_embedded and np.mean(scores["validation"][PICTURES]) < READ:
         facts["unusable"] = "it has not learned to read pictures"
     return {"scores": scores, "facts": facts}
@@ -134,8 +149,13 @@ def pictures_to_learn(settings: Settings) -> Sequence[Record]:
     """Data on disk as it is; scenes with the picture at a random place in the question."""
     if not settings.is_embedded:
         return training_records(settings)
-    dice, first = random.Random(f"places/{settings.seed}/{settings.stage}"), 10_000_000 * (settings.stage or 0)
-    return [scene("train", first + n, dice.random(), settings.seed) for n in range(settings.samples)]
+    dice, first = (
+        random.Random(f"places/{settings.seed}/{settings.stage}"),
+        10_000_000 * (settings.stage or 0),
+    )
+    return [
+        scene("train", first + n, dice.random(), settings.seed) for n in range(settings.samples)
+    ]
 
 
 def scene(split: str, number: int, place: float = 0.5, seed: int = 0) -> Record:
@@ -149,7 +169,9 @@ def looked_at(settings: Settings) -> list[Record]:
     """Held-out records with a picture each, whose attention is measured."""
     if settings.is_embedded:
         return [scene("test", number) for number in range(LOOKED_AT)]
-    return list(islice((r for r in read_records(settings, "validation") if len(r.pictures) == 1), LOOKED_AT))
+    return list(
+        islice((r for r in read_records(settings, "validation") if len(r.pictures) == 1), LOOKED_AT)
+    )
 
 
 def tasks_of(settings: Settings, split: str, limit: int) -> dict[str, Task]:
@@ -161,24 +183,33 @@ def tasks_of(settings: Settings, split: str, limit: int) -> dict[str, Task]:
     tasks = {TEXT: asking("text alone", asks, rungs=kinds)}
     if not settings.is_embedded:
         return tasks | {PICTURES: replace(vqa_task(settings, split, limit), in_mean=False)}
-    asks = [question_of(record, truth=record.suffix) for record in (scene(split, n) for n in range(limit))]
+    asks = [
+        question_of(record, truth=record.suffix)
+        for record in (scene(split, n) for n in range(limit))
+    ]
     return tasks | {PICTURES: asking("pictures", asks, share_named, in_mean=False)}
 
 
 def share_named(squares: str, answer: str) -> float:
     """The share of the objects in `squares` that `answer` has in the same place; empty squares do not count."""
     words = answer.split()
-    right = [words[n : n + 1] == [name] for n, name in enumerate(squares.split()) if name != scenes.NONE]
+    right = [
+        words[n : n + 1] == [name] for n, name in enumerate(squares.split()) if name != scenes.NONE
+    ]
     return sum(right) / len(right)
 
 
 def study_of(stages: Sequence[Options]) -> engine.Study:
     (first, options), beside = stages, {}
     for title, table in BESIDE.items():
-        if pairs := {row: (control,) for row, control in table.items() if {row, control} <= {*options.rows}}:
+        if pairs := {
+            row: (control,) for row, control in table.items() if {row, control} <= {*options.rows}
+        }:
             beside[title] = pairs
     tasks = {split: tasks_of(options, split, options.limit) for split in ("validation", "test")}
-    start = replace(first, base=EMBEDDED) if first.base == TEXT_BASE else first  # the cells train it
+    start = (
+        replace(first, base=EMBEDDED) if first.base == TEXT_BASE else first
+    )  # the cells train it
     shift = {"groups": [record.key for record in looked_at(options)], "margin": 0.1, "failed": 1.0}
     shift |= {"is_share": False, "in_mean": False, "less_is_better": True}
     return engine.Study(
@@ -203,14 +234,31 @@ def blocks(run: engine.Run) -> list:
     known, kept, laws = 100 * np.array([cell["facts"][TEXT] for cell in before]), [], []
     for row in run.cells:
         scores = run.scores(row)
-        readers, medians = (scores[PICTURES].mean(1) >= 100 * READ).sum(), np.median(scores[TEXT].mean(1))
+        readers, medians = (
+            (scores[PICTURES].mean(1) >= 100 * READ).sum(),
+            np.median(scores[TEXT].mean(1)),
+        )
         share = exact_interval(int(readers), run.seeds)
         reads = f"{readers} of {run.seeds}, {100 * share[0]:.0f} to {100 * share[1]:.0f} %"
-        kept.append([row, interval_text(estimate(scores[TEXT] - known), 1, signed=True), f"{medians:.1f}", reads])
+        kept.append(
+            [
+                row,
+                interval_text(estimate(scores[TEXT] - known), 1, signed=True),
+                f"{medians:.1f}",
+                reads,
+            ]
+        )
         if facts := run.facts(row):
             groups = np.mean([of_cell["laws"] for of_cell in facts], axis=0).T
-            laws.append([row, *(" ".join(f"{share:.0f}" for share in by_layer) for by_layer in groups)])
-    titles = ["row", f"{known.mean():.1f} % before", "median, %", f"runs that read {100 * READ:.0f} % of the pictures"]
+            laws.append(
+                [row, *(" ".join(f"{share:.0f}" for share in by_layer) for by_layer in groups)]
+            )
+    titles = [
+        "row",
+        f"{known.mean():.1f} % before",
+        "median, %",
+        f"runs that read {100 * READ:.0f} % of the pictures",
+    ]
     kept, laws = markdown_table(titles, kept), markdown_table(["row", *GROUPS], laws)
     return ["## Text alone, change in points", kept, "## LAWS by layer, % of the attention", laws]
 

@@ -42,7 +42,9 @@ def system_of(arch: str):
 def weights_dtype(settings: Settings, device: torch.device) -> torch.dtype:
     """The dtype of the weights; "auto" is fp32 where whole weights are trained: half of the distance between
     neighbouring bf16 numbers is 2⁻⁹ of a weight, and an update of 1e-5 of it would round to nothing."""
-    return choose_dtype("fp32" if settings.writes_model and settings.dtype == "auto" else settings.dtype, device)
+    return choose_dtype(
+        "fp32" if settings.writes_model and settings.dtype == "auto" else settings.dtype, device
+    )
 
 
 def load_base(settings: Settings, device: torch.device) -> PaliGemma:
@@ -73,17 +75,25 @@ def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
     return system_of(settings.arch).open_stage(settings, dtype, device)
 
 
-def open_model(settings: Settings, device: torch.device, start: PaliGemma | None = None) -> tuple[PaliGemma, Optimizer]:
+def open_model(
+    settings: Settings, device: torch.device, start: PaliGemma | None = None
+) -> tuple[PaliGemma, Optimizer]:
     """The base, grafted and adapted, or the model of a stage, with an optimizer over the parameters that are trained.
     start: of `load_start`, changed in place; None loads it."""
     model = load_start(settings, device) if start is None else start
     if settings.is_grafted:
         options = default_options(settings.attention, settings.r, settings.alpha, settings.dropout)
-        options |= {"seed": settings.seed, "feed_forward": settings.feed_forward, "where": settings.diff_in}
+        options |= {
+            "seed": settings.seed,
+            "feed_forward": settings.feed_forward,
+            "where": settings.diff_in,
+        }
         graft(model, settings.attention, **options | settings.options)
     if settings.stage is not None:
         rules = rules_of(model, settings, STAGES[settings.arch][settings.stage].rates)
-    elif settings.full:  # the decoder's gradients undid at the full rate what an aligned tower had learned
+    elif (
+        settings.full
+    ):  # the decoder's gradients undid at the full rate what an aligned tower had learned
         tower = {r"vision_tower\..*": 0.1} if settings.align else {}
         rules = rules_of(model, settings, tower | {".*": 1.0})
     else:
@@ -91,7 +101,9 @@ def open_model(settings: Settings, device: torch.device, start: PaliGemma | None
         adapter.inject(model, settings.targets, settings.r, settings.alpha, settings.dropout)
         names = list(trainable(model))
         scalars = [name for name in names if re.fullmatch(SCALARS, name)]
-        has_rate = settings.scalar_lr is not None and settings.optimizer != "muon"  # Muon's AdamW applies it itself
+        has_rate = (
+            settings.scalar_lr is not None and settings.optimizer != "muon"
+        )  # Muon's AdamW applies it itself
         rules = [Rule(scalars, settings.scalar_lr if has_rate else settings.lr)] if scalars else []
         rules.append(Rule(names, settings.lr, settings.weight_decay))
     model.set_checkpointing(settings.checkpointing)
@@ -103,7 +115,10 @@ def open_model(settings: Settings, device: torch.device, start: PaliGemma | None
 def rules_of(model: PaliGemma, settings: Settings, factors: Mapping[str, float]) -> list[Rule]:
     """Rules for parameters by pattern of their names, each with a factor of the rate."""
     decay = settings.weight_decay
-    return [Rule(matching(model, names), settings.lr * factor, decay) for names, factor in factors.items()]
+    return [
+        Rule(matching(model, names), settings.lr * factor, decay)
+        for names, factor in factors.items()
+    ]
 
 
 def make_optimizer(model: PaliGemma, rules: Sequence[Rule], settings: Settings) -> Optimizer:
@@ -119,7 +134,9 @@ def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, lis
     """The processor of `model`, and the files that belong beside its weights, such as the tokenizer's."""
     if settings.stage is not None:
         tokenizer = find_tokenizer(system_of(settings.arch).tokenizer_source(settings))
-        return Processor(model.config, load_tokenizer(tokenizer), max_length=settings.max_length), [tokenizer]
+        return Processor(model.config, load_tokenizer(tokenizer), max_length=settings.max_length), [
+            tokenizer
+        ]
     processor = Processor.from_source(settings.base, max_length=settings.max_length)
     processor.config = model.config  # of a new tower
     if not settings.writes_model:
@@ -130,15 +147,26 @@ def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, lis
 
 
 def train_on(
-    order: Order, model: PaliGemma, optimizer: Optimizer, settings: Settings, run: Path, world: World, **options
+    order: Order,
+    model: PaliGemma,
+    optimizer: Optimizer,
+    settings: Settings,
+    run: Path,
+    world: World,
+    **options,
 ) -> Progress:
     """Train `model` in place on `order`; returns the run's progress. options: of `fit`."""
     location = order.processor.tokenizer.piece_to_id("<loc0000>")
 
     def loss(called: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
         micro = micro.to(world.device)
-        if settings.shift and not ((micro.targets >= location) & (micro.targets < location + 1024)).any():  # no boxes
-            micro = replace(micro, batch=replace(micro.batch, pixel_values=shifted(micro.batch.pixel_values)))
+        if (
+            settings.shift
+            and not ((micro.targets >= location) & (micro.targets < location + 1024)).any()
+        ):  # no boxes
+            micro = replace(
+                micro, batch=replace(micro.batch, pixel_values=shifted(micro.batch.pixel_values))
+            )
         return supervised_loss(called, micro)
 
     return fit(model, optimizer, order, loss, settings, run, world, **options)
@@ -154,7 +182,9 @@ def inputs(micro: MicroBatch) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in vars(micro.batch).items() if name != "labels"}
 
 
-def write_trained(model: PaliGemma, folder: Path, settings: Settings, world: World, files: Sequence[Path]) -> None:
+def write_trained(
+    model: PaliGemma, folder: Path, settings: Settings, world: World, files: Sequence[Path]
+) -> None:
     """Write the adapter, or the whole model with the `files` that belong beside it. Every process must call it."""
     if settings.writes_model:
         from weights.export import export_model

@@ -44,7 +44,9 @@ def read_options(settings: Settings) -> tuple[Parts, ProjectorConfig]:
     given = settings.options_of(asdict(parts) | asdict(projector))
     parts = replace(parts, **{name: given.pop(name) for name in asdict(parts) if name in given})
     if settings.base != EMBEDDED and parts.language_model == EMBEDDED:
-        remedy = "add --option language_model=state-spaces/mamba-2.8b-hf, or another published Mamba"
+        remedy = (
+            "add --option language_model=state-spaces/mamba-2.8b-hf, or another published Mamba"
+        )
         raise UserError(f"--base {settings.base}: its language model is not named: {remedy}")
     return parts, replace(projector, **given)
 
@@ -65,8 +67,13 @@ def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
     parts, projector = read_options(settings)
     tower = load_siglip(settings.base, dtype, device)
     text = load_mamba(tokenizer_source(settings), dtype, device)
-    vision, padding = replace(tower.config, feature_layer=parts.feature_layer), text.config.vocab_size - 1
-    config = QMambaConfig(vision, projector, text.config, image_token_id=padding)  # no text has this id
+    vision, padding = (
+        replace(tower.config, feature_layer=parts.feature_layer),
+        text.config.vocab_size - 1,
+    )
+    config = QMambaConfig(
+        vision, projector, text.config, image_token_id=padding
+    )  # no text has this id
     model = empty_model(config, dtype)
     tower.config = config.vision
     model.vision_tower, model.language_model = tower, text.backbone
@@ -85,9 +92,13 @@ def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
     return model
 
 
-def load_qmamba(source: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> QMamba:
+def load_qmamba(
+    source: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> QMamba:
     """The Q-Mamba of `source`. Raises UserError for another model."""
     model = load_model(source, dtype=dtype, device=device)
     if type(model) is not QMamba:
-        raise UserError(f"{source}: is no Q-Mamba: train one with --arch qmamba --stage 1, and give RUN/model")
+        raise UserError(
+            f"{source}: is no Q-Mamba: train one with --arch qmamba --stage 1, and give RUN/model"
+        )
     return model

@@ -42,19 +42,29 @@ MOST_RECORDS = 64  # of a document that is learned from
 class TextSettings(LoopSettings):
     """All settings of a run. Each is a flag of the same name; see `train.flags.flag`."""
 
-    text: tuple[str, ...] = flag((), "plain text (default: Python's standard library)", nargs="*", metavar="PATH")
+    text: tuple[str, ...] = flag(
+        (), "plain text (default: Python's standard library)", nargs="*", metavar="PATH"
+    )
     corpus: str = flag("", "folder of the prepared corpus (default: RUN/corpus)")
     attention: str = flag(
-        "differential", "of every layer; wide: plain, of differential heads", choices=["differential", "plain", "wide"]
+        "differential",
+        "of every layer; wide: plain, of differential heads",
+        choices=["differential", "plain", "wide"],
     )
     preset: str = flag("tiny", "size of the model", choices=list(TEXT_PRESETS))
     length: int = flag(256, "positions of a row: the longest context", least=SHORTEST, most=2**20)
     batch_size: int = flag(4, "rows of a micro-batch, at most", least=1)
-    step_batch: int | None = flag(None, "rows of a step over all processes (default: --batch-size)", least=1)
+    step_batch: int | None = flag(
+        None, "rows of a step over all processes (default: --batch-size)", least=1
+    )
     tokens: float = flag(2e6, "tokens to learn from", least=1, most=1e15)
     needles: float = flag(0.4, "share of needle documents among those drawn", least=0, most=1)
-    examples: float = flag(0.35, "share of documents of recall and examples, half each", least=0, most=1)
-    curriculum: float = flag(0.35, "share of the rows, the first ones, that hold recall alone", least=0, most=1)
+    examples: float = flag(
+        0.35, "share of documents of recall and examples, half each", least=0, most=1
+    )
+    curriculum: float = flag(
+        0.35, "share of the rows, the first ones, that hold recall alone", least=0, most=1
+    )
     lr: float = flag(3e-3, "peak learning rate of AdamW", least=0, most=1e6)
     weight_decay: float = flag(0.1, "AdamW weight decay, on matrices", least=0, most=1e6)
     beta2: float = flag(0.95, "AdamW's second momentum", least=0, most=0.9999999)
@@ -103,7 +113,11 @@ def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -
             most = min(MOST_RECORDS, room - 2 * MOST_ASKED - 2)
             records = round(4 * (most / 4) ** dice.random())
             is_recall = is_early or kind < needles + alone / 2
-            task = tasks.recall(dice, records, MOST_ASKED) if is_recall else tasks.listed(*tasks.episode(dice, records))
+            task = (
+                tasks.recall(dice, records, MOST_ASKED)
+                if is_recall
+                else tasks.listed(*tasks.episode(dice, records))
+            )
             document = task.ids
         else:
             start = dice.randrange(len(ids))
@@ -118,18 +132,38 @@ class TextOrder:
     """The rows of every step: step s takes rows s·R … s·R + R − 1, in equal shares of all processes, so a run can start
     at any step, on any number of processes that divides R. `order[numbers]` is the batch of these rows."""
 
-    def __init__(self, corpus: Corpus, settings: TextSettings, split: str = "train", rank: int = 0, processes: int = 1):
+    def __init__(
+        self,
+        corpus: Corpus,
+        settings: TextSettings,
+        split: str = "train",
+        rank: int = 0,
+        processes: int = 1,
+    ):
         self.corpus, self.settings, self.tasks = corpus, settings, Tasks(corpus, split)
-        self.total, self.rank, (self.share, rest) = settings.steps, rank, divmod(settings.rows, processes)
+        self.total, self.rank, (self.share, rest) = (
+            settings.steps,
+            rank,
+            divmod(settings.rows, processes),
+        )
         if rest:
-            raise UserError(f"--step-batch {settings.rows}: expected a multiple of the {processes} processes")
+            raise UserError(
+                f"--step-batch {settings.rows}: expected a multiple of the {processes} processes"
+            )
 
-    def steps(self, first: int, workers: int | None = 0, pin: bool = False) -> Iterator[list[TextBatch]]:
+    def steps(
+        self, first: int, workers: int | None = 0, pin: bool = False
+    ) -> Iterator[list[TextBatch]]:
         """The micro-batches of each step, from step `first` to the last."""
         of_process = range(self.rank * self.share, (self.rank + 1) * self.share)
-        micros = [of_process[n : n + self.settings.batch_size] for n in range(0, self.share, self.settings.batch_size)]
+        micros = [
+            of_process[n : n + self.settings.batch_size]
+            for n in range(0, self.share, self.settings.batch_size)
+        ]
         starts = (step * self.settings.rows for step in range(first, self.total))
-        plan = (range(start + micro.start, start + micro.stop) for start in starts for micro in micros)
+        plan = (
+            range(start + micro.start, start + micro.stop) for start in starts for micro in micros
+        )
         batches = load(self, plan, workers, pin)
         for _ in range(first, self.total):
             yield list(islice(batches, len(micros)))
@@ -139,9 +173,16 @@ class TextOrder:
         rows = [draw_row(self.corpus, self.tasks, self.settings, number) for number in numbers]
         ids = torch.tensor([[*chain(*(document[:-1] for document in row))] for row in rows])
         targets = torch.tensor([[*chain(*(document[1:] for document in row))] for row in rows])
-        documents = torch.tensor([[n for n, document in enumerate(row) for _ in document[1:]] for row in rows])
-        hidden, names = torch.isin(targets, torch.tensor(self.tasks.unforeseen)), tuple(f"row {n}" for n in numbers)
-        return TextBatch(ids, documents, targets.masked_fill(hidden, -100), names, int((~hidden).sum()))
+        documents = torch.tensor(
+            [[n for n, document in enumerate(row) for _ in document[1:]] for row in rows]
+        )
+        hidden, names = (
+            torch.isin(targets, torch.tensor(self.tasks.unforeseen)),
+            tuple(f"row {n}" for n in numbers),
+        )
+        return TextBatch(
+            ids, documents, targets.masked_fill(hidden, -100), names, int((~hidden).sum())
+        )
 
 
 def make_optimizer(model: TextModel, settings: TextSettings) -> torch.optim.Optimizer:
@@ -152,13 +193,22 @@ def make_optimizer(model: TextModel, settings: TextSettings) -> torch.optim.Opti
 
 
 def learn(
-    settings: TextSettings, corpus: Corpus, run: Path, world: World, progress: Progress | None = None
+    settings: TextSettings,
+    corpus: Corpus,
+    run: Path,
+    world: World,
+    progress: Progress | None = None,
 ) -> tuple[TextModel, Progress]:
     """Train from the newest checkpoint in `run`, if there is one; the model and the run's progress."""
     kind = settings.attention
-    model = new_model(settings.preset, kind == "differential", settings.seed, kind == "wide").to(world.device)
+    model = new_model(settings.preset, kind == "differential", settings.seed, kind == "wide").to(
+        world.device
+    )
     model.set_checkpointing(settings.checkpointing)
-    optimizer, order = make_optimizer(model, settings), TextOrder(corpus, settings, "train", world.rank, world.size)
+    optimizer, order = (
+        make_optimizer(model, settings),
+        TextOrder(corpus, settings, "train", world.rank, world.size),
+    )
 
     def loss(called: torch.nn.Module, micro: TextBatch) -> torch.Tensor:
         micro = micro.to(world.device)
@@ -171,11 +221,19 @@ def learn(
 def main(argv: Sequence[str] | None = None) -> None:
     settings, arguments = read_run(PROGRAM, __doc__, TextSettings, RunArguments, argv)
     stem = f"text-{settings.attention}"
-    with joined_world(settings.device) as world, run_folder(arguments, settings, stem, PROGRAM, world) as run:
-        folder, progress = Path(settings.corpus or run / "corpus"), newest_progress(run) or Progress(world.size)
+    with (
+        joined_world(settings.device) as world,
+        run_folder(arguments, settings, stem, PROGRAM, world) as run,
+    ):
+        folder, progress = (
+            Path(settings.corpus or run / "corpus"),
+            newest_progress(run) or Progress(world.size),
+        )
         if world.is_first:
             if not progress.step:  # a resumed run keeps its tokens, even if the text has changed
-                open_corpus(folder, settings.text, TEXT_PRESETS[settings.preset].vocab_size, SYMBOLS)
+                open_corpus(
+                    folder, settings.text, TEXT_PRESETS[settings.preset].vocab_size, SYMBOLS
+                )
             corpus = kept_corpus(folder)
             print(f"{len(corpus.ids['train']):,} tokens of text to learn from", flush=True)
             set_origin(run, progress, settings, {"corpus": corpus.digest}, arguments.allow_changed)
@@ -186,8 +244,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             shutil.rmtree(run / "model", ignore_errors=True)
             export_model(model, run / "model", companions=[folder / "tokenizer.model"])
             draw_loss(run)
-            size, tokens = count(model.parameters()), settings.steps * settings.rows * settings.length
-            print(f"{size:,} parameters, {settings.attention} attention, {tokens:,} tokens in {progress.seconds:.0f} s")
+            size, tokens = (
+                count(model.parameters()),
+                settings.steps * settings.rows * settings.length,
+            )
+            print(
+                f"{size:,} parameters, {settings.attention} attention, {tokens:,} tokens in {progress.seconds:.0f} s"
+            )
             print(f"{run}: model/, metrics.jsonl, loss.png; next: python -m eval.text all {run}")
 
 

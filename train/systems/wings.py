@@ -22,7 +22,10 @@ from model.wings import Wings, attach, join, route
 from train.settings import Settings
 from weights.load import load_model, load_siglip, load_text
 
-TEXT_BASE, TEXT_FOLDER = "embedded-text", Path("runs", "embedded-text")  # as a --base, and where it lies
+TEXT_BASE, TEXT_FOLDER = (
+    "embedded-text",
+    Path("runs", "embedded-text"),
+)  # as a --base, and where it lies
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,9 @@ def parts_of(settings: Settings) -> Parts:
 
 def tokenizer_source(settings: Settings) -> str:
     """The source of the tokenizer. The embedded models share one."""
-    return parts_of(settings).language_model or (EMBEDDED if settings.base == TEXT_BASE else settings.base)
+    return parts_of(settings).language_model or (
+        EMBEDDED if settings.base == TEXT_BASE else settings.base
+    )
 
 
 def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> Wings:
@@ -58,7 +63,10 @@ def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
     if parts.language_model:
         tower = load_siglip(EMBEDDED if is_text_base else settings.base, dtype, device)
         text = load_text(parts.language_model, dtype, device)
-        ends, marks = text.config.eos_token_id, load_text_tokenizer(parts.language_model).end_of_turn
+        ends, marks = (
+            text.config.eos_token_id,
+            load_text_tokenizer(parts.language_model).end_of_turn,
+        )
         turn_ends = [mark for mark in marks if parts.chat and mark in ends]
         config = LanguageWingsConfig(
             vision=replace(tower.config, feature_layer=parts.feature_layer),
@@ -73,7 +81,9 @@ def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
         )
         return join(config, tower, text, settings.seed)
     if is_text_base and not TEXT_FOLDER.is_dir():
-        raise UserError(f"--base {TEXT_BASE}: {TEXT_FOLDER} is not there: make it with python -m train.embedded.text")
+        raise UserError(
+            f"--base {TEXT_BASE}: {TEXT_FOLDER} is not there: make it with python -m train.embedded.text"
+        )
     base = load_model(TEXT_FOLDER if is_text_base else settings.base, dtype=dtype, device=device)
     if settings.stage == 1:
         return attach(base, settings.r, seed=settings.seed)
