@@ -63,7 +63,8 @@ def answers(run: Path) -> None:
 
 
 def explorer(run: Path) -> None:
-    """The page of `eval.explore` at the head that looks most at what is asked for, layer 1 and head 3 of our twin."""
+    """The page of `eval.explore` at the head that looks most at what is asked for, layer 1 and head
+    3 of our twin."""
     from playwright.sync_api import sync_playwright
 
     from eval import scenes

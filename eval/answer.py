@@ -1,9 +1,11 @@
 """Ask a model many questions: in batches, with a log from which an interrupted run resumes.
 
-In: a model, its processor and `Question`s. Out: one answer for each, in order. All evaluations ask here.
+In: a model, its processor and `Question`s. Out: one answer for each, in order. All evaluations ask
+here.
 
-A picture is encoded once for all its questions, prompts of similar length share a batch, and a batch ends with its last
-row. Greedy decoding in a batch gives the answers of one-by-one decoding, up to ties that rounding decides.
+A picture is encoded once for all its questions, prompts of similar length share a batch, and a
+batch ends with its last row. Greedy decoding in a batch gives the answers of one-by-one decoding,
+up to ties that rounding decides.
 """
 
 import contextlib
@@ -29,7 +31,8 @@ from model.paligemma import PaliGemma
 from model.processor import Batch, Processor, TokenRow
 from weights.fingerprint import exact_fingerprint
 
-WINDOW = 8  # batches whose pictures' features are held at a time: 3B features take 2 MB per picture in fp32
+# batches whose pictures' features are held at a time: 3B features take 2 MB per picture in fp32
+WINDOW = 8
 
 
 def ask_all(
@@ -44,10 +47,11 @@ def ask_all(
     left_out: dict | None = None,
     compiled: CompiledStep | None = None,
 ) -> list[Answer | None]:
-    """The answers to `questions`, in their order. progress: the title of a progress bar. log: a JSON-lines file that
-    gets the answers; what it has, of the same model, tokenizer, picture and prompt, is not asked again. left_out: gets,
-    by id, why a question cannot be asked (a picture, a long prompt), whose answer is then None; without it that is a
-    UserError. compiled: decodes the full batches."""
+    """The answers to `questions`, in their order. progress: the title of a progress bar. log: a
+    JSON-lines file that gets the answers; what it has, of the same model, tokenizer, picture and
+    prompt, is not asked again. left_out: gets, by id, why a question cannot be asked (a picture, a
+    long prompt), whose answer is then None; without it that is a UserError. compiled: decodes the
+    full batches."""
     marks = (
         [""] * len(questions)
         if log is None
@@ -88,7 +92,8 @@ def ask_all(
 def ask_window(
     model, processor, window, left_out, max_new_tokens, batch_size, compiled
 ) -> Iterator:
-    """Encode the pictures of questions by number, each once, then ask in batches: numbers with their answers."""
+    """Encode the pictures of questions by number, each once, then ask in batches: numbers with
+    their answers."""
     features, ready = encode(model, processor, list(window.values()), batch_size), []
     for number, question in window.items():
         try:
@@ -131,7 +136,8 @@ def ask_window(
 
 
 def layout(processor: Processor, question: Question, n_images: int) -> TokenRow:
-    """The row of a question, with the turns before it. Raises UserError, also where its longest choice is too long."""
+    """The row of a question, with the turns before it. Raises UserError, also where its longest
+    choice is too long."""
     is_text, turns = isinstance(processor, TextReader), [*question.before, (question.prefix, None)]
     row = processor.row(question) if is_text else processor.row_of(n_images, turns)
     longest = max(
@@ -140,13 +146,15 @@ def layout(processor: Processor, question: Question, n_images: int) -> TokenRow:
     )
     if (length := len(row[0]) + longest - 1) > processor.max_length:
         raise UserError(
-            f"{length} tokens with the longest choice, more than {processor.max_length}: lower --shots"
+            f"{length} tokens with the longest choice, more than {processor.max_length}: lower "
+            "--shots"
         )
     return row
 
 
 def encode(model, processor, questions: list[Question], batch_size: int) -> dict[str, Any]:
-    """The features (pictures, I, H) of each key; None without pictures, or why these cannot be read."""
+    """The features (pictures, I, H) of each key; None without pictures, or why these cannot be
+    read."""
     first, features = {question.key: question for question in reversed(questions)}, {}
     keys, device = list(first), next(model.parameters()).device
 
@@ -175,7 +183,8 @@ def encode(model, processor, questions: list[Question], batch_size: int) -> dict
 def choose(
     model, processor, questions: list[Question], batch: Batch, pictures: dict
 ) -> list[Answer]:
-    """The likeliest choice of each question, or the log-probabilities of all; each has the same number of choices."""
+    """The likeliest choice of each question, or the log-probabilities of all; each has the same
+    number of choices."""
     choices = []
     for q in questions:
         end = [] if q.scored else [processor.config.eos_token_id]
@@ -188,9 +197,9 @@ def choose(
 def log_likelihoods(
     model, batch: Batch, choices, image_features=None, image_index=None
 ) -> list[torch.Tensor]:
-    """log p, in nats, of each row's choices (token ids, with or without the end token) after its picture and prefix. A
-    prompt is read once into the cache, whose rows are then repeated for the choices; choices of one token need no more
-    than the prompt. Raises NonFiniteError."""
+    """log p, in nats, of each row's choices (token ids, with or without the end token) after its
+    picture and prefix. A prompt is read once into the cache, whose rows are then repeated for the
+    choices; choices of one token need no more than the prompt. Raises NonFiniteError."""
     owner = torch.tensor(
         [row for row, of_row in enumerate(choices) for _ in of_row], device=batch.input_ids.device
     )
@@ -236,8 +245,8 @@ def pick_rows(memory, rows: torch.Tensor) -> None:
 def marks_of(
     model, processor: Processor, questions: Sequence[Question], max_new_tokens: int
 ) -> list[str]:
-    """A hash for each question of all that decides its answer: the model and its LoRA strength, the tokens, the files
-    of its pictures (a replaced file is another picture), its choices."""
+    """A hash for each question of all that decides its answer: the model and its LoRA strength, the
+    tokens, the files of its pictures (a replaced file is another picture), its choices."""
     strengths = [
         [path, layer.alpha]
         for path, layer in model.named_modules()
@@ -265,8 +274,9 @@ def marks_of(
 
 @contextlib.contextmanager
 def open_log(path: Path, anew: bool = False) -> Iterator[tuple[BinaryIO, dict[str, Answer]]]:
-    """A log of answers, to be appended to by one command at a time, and its answers by mark; an incomplete last line is
-    cut off. anew: empty it. Raises UserError, also for a file of another kind."""
+    """A log of answers, to be appended to by one command at a time, and its answers by mark; an
+    incomplete last line is cut off. anew: empty it. Raises UserError, also for a file of another
+    kind."""
     with file_errors(path):
         file = path.open("a+b")
     with file:

@@ -5,9 +5,10 @@
     python -m eval.ask --adapter RUN --image photo.jpg --question "What is on the table?"
     python -m eval.ask --model Qwen/Qwen2-0.5B-Instruct --chat --prompt "What is a decoder?"
 
-In: picture files and prompts in PaliGemma's language (`caption en`, `answer en QUESTION`, `detect THING`, …); for a
-language model (Gemma, Gemma 2, Qwen1.5, Qwen2) prompts alone, which it continues or, with --chat, answers.
-Out: the answer to every prompt for every picture; for detections, boxes in the picture's own pixels, and a drawing.
+In: picture files and prompts in PaliGemma's language (`caption en`, `answer en QUESTION`, `detect
+THING`, …); for a language model (Gemma, Gemma 2, Qwen1.5, Qwen2) prompts alone, which it continues
+or, with --chat, answers. Out: the answer to every prompt for every picture; for detections, boxes
+in the picture's own pixels, and a drawing.
 """
 
 import json
@@ -78,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     is_text = kind_of(subject.source) == "text"
     if is_text and (args.image or args.question or args.draw or subject.run):
         raise UserError(
-            f"{shown(subject.name)} reads text alone: leave out --image, --question, --draw and --adapter"
+            f"{shown(subject.name)} reads text alone: leave out --image, --question, --draw and "
+            "--adapter"
         )
     if not is_text and (args.chat or not args.image):
         raise UserError(

@@ -1,8 +1,10 @@
-"""A benchmark is a class: its questions, how an answer is scored, and what of the scores is printed and written.
+"""A benchmark is a class: its questions, how an answer is scored, and what of the scores is printed
+and written.
 
-In: a `Benchmark` and the command line. Out: a table of all models that the flags name, their measures with 95 %
-intervals over pictures, and paired differences; of each model a folder with results.json, scores.json, and the log
-from which an interrupted call goes on. A new benchmark is one file like `eval/pope.py`.
+In: a `Benchmark` and the command line. Out: a table of all models that the flags name, their
+measures with 95 % intervals over pictures, and paired differences; of each model a folder with
+results.json, scores.json, and the log from which an interrupted call goes on. A new benchmark is
+one file like `eval/pope.py`.
 """
 
 import json
@@ -54,7 +56,8 @@ Summary = dict[str, dict[str, float | None]]  # the numbers of a table, by line 
 
 
 class Benchmark:
-    """name: of the command. flags: by name, the arguments of `add_flag`. limit: the help of --limit."""
+    """name: of the command. flags: by name, the arguments of `add_flag`. limit: the help of
+    --limit."""
 
     name = ""
     flags: Mapping[str, Mapping] = {}
@@ -62,7 +65,8 @@ class Benchmark:
     max_new_tokens = 32
 
     def __init__(self, **prompts: str):
-        """prompts: by `eval.open.kind_of`, where the training tells none; one for `text` if these can be asked."""
+        """prompts: by `eval.open.kind_of`, where the training tells none; one for `text` if these
+        can be asked."""
         self.prompts = prompts
 
     def questions(self, args: Namespace) -> list[Question]:
@@ -114,8 +118,9 @@ def write_records(path: Path, records: Sequence[Mapping]) -> None:
 
 
 def read_answers(file: str | Path, questions: Sequence[Question]) -> list[Answer]:
-    """The answer to each question, from {"question_id", "answer"} objects, or GQA's {"questionId", "prediction"} or
-    VizWiz's {"image", "answer"}; without ids, as in POPE's files, in the order of the questions. Raises UserError."""
+    """The answer to each question, from {"question_id", "answer"} objects, or GQA's {"questionId",
+    "prediction"} or VizWiz's {"image", "answer"}; without ids, as in POPE's files, in the order of
+    the questions. Raises UserError."""
     known, answers = {str(question.id): question for question in questions}, {}
     in_order = iter(known)
 
@@ -134,7 +139,8 @@ def read_answers(file: str | Path, questions: Sequence[Question]) -> list[Answer
     read(file, add)
     if lost := [id_ for id_ in known if id_ not in answers]:
         raise UserError(
-            f"{shown(file)}: {len(lost)} questions have no answer ({some(lost)}): give an answer to each"
+            f"{shown(file)}: {len(lost)} questions have no answer ({some(lost)}): give an answer "
+            "to each"
         )
     return [answers[id_] for id_ in known]
 
@@ -143,7 +149,8 @@ def read_answers(file: str | Path, questions: Sequence[Question]) -> list[Answer
 
 
 def run(benchmark: Benchmark, argv: Sequence[str] | None = None) -> None:
-    """`python -m eval.NAME`: ask the models, or read --results; print, and write. Raises UserError."""
+    """`python -m eval.NAME`: ask the models, or read --results; print, and write. Raises
+    UserError."""
     args = parser_of(benchmark).parse_args(argv)
     if not args.results:
         results = ask_models(benchmark, args)
@@ -188,7 +195,8 @@ def parser_of(benchmark: Benchmark) -> ArgumentParser:
 
 
 def flags_for(benchmark: Benchmark, args: Namespace, subject) -> Namespace:
-    """The flags with the wording and the prompt of a model: that of the flags, of its training, or of its kind."""
+    """The flags with the wording and the prompt of a model: that of the flags, of its training, or
+    of its kind."""
     from eval.open import kind_of, stored_prompt
 
     wording = getattr(args, "wording", None)
@@ -203,8 +211,8 @@ def flags_for(benchmark: Benchmark, args: Namespace, subject) -> Namespace:
 
 
 def ask_models(benchmark: Benchmark, args: Namespace) -> Results:
-    """The rows of the models that the flags name, on gray pictures too with --blind, and of the baselines; writes the
-    files of each model. Raises UserError."""
+    """The rows of the models that the flags name, on gray pictures too with --blind, and of the
+    baselines; writes the files of each model. Raises UserError."""
     from eval.answer import ask_all, open_log
     from eval.open import models_of, open_model, out_folder
     from model.generate import CompiledStep
@@ -285,9 +293,9 @@ def by_kind(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def values_of(benchmark: Benchmark, results: Results) -> dict[str, dict]:
-    """For JSON, by title: the summary; and by measure the mean in percent with its 95 % interval over groups of
-    questions, and the paired difference on the questions that both have answered: of a model on gray pictures to the
-    model, else to the first."""
+    """For JSON, by title: the summary; and by measure the mean in percent with its 95 % interval
+    over groups of questions, and the paired difference on the questions that both have answered: of
+    a model on gray pictures to the model, else to the first."""
 
     def percent(rows: Sequence[Row], scores: Sequence[float]) -> dict[str, float]:
         interval = bootstrap(scores, [row.question.group or row.question.key for row in rows])
@@ -361,8 +369,8 @@ def comparison_table(values: Mapping[str, Mapping]) -> list[str]:
         f"{title} has answered {count} of them" for title, count in counts.items() if count < most
     ]
     note = (
-        "; differences to the first line, of blind ones to their model; * where the interval has no 0"
-        * many
+        "; differences to the first line, of blind ones to their model; * where the interval has "
+        "no 0" * many
     )
     head = ["%", *(name for measure in measures for name in (measure, *["difference"] * many))]
     table = [

@@ -1,19 +1,21 @@
-"""Multiple choice by likelihood, as lm-evaluation-harness measures it: MMLU, CMMLU, RACE, ARC, or your own questions.
+"""Multiple choice by likelihood, as lm-evaluation-harness measures it: MMLU, CMMLU, RACE, ARC, or
+your own questions.
 
     python -m eval.choices --task mmlu --data DIR --model A --model B --blind
     python -m eval.choices --results results.json
 
-In: official files, worded as in the harness, or your own; and models, or an earlier results.json. Out: results.json
-with log-probabilities, and accuracy by subject.
+In: official files, worded as in the harness, or your own; and models, or an earlier results.json.
+Out: results.json with log-probabilities, and accuracy by subject.
 
-The likelihood of a choice is the sum of the log-probabilities of its tokens after the prompt, without an end token.
-accuracy: the likeliest choice is right. normalised: the likeliest by character, likelihood / characters, is right; of
-equal ones the first counts. A model of text reads the prompt, a space and the choice. Trailing spaces move to the
-choice: its tokens are encode(prompt + choice) minus encode(prompt). A model of pictures reads its own turn: the prompt,
-which ends in a newline, then the choice without a space.
+The likelihood of a choice is the sum of the log-probabilities of its tokens after the prompt,
+without an end token. accuracy: the likeliest choice is right. normalised: the likeliest by
+character, likelihood / characters, is right; of equal ones the first counts. A model of text reads
+the prompt, a space and the choice. Trailing spaces move to the choice: its tokens are encode(prompt
++ choice) minus encode(prompt). A model of pictures reads its own turn: the prompt, which ends in a
+newline, then the choice without a space.
 
-Sources: EleutherAI/lm-evaluation-harness, lm_eval/tasks; Hendrycks et al. 2021 (MMLU), Li et al. 2023 (CMMLU), Lai et
-al. 2017 (RACE), Clark et al. 2018 (ARC).
+Sources: EleutherAI/lm-evaluation-harness, lm_eval/tasks; Hendrycks et al. 2021 (MMLU), Li et al.
+2023 (CMMLU), Lai et al. 2017 (RACE), Clark et al. 2018 (ARC).
 """
 
 from argparse import Namespace
@@ -52,7 +54,8 @@ EMBEDDED = 600  # questions, by default
 def question(
     id_, subject: str, prompt: str, choices: Iterable[str], right: int, pictures=(), picture=""
 ) -> Question:
-    """right: number of the right choice. picture: names the pictures; questions about text alone are independent."""
+    """right: number of the right choice. picture: names the pictures; questions about text alone
+    are independent."""
     choices = tuple(choices)
     check(
         all(text({"choice": choice}, "choice") for choice in choices),
@@ -84,8 +87,9 @@ def files_in(folder: Path, pattern: str) -> list[Path]:
 def exam(
     args: Namespace, head: str, ending: str, names: Mapping[str, str], columns: int = 6
 ) -> list[Question]:
-    """MMLU or CMMLU: test/SUBJECT.csv, and dev/, from which examples come. A row is a question, four options and the
-    right letter; of 7 `columns` the first is a number, and the first line has their names. names: of the subjects."""
+    """MMLU or CMMLU: test/SUBJECT.csv, and dev/, from which examples come. A row is a question,
+    four options and the right letter; of 7 `columns` the first is a number, and the first line has
+    their names. names: of the subjects."""
 
     def worded(row: list[str]) -> tuple[str, str]:
         is_right = len(row) == columns and row[-1] in LETTERS
@@ -99,7 +103,8 @@ def exam(
         rows = rows_in(path)
         if columns == 7 and rows and rows.pop(0)[1][-1] in LETTERS:
             raise UserError(
-                f"{shown(path)}:1: is a question, not the names of the columns: take the official file"
+                f"{shown(path)}:1: is a question, not the names of the columns: take the official "
+                "file"
             )
         return read(path, worded, rows)
 
@@ -135,8 +140,9 @@ cmmlu = partial(exam, head=CMMLU_HEAD, ending="答案：", names=CMMLU_NAMES, co
 
 
 def race(args: Namespace) -> list[Question]:
-    """The last question on each passage of `test/high`, or of the folder itself; the others stand before it. Of a
-    question that ends in a blank, the harness shows the blank and the answer alone, and so does this."""
+    """The last question on each passage of `test/high`, or of the folder itself; the others stand
+    before it. Of a question that ends in a blank, the harness shows the blank and the answer alone,
+    and so does this."""
 
     def of_passage(name: str, record: dict) -> Question:
         prompt = f"Article: {text(record, 'article')}\n\n"
@@ -177,8 +183,9 @@ def arc(args: Namespace) -> list[Question]:
 
 
 def own(args: Namespace) -> list[Question]:
-    """{"question", "choices", "answer"}, JSON lines: the answer is a choice's number, from 0, its text or its letter.
-    "subject" and "image", the name of a picture or a list of them, may be given."""
+    """{"question", "choices", "answer"}, JSON lines: the answer is a choice's number, from 0, its
+    text or its letter. "subject" and "image", the name of a picture or a list of them, may be
+    given."""
     folder, numbers = Path(args.images or Path(args.data).parent), count(1)
 
     def of_record(record: dict) -> Question:
@@ -214,7 +221,8 @@ def own(args: Namespace) -> list[Question]:
 
 
 def embedded_scenes(args: Namespace) -> list[Question]:
-    """Questions on the embedded pictures, as in `eval.vqa`, with up to three answers to others of their kind."""
+    """Questions on the embedded pictures, as in `eval.vqa`, with up to three answers to others of
+    their kind."""
     asked, answers, questions = (
         vqa.embedded(args.limit or EMBEDDED, "test", args.template),
         defaultdict(set),
@@ -265,7 +273,8 @@ class Choices(Benchmark):
     def questions(self, args):
         if (args.data is None) != (args.task == "scenes"):
             raise UserError(
-                f"--task {args.task}: scenes take no --data, all other tasks need it: their official files"
+                f"--task {args.task}: scenes take no --data, all other tasks need it: their "
+                "official files"
             )
         questions = TASKS[args.task](args)
         check_unique((question.id for question in questions), args.data or args.task)

@@ -1,4 +1,5 @@
-"""Flags of the commands: the parser, whole numbers, and help that ends with the default. Needs no torch."""
+"""Flags of the commands: the parser, whole numbers, and help that ends with the default. Needs no
+torch."""
 
 from argparse import (
     ArgumentParser,
@@ -34,7 +35,8 @@ def command_parser(name: str, doc: str | None) -> ArgumentParser:
 def add_flag(
     parser: ArgumentParser, name: str, help: str, default: Any = None, **argument: Any
 ) -> None:
-    """A flag, whose help ends with its default unless it says one. A bool is a switch, --name or --no-name."""
+    """A flag, whose help ends with its default unless it says one. A bool is a switch, --name or
+    --no-name."""
     if isinstance(default, bool):
         argument["action"] = BooleanOptionalAction
     if default is not None and "(default" not in help:

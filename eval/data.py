@@ -1,7 +1,9 @@
-"""Readers of published files: VQAv2, GQA, TextVQA, VizWiz and MMNeedle; and `read`, which all other readers call.
+"""Readers of published files: VQAv2, GQA, TextVQA, VizWiz and MMNeedle; and `read`, which all other
+readers call.
 
-In: files exactly as their authors publish them. Out: small frozen records; pictures stay paths until they are opened.
-`read` calls the constructor of a format for each record. What that raises becomes a `UserError` with the place.
+In: files exactly as their authors publish them. Out: small frozen records; pictures stay paths
+until they are opened. `read` calls the constructor of a format for each record. What that raises
+becomes a `UserError` with the place.
 """
 
 import contextlib
@@ -54,9 +56,9 @@ def fill_prompt(template: str, question: str) -> str:
 def read(
     path: str | Path, make: Callable, records: Places | None = None, refuse: Callable | None = None
 ) -> list:
-    """make(record) for each object of a JSON list or of JSON lines, or for `records` of the file. What `make` raises is
-    a UserError with the place; with `refuse`, refuse(problem) stands in for the record. Raises UserError for a file
-    without any good record."""
+    """make(record) for each object of a JSON list or of JSON lines, or for `records` of the file.
+    What `make` raises is a UserError with the place; with `refuse`, refuse(problem) stands in for
+    the record. Raises UserError for a file without any good record."""
     made, problems = [], []
     for place, record in records_in(path) if records is None else records:
         try:
@@ -77,7 +79,8 @@ def read(
 
 
 def records_in(path: str | Path) -> Places:
-    """The records of a JSON list, or else the lines of a file that are not blank, as bytes. Raises UserError."""
+    """The records of a JSON list, or else the lines of a file that are not blank, as bytes. Raises
+    UserError."""
     with file_errors(path):
         content = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf")
     if content.lstrip().startswith(b"["):
@@ -137,10 +140,12 @@ def id_of(record: Mapping) -> int | str:
 
 
 def check_unique(ids: Iterable[int | str], where: str | Path) -> None:
-    """Raise UserError that names the ids which occur more than once; 1 and "1" are the same id in a log or a result."""
+    """Raise UserError that names the ids which occur more than once; 1 and "1" are the same id in a
+    log or a result."""
     if repeated := [id_ for id_, count in Counter(map(str, ids)).items() if count > 1]:
         raise UserError(
-            f"{shown(where)}: {len(repeated)} duplicate id(s) ({some(repeated)}): keep one record of each"
+            f"{shown(where)}: {len(repeated)} duplicate id(s) ({some(repeated)}): keep one record "
+            "of each"
         )
 
 
@@ -150,7 +155,8 @@ def some(ids: Sequence) -> str:
 
 
 def find_image(folder: str | Path, name: str) -> Path:
-    """The path of a picture in `folder`. COCO's, such as val2014/COCO_val2014_….jpg, may lie flat in it."""
+    """The path of a picture in `folder`. COCO's, such as val2014/COCO_val2014_….jpg, may lie flat
+    in it."""
     path = Path(folder, name)
     is_flat = (
         path.name.startswith("COCO_") and not path.exists() and Path(folder, path.name).exists()
@@ -172,8 +178,8 @@ def find_picture(folder: str | Path, name: str) -> Path:
 
 @dataclass(frozen=True)
 class Annotation:
-    """A question and its answers as published: an object for each annotator, of a test split none. answer: the most
-    frequent one. image: the name of the picture in its folder."""
+    """A question and its answers as published: an object for each annotator, of a test split none.
+    answer: the most frequent one. image: the name of the picture in its folder."""
 
     question_id: int | str
     answers: tuple[dict, ...] = ()
@@ -189,10 +195,11 @@ class Annotation:
 def read_vqa(
     questions: str | Path, annotations: str | Path | None = None
 ) -> tuple[str, list[Annotation]]:
-    """Questions of VQAv2, GQA, TextVQA or VizWiz, and the scoring that fits: official, textvqa, vizwiz or gqa.
-    annotations: by default the same file; if it holds no answers, there are none. A file with one answer per question
-    can only be scored by exact match, as GQA is; one whose answers have no ids only by position, as TextVQA is. Raises
-    UserError, also for an id that occurs twice and for a question without its annotation."""
+    """Questions of VQAv2, GQA, TextVQA or VizWiz, and the scoring that fits: official, textvqa,
+    vizwiz or gqa. annotations: by default the same file; if it holds no answers, there are none. A
+    file with one answer per question can only be scored by exact match, as GQA is; one whose
+    answers have no ids only by position, as TextVQA is. Raises UserError, also for an id that
+    occurs twice and for a question without its annotation."""
     source = annotations or questions
     (_, subset, asked), (layout, _, answered) = (
         records_of(questions, "questions"),
@@ -221,7 +228,8 @@ def read_vqa(
 
 
 def records_of(path: str | Path, key: str) -> tuple[str, str, Places]:
-    """Scoring, COCO's subset, and records of {key: […]}, TextVQA's {"data": […]}, VizWiz's […] or GQA's {id: {…}}."""
+    """Scoring, COCO's subset, and records of {key: […]}, TextVQA's {"data": […]}, VizWiz's […] or
+    GQA's {id: {…}}."""
     value = read_json(path, object)
     with problems_at(path):
         if isinstance(value, list):
@@ -281,10 +289,11 @@ def annotation(record: dict) -> Annotation:
 
 @dataclass(frozen=True)
 class NeedleTest:
-    """M haystack pictures of N×N sub-images, and the K needles to find in them. `haystack` holds, for each of the M
-    pictures, its N² sub-images' names, row-major; `places` the (index, row, col) of each needle, counted from 0, or
-    `ABSENT`; `targets` and `captions` the needles' own pictures and their descriptions; `pictures` functions that give
-    the M pictures, and `files` those that they read."""
+    """M haystack pictures of N×N sub-images, and the K needles to find in them. `haystack` holds,
+    for each of the M pictures, its N² sub-images' names, row-major; `places` the (index, row, col)
+    of each needle, counted from 0, or `ABSENT`; `targets` and `captions` the needles' own pictures
+    and their descriptions; `pictures` functions that give the M pictures, and `files` those that
+    they read."""
 
     id: int
     haystack: tuple[tuple[str, ...], ...]
@@ -301,7 +310,8 @@ class NeedleTest:
 
 
 def read_captions(path: str | Path) -> dict[str, str]:
-    """Caption by file name, from {name: caption} or COCO's captions_val2014.json; the last one listed counts."""
+    """Caption by file name, from {name: caption} or COCO's captions_val2014.json; the last one
+    listed counts."""
     value = read_json(path)
     with problems_at(path):
         if "annotations" not in value:
@@ -317,8 +327,8 @@ def read_captions(path: str | Path) -> dict[str, str]:
 def read_needle_tests(
     metadata: str | Path, annotations: str | Path, captions: str | Path
 ) -> list[NeedleTest]:
-    """Tests from MMNeedle's `N_N.json`, `annotations_M_N_N.json` (K > 1: `K_annotations_…`) and a caption file. Raises
-    UserError, also where the files contradict each other."""
+    """Tests from MMNeedle's `N_N.json`, `annotations_M_N_N.json` (K > 1: `K_annotations_…`) and a
+    caption file. Raises UserError, also where the files contradict each other."""
     described, stitched, grids = read_captions(captions), read_json(metadata), {}
     with problems_at(metadata):
         for name, images in stitched.items():

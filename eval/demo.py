@@ -76,8 +76,9 @@ def serve(
     limit: int = 64,
     port: int | None = None,
 ) -> Any:
-    """The page, a `gradio.Blocks`, started in threads of this process; `local_url` is its address, and the pictures of
-    its examples are written to `folder`. Raises OSError if the port is taken."""
+    """The page, a `gradio.Blocks`, started in threads of this process; `local_url` is its address,
+    and the pictures of its examples are written to `folder`. Raises OSError if the port is
+    taken."""
     gradio = load_gradio()
 
     def answer(path, prompt, is_explored=False):
@@ -100,7 +101,8 @@ def serve(
         title="Ask the model", analytics_enabled=False, delete_cache=(600, 1800)
     ) as blocks:
         gradio.Markdown(
-            f"# Ask about a picture\n`{shown(subject.name)}` answers on this machine{toy_note(subject)}."
+            f"# Ask about a picture\n`{shown(subject.name)}` answers on this "
+            f"machine{toy_note(subject)}."
         )
         with gradio.Row():
             with gradio.Column():

@@ -57,7 +57,8 @@ class Found(NamedTuple):
 
 
 class Detect(Benchmark):
-    """An answer is a text, and the score of each of its parts between semicolons; without scores all are 1."""
+    """An answer is a text, and the score of each of its parts between semicolons; without scores
+    all are 1."""
 
     name = "detect"
     max_new_tokens = 256
@@ -130,8 +131,9 @@ def row_of(record: dict) -> Row:
 
 
 def boxes_of(row: Row) -> tuple[list[Found], Counter]:
-    """The boxes of an answer, and the number of its parts by problem, "" where there is none. A part without four
-    locations is no box; an empty box, or a name that was not asked for, is one that is wrong."""
+    """The boxes of an answer, and the number of its parts by problem, "" where there is none. A
+    part without four locations is no box; an empty box, or a name that was not asked for, is one
+    that is wrong."""
     (answer, scores), truth, found, problems = row.answer, row.question.truth, [], Counter()
     asked = row.question.prefix.removeprefix("detect ").split(" ; ")
     names = {name.lower(): name for name in asked} | {
@@ -159,7 +161,8 @@ def draw_sheet(rows: Sequence[Row], title: str):
 
 
 def draw_row(row: Row) -> tuple[Image, str, bool]:
-    """A picture with its true and found boxes, how many agree by half, and whether these are all."""
+    """A picture with its true and found boxes, how many agree by half, and whether these are
+    all."""
     size, found = row.question.truth, boxes_of(row)[0]
     truths = [box for box in size.boxes if not box.is_crowd]
     image = load_image(row.question.images()[0])
@@ -182,7 +185,8 @@ def draw_row(row: Row) -> tuple[Image, str, bool]:
 def corners(
     boxes: Sequence[Box | Found], image, size: Detection
 ) -> list[tuple[float, float, float, float]]:
-    """The boxes as (left, top, right, bottom) in the pixels of `image`, which may have another size than annotated."""
+    """The boxes as (left, top, right, bottom) in the pixels of `image`, which may have another size
+    than annotated."""
     x, y = image.width / size.width, image.height / size.height
     sides = [((b.x * x, (b.x + b.width) * x), (b.y * y, (b.y + b.height) * y)) for b in boxes]
     return [
@@ -194,7 +198,8 @@ def corners(
 
 
 class Matches(NamedTuple):
-    """What became of the detections D of one class, in one picture or in all: score and rank in its picture (D,);
+    """What became of the detections D of one class, in one picture or in all: score and rank in its
+    picture (D,);
     hit and ignored (thresholds, D); and how many truths there are to find."""
 
     score: np.ndarray
@@ -205,8 +210,9 @@ class Matches(NamedTuple):
 
 
 def score_boxes(truths: Sequence[Sequence[Box]], found: Sequence[Sequence[Found]]) -> dict:
-    """COCO's table, as fractions, and "classes", the AP of each; truths and detections of one picture after the other.
-    The order of the pictures decides between equal scores: COCO's is that of their ids. None: no truth of that size."""
+    """COCO's table, as fractions, and "classes", the AP of each; truths and detections of one
+    picture after the other. The order of the pictures decides between equal scores: COCO's is that
+    of their ids. None: no truth of that size."""
     pairs = {truth.label: [] for of_picture in truths for truth in of_picture}
     for of_picture, detections in zip(truths, found, strict=True):
         for label in {box.label for box in (*of_picture, *detections)} & pairs.keys():
@@ -241,9 +247,10 @@ def _mean(values) -> float | None:
 def match(
     truths: Sequence[Box], found: Sequence[Found], limits: tuple[float, float] = SIZES[""]
 ) -> Matches:
-    """Detections of one class in one picture, best first, each to the free truth with the largest overlap. At equal
-    overlap the later truth is taken, and a real one before one that is ignored: a crowd, which many may match, or a
-    truth of another size. Detections of ignored truths, and those of another size without a truth, are ignored."""
+    """Detections of one class in one picture, best first, each to the free truth with the largest
+    overlap. At equal overlap the later truth is taken, and a real one before one that is ignored: a
+    crowd, which many may match, or a truth of another size. Detections of ignored truths, and those
+    of another size without a truth, are ignored."""
     low, high = limits
     crowd = np.array([truth.is_crowd for truth in truths], bool)
     ignored = crowd | np.array([not low <= truth.area <= high for truth in truths], bool)
@@ -290,7 +297,8 @@ def pool(matches: Iterable[Matches]) -> Matches:
 
 
 def average_precision(matches: Matches) -> np.ndarray:
-    """(thresholds,) mean over 101 recalls r of the largest precision at a recall of r or more, 0 where none is."""
+    """(thresholds,) mean over 101 recalls r of the largest precision at a recall of r or more, 0
+    where none is."""
     hits = np.cumsum(matches.hit, axis=1)
     misses = np.cumsum(~matches.hit & ~matches.ignored, axis=1)
     precision = hits / (hits + misses + np.spacing(1))

@@ -1,7 +1,8 @@
 """Figures, drawn with Pillow alone: heatmaps, contact sheets, boxes; `train/chart.py` draws curves.
 
-In: numbers and pictures. Out: `PIL.Image` in RGB, on white: one file is legible on light and on dark pages. Lengths are
-in points, of `DENSITY` pixels. A canvas is drawn `SMOOTH` times finer, since Pillow does not smooth edges of shapes.
+In: numbers and pictures. Out: `PIL.Image` in RGB, on white: one file is legible on light and on
+dark pages. Lengths are in points, of `DENSITY` pixels. A canvas is drawn `SMOOTH` times finer,
+since Pillow does not smooth edges of shapes.
 """
 
 import math
@@ -123,7 +124,8 @@ _SPELLED = {"–": "-", "—": "-", "−": "-", "×": "x", "λ": "lambda", "≥"
 
 
 def printable(text: str) -> str:
-    """`text` in the glyphs of Pillow's built-in font: accents dropped, a few signs in ASCII, all others "?"."""
+    """`text` in the glyphs of Pillow's built-in font: accents dropped, a few signs in ASCII, all
+    others "?"."""
     text = unicodedata.normalize("NFKD", " ".join(text.split()).translate(str.maketrans(_SPELLED)))
     return "".join(
         c if c.isascii() or c in "±·°⁄‘’“”" else "?" for c in text if not unicodedata.combining(c)
@@ -160,8 +162,8 @@ def _ink_on(color: Color) -> Color:
 
 
 def heatmaps(grids: Mapping[str, Sequence[Sequence[float]]], title="") -> Image.Image:
-    """Accuracy (0..1) by row and column of a needle, in grids side by side, the percentage in each cell (NaN: no data);
-    each grid with its name and its mean over cells."""
+    """Accuracy (0..1) by row and column of a needle, in grids side by side, the percentage in each
+    cell (NaN: no data); each grid with its name and its mean over cells."""
     side, gap, left, bottom, top = 236, 56, 54, 50, 84 if title else 56
     sheet = Canvas(left + len(grids) * (side + gap), top + side + bottom, title)
     for number, (name, grid) in enumerate(grids.items()):
@@ -199,8 +201,8 @@ def contact_sheet(
     size=180,
     lines=3,
 ) -> Image.Image:
-    """Pictures in rows of four, their longer side `size` points, their captions below in at most `lines` lines. A green
-    frame marks a hit, an orange one a miss; None has no frame."""
+    """Pictures in rows of four, their longer side `size` points, their captions below in at most
+    `lines` lines. A green frame marks a hit, an orange one a miss; None has no frame."""
     columns, gap, text = min(4, len(images)), 14, 11.5
     broken = [
         [line for part in c.splitlines() for line in wrap(part, size, text, lines)][:lines]
@@ -242,9 +244,10 @@ def draw_boxes(
     width=1.5,
     least=1,
 ) -> Image.Image:
-    """A copy of `image` with boxes (left, top, right, bottom), in its own pixels, and their labels. Lines are `width`
-    points wide in a picture of 640 pixels, and in proportion in others. A picture whose longer side is shorter than
-    `least` pixels is enlarged by a whole factor. colors: of the boxes, in turn."""
+    """A copy of `image` with boxes (left, top, right, bottom), in its own pixels, and their labels.
+    Lines are `width` points wide in a picture of 640 pixels, and in proportion in others. A picture
+    whose longer side is shorter than `least` pixels is enlarged by a whole factor. colors: of the
+    boxes, in turn."""
     scale = max(1, round(least / max(image.size)))
     image = image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
     points = max(image.size) / 640  # a picture of 640 px has one point a pixel

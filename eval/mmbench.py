@@ -1,21 +1,25 @@
-"""MMBench: multiple choice about pictures, right only if the answer holds when the options change places.
+"""MMBench: multiple choice about pictures, right only if the answer holds when the options change
+places.
 
     python -m eval.mmbench --tsv mmbench_dev_en.tsv --model SRC --adapter RUN
     python -m eval.mmbench --tsv mmbench_dev_en.tsv --results results.json
 
-In: the official TSV, and a model, or its answers. Out: CircularEval's accuracy by split and category, results.json, and
-submission.tsv for the evaluation server, which takes it as .xlsx from any spreadsheet. Rows of equal index mod
-1,000,000 are one question with its options rotated; it is right if all are. An answer is read as VLMEvalKit does where
-no other model judges it; undecided ones are wrong:
+In: the official TSV, and a model, or its answers. Out: CircularEval's accuracy by split and
+category, results.json, and submission.tsv for the evaluation server, which takes it as .xlsx from
+any spreadsheet. Rows of equal index mod 1,000,000 are one question with its options rotated; it is
+right if all are. An answer is read as VLMEvalKit does where no other model judges it; undecided
+ones are wrong:
 
 1. One of REFUSALS in it: no option. FAILED in it: go on at 4.
-2. The marks .()[],:;!*#{} become blanks. Exactly one option's letter among the words, a capital, first seen in the last
-   four: that option. No letter but a word Z: no option.
-3. Else the first "answer is X" or "answer is **X**", ignoring case, if X is an option's letter: that option.
-4. Else, ignoring case: the one option whose text is in the answer, unless the answer has more than twice as many
-   characters as all options together.
+2. The marks .()[],:;!*#{} become blanks. Exactly one option's letter among the words, a capital,
+   first seen in the last four: that option. No letter but a word Z: no option.
+3. Else the first "answer is X" or "answer is **X**", ignoring case, if X is an option's letter:
+that option.
+4. Else, ignoring case: the one option whose text is in the answer, unless the answer has more than
+   twice as many characters as all options together.
 
-Sources: Liu et al., "MMBench: Is Your Multi-modal Model an All-around Player?", ECCV 2024; open-compass/VLMEvalKit.
+Sources: Liu et al., "MMBench: Is Your Multi-modal Model an All-around Player?", ECCV 2024;
+open-compass/VLMEvalKit.
 """
 
 import base64
@@ -37,8 +41,8 @@ FAILED = "Failed to obtain answer via API"
 REFUSALS = "Sorry, I can't help with images of people yet.", "I can't process this file."
 REFUSALS += "I'm sorry, but without the image provided", "Cannot determine the answer"
 NOT_SUBMITTED = ("hint", "category", "source", "image", "comment", "l2-category")
-# What pandas, with which the official scripts read, takes for no value. "None", which pandas 2 adds by accident
-# (pandas-dev/pandas issue 52493), and "none" are the texts of options.
+# What pandas, with which the official scripts read, takes for no value. "None", which pandas 2 adds
+# by accident (pandas-dev/pandas issue 52493), and "none" are the texts of options.
 ABSENT = (
     "#N/A #NA -1.#IND -1.#QNAN -NaN -nan 1.#IND 1.#QNAN <NA> N/A NA NULL NaN n/a nan null".split()
 )
@@ -74,7 +78,8 @@ class MMBench(Benchmark):
         return questions
 
     def rows(self, questions, answers):
-        """A row for each rotation; the first of a question has the score, if all rotations have an answer."""
+        """A row for each rotation; the first of a question has the score, if all rotations have an
+        answer."""
         rows, groups = [], defaultdict(list)
         for question, answer in zip(questions, answers, strict=True):
             rows.append(Row(question, answer, {}))
@@ -130,8 +135,8 @@ class MMBench(Benchmark):
 
 
 def read_lines(path: str) -> list[list[dict[str, str]]]:
-    """The rows of MMBench's TSV by question, its rotations in order: values by column, "" where absent. Raises
-    UserError, also for a question that lacks a rotation."""
+    """The rows of MMBench's TSV by question, its rotations in order: values by column, "" where
+    absent. Raises UserError, also for a question that lacks a rotation."""
     (_, names), *table = rows_in(path, "\t") or [("", [])]
 
     def values_of(row: list[str]) -> dict[str, str]:
@@ -186,7 +191,8 @@ def open_picture(line: Mapping[str, str]) -> io.BytesIO:
 
 
 def prompt_of(wording: str, line: Mapping[str, str]) -> str:
-    """LLaVA's prompt, or as in big_vision's transfers/aokvqa_mc.py, where the answer is the option's text."""
+    """LLaVA's prompt, or as in big_vision's transfers/aokvqa_mc.py, where the answer is the
+    option's text."""
     hint, question, options = line.get("hint", ""), line["question"], options_of(line)
     if wording == "paligemma":
         return f"answer en  {hint}{' ' * bool(hint)}{question} choose from: " + " \t ".join(
@@ -199,7 +205,8 @@ def prompt_of(wording: str, line: Mapping[str, str]) -> str:
 
 
 def choose(answer: str, options: Mapping[str, str]) -> str | None:
-    """The letter of the option that an answer names, by the rules above; Z for none of them, None if undecided."""
+    """The letter of the option that an answer names, by the rules above; Z for none of them, None
+    if undecided."""
     if FAILED not in answer:
         if any(refusal in answer for refusal in REFUSALS):
             return "Z"

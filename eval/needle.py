@@ -48,8 +48,8 @@ TRUTH = re.compile(f"{PLACE}(; {PLACE})*")
 
 
 class Needle(Benchmark):
-    """A `Row` is a test: its first question; its response record, with the answers to `asks_of` as "said"; and, if it
-    has a response, whether all is right."""
+    """A `Row` is a test: its first question; its response record, with the answers to `asks_of` as
+    "said"; and, if it has a response, whether all is right."""
 
     name = "needle"
     max_new_tokens = 64
@@ -93,7 +93,8 @@ class Needle(Benchmark):
         )
         if is_special and not args.metadata:
             raise UserError(
-                "--pictures, --side, and more or absent needles on COCO's pictures: give --metadata too"
+                "--pictures, --side, and more or absent needles on COCO's pictures: give "
+                "--metadata too"
             )
         if args.metadata:
             tests = official_tests(args, halves)
@@ -185,8 +186,8 @@ class Needle(Benchmark):
 def embedded_tests(
     kind: str, count: int, split: str = "test", *, needles: int = 1, absent: bool = False
 ) -> list[NeedleTest]:
-    """`count` tests on the embedded scenes, of a kind in `scenes.NEEDLES`; first needles take all places in turn.
-    Raises UserError for more needles than places."""
+    """`count` tests on the embedded scenes, of a kind in `scenes.NEEDLES`; first needles take all
+    places in turn. Raises UserError for more needles than places."""
     if needles > (places := scenes.layout_of(kind)[0] ** 2):
         raise UserError(f"--needles {needles}: {kind} has {places} places")
     tests = []
@@ -204,8 +205,8 @@ def embedded_tests(
 
 
 def official_tests(args: Namespace, halves: Sequence[bool]) -> dict[str, list[NeedleTest]]:
-    """MMNeedle's own tests on COCO's pictures that the flags ask for, under its name for their kind; of each half those
-    with the needles there or absent. Raises UserError."""
+    """MMNeedle's own tests on COCO's pictures that the flags ask for, under its name for their
+    kind; of each half those with the needles there or absent. Raises UserError."""
     few, size = f"{args.needles}_" if args.needles > 1 else "", f"{args.side}_{args.side}"
     files = [
         Path(args.metadata, f"{name}{size}.json")
@@ -220,8 +221,9 @@ def official_tests(args: Namespace, halves: Sequence[bool]) -> dict[str, list[Ne
 def drawn_tests(
     coco: str | Path, captions: str | Path, count: int, seed: int = SEED
 ) -> list[NeedleTest]:
-    """`count` tests of one needle in 2×2 pictures, drawn from all captioned ones of a folder: needles take all places
-    in turn, no picture occurs twice in a test. Raises UserError if pictures are few."""
+    """`count` tests of one needle in 2×2 pictures, drawn from all captioned ones of a folder:
+    needles take all places in turn, no picture occurs twice in a test. Raises UserError if pictures
+    are few."""
     listed = data.read_captions(captions)
     listed = {
         name if Path(name).name != name else f"val2014/{name}": text
@@ -253,8 +255,8 @@ def on_pictures(test: NeedleTest, folder: str | Path) -> NeedleTest:
 
 
 def choose(tests: Sequence[NeedleTest], count: int, seed: int) -> list[NeedleTest]:
-    """`count` tests drawn at random, in the order of their ids; with one needle a test the same number for every place,
-    if there are as many. Raises UserError if there are too few."""
+    """`count` tests drawn at random, in the order of their ids; with one needle a test the same
+    number for every place, if there are as many. Raises UserError if there are too few."""
     draw, pools = random.Random(seed), defaultdict(list)
     for test in tests:
         pools[test.places].append(test)
@@ -272,7 +274,8 @@ def choose(tests: Sequence[NeedleTest], count: int, seed: int) -> list[NeedleTes
 
 
 def stitch(pictures: Sequence[Path]) -> Image.Image:
-    """N² pictures, row-major, each resized to SUB_IMAGE (aspect not kept), as one. Raises UserError."""
+    """N² pictures, row-major, each resized to SUB_IMAGE (aspect not kept), as one. Raises
+    UserError."""
     side, size = math.isqrt(len(pictures)), SUB_IMAGE
     canvas = Image.new("RGB", (side * size, side * size))
     for at, picture in enumerate(pictures):
@@ -302,8 +305,8 @@ def official_prompt(captions: Sequence[str], pictures: int, side: int) -> str:
 
 
 def asks_of(tests: Sequence[NeedleTest], protocol: str, kind: str = "") -> list[Question]:
-    """All questions about the tests, caption by caption; without choices the answer is free. Raises UserError for a
-    protocol that cannot ask them."""
+    """All questions about the tests, caption by caption; without choices the answer is free. Raises
+    UserError for a protocol that cannot ask them."""
     questions = []
     for test in tests:
         asked = [
@@ -336,8 +339,8 @@ def asks_of(tests: Sequence[NeedleTest], protocol: str, kind: str = "") -> list[
 
 
 def respond(test: NeedleTest, answers: Sequence, protocol: str) -> str | None:
-    """MMNeedle's response from the answers to `asks_of`; None if one is missing. An answer that is not exactly one of
-    its words says that the needle is absent."""
+    """MMNeedle's response from the answers to `asks_of`; None if one is missing. An answer that is
+    not exactly one of its words says that the needle is absent."""
     if protocol == "official" or None in answers:
         return None if None in answers else answers[0]
     words, places = [words for _, words in scenes.place_questions("", test.side)], []
@@ -360,14 +363,16 @@ def row_of(question: Question, record: dict) -> Row:
 
 
 def evaluate_embedded(model, processor, kind: str, count: int, progress=None, *, ask_all) -> float:
-    """Exact accuracy in percent on `count` tests of the embedded test split: all questions of a test must be right."""
+    """Exact accuracy in percent on `count` tests of the embedded test split: all questions of a
+    test must be right."""
     questions = asks_of(embedded_tests(kind, count), Needle.protocol)
     rows = Needle().rows(questions, ask_all(model, processor, questions, progress=progress))
     return 100 * score_responses(row.answer for row in rows)["exact"]
 
 
 def draw_sheet(rows: Sequence[Row], title: str) -> Image.Image:
-    """A contact sheet of up to eight hits and eight misses: pictures with a frame around the needle, and answers."""
+    """A contact sheet of up to eight hits and eight misses: pictures with a frame around the
+    needle, and answers."""
     hits, misses = (
         [row for row in rows if any(row.scores.values()) is right][:8] for right in (True, False)
     )
@@ -396,7 +401,8 @@ def draw_sheet(rows: Sequence[Row], title: str) -> Image.Image:
 
 
 def response_record(test: NeedleTest, response: str | None) -> dict:
-    """One record of a response file: the response and the truth, places counted from 1, 0 for an absent needle."""
+    """One record of a response file: the response and the truth, places counted from 1, 0 for an
+    absent needle."""
     truth = "; ".join(", ".join(str(number + 1) for number in place) for place in test.places)
     targets, captions = [Path(target).name for target in test.targets], list(test.captions)
     if len(captions) == 1:
@@ -411,7 +417,8 @@ def response_record(test: NeedleTest, response: str | None) -> dict:
 
 
 def read_responses(path: str | Path) -> list[dict]:
-    """Read a response file, MMNeedle's or ours. Raises UserError for a malformed record or an id that occurs twice."""
+    """Read a response file, MMNeedle's or ours. Raises UserError for a malformed record or an id
+    that occurs twice."""
 
     def response(record: dict) -> dict:
         truth = text(record, "ground_truth")
@@ -430,9 +437,10 @@ def read_responses(path: str | Path) -> list[dict]:
 
 
 def answers_of(record: dict) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(true answers, given answers), one per needle, "-1" for an absent one; none for a record without response. A
-    response is read without newlines, without spaces and periods at its ends, and split at ";". Of several needles
-    MMNeedle reads these as "none is there": -1, -1; -1, -1, -1, -1-1, and -1, -1, -1; -1, -1, -1."""
+    """(true answers, given answers), one per needle, "-1" for an absent one; none for a record
+    without response. A response is read without newlines, without spaces and periods at its ends,
+    and split at ";". Of several needles MMNeedle reads these as "none is there": -1, -1; -1, -1,
+    -1, -1-1, and -1, -1, -1; -1, -1, -1."""
     if record["response"] is None:
         return (), ()
     truth = tuple(
@@ -451,9 +459,9 @@ def answers_of(record: dict) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def judge(record: dict) -> tuple[bool, bool, bool] | None:
-    """Whether a response is right in (existence, index, exact); None if there is no response. Existence: the answer is
-    "-1" exactly if no needle is there. Index: the parts before the first ", " agree. Exact: all agrees. With several
-    needles the whole list must agree."""
+    """Whether a response is right in (existence, index, exact); None if there is no response.
+    Existence: the answer is "-1" exactly if no needle is there. Index: the parts before the first
+    ", " agree. Exact: all agrees. With several needles the whole list must agree."""
     truth, given = answers_of(record)
     if not truth:
         return None
@@ -463,7 +471,8 @@ def judge(record: dict) -> tuple[bool, bool, bool] | None:
 
 
 def score_responses(records: Iterable[dict]) -> dict[str, float]:
-    """Accuracies "existence", "index" and "exact", fractions of the responses that are not None; 0 without any."""
+    """Accuracies "existence", "index" and "exact", fractions of the responses that are not None; 0
+    without any."""
     verdicts = [verdict for record in records if (verdict := judge(record)) is not None] or [
         (False,) * 3
     ]
@@ -472,8 +481,8 @@ def score_responses(records: Iterable[dict]) -> dict[str, float]:
 
 
 def accuracy_by_place(records: Iterable[dict]) -> dict[tuple[int, int], float]:
-    """Exact accuracy of the needles by their row and column, from 1. With one needle a test and side 2 these are the
-    paper's quadrants, and their mean is its "index accuracy"."""
+    """Exact accuracy of the needles by their row and column, from 1. With one needle a test and
+    side 2 these are the paper's quadrants, and their mean is its "index accuracy"."""
     hits: dict[tuple[int, int], list[bool]] = defaultdict(list)
     for record in records:
         truth, given = answers_of(record)

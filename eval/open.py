@@ -1,4 +1,5 @@
-"""The models that a command's flags name, opened in eval mode, their processors, and the prompts of their training."""
+"""The models that a command's flags name, opened in eval mode, their processors, and the prompts of
+their training."""
 
 from argparse import ArgumentParser, Namespace
 from contextlib import suppress
@@ -28,7 +29,8 @@ TOY = ", a toy that knows forty emoji, and prompts such as 'answer en Where is t
 
 
 class Subject(NamedTuple):
-    """A model that is asked; title: in tables; run: that of its adapter; quantize: None as --dtype."""
+    """A model that is asked; title: in tables; run: that of its adapter; quantize: None as
+    --dtype."""
 
     source: str
     run: Path | None
@@ -72,7 +74,8 @@ def add_model_flags(parser: ArgumentParser, many: bool = False) -> None:
 
 
 def model_of(args: Namespace) -> Subject:
-    """The model that the flags name; without flags the newest run, or else the embedded base. Raises UserError."""
+    """The model that the flags name; without flags the newest run, or else the embedded base.
+    Raises UserError."""
     source, run = (
         args.model,
         last_run() if args.adapter is None and args.model is None else args.adapter,
@@ -121,7 +124,8 @@ def last_run(folder: Path = Path("runs")) -> str | None:
 
 
 def kind_of(source: str) -> str:
-    """How a model is asked: `text`, as a language model; `llava`, as WINGS and Q-Mamba; or `paligemma`."""
+    """How a model is asked: `text`, as a language model; `llava`, as WINGS and Q-Mamba; or
+    `paligemma`."""
     if preset_of(source) or local_path(source).is_file():
         return "paligemma"
     kinds = {
@@ -136,8 +140,9 @@ def kind_of(source: str) -> str:
 
 
 def stored_prompt(subject: Subject, default: str = PROMPT) -> str:
-    """The prompt template of a model's training; PROMPT for the embedded scenes, `default` if none is stored. That of a
-    run's config.json counts for data that has questions: other data are complete prompts. Raises UserError."""
+    """The prompt template of a model's training; PROMPT for the embedded scenes, `default` if none
+    is stored. That of a run's config.json counts for data that has questions: other data are
+    complete prompts. Raises UserError."""
     folder = subject.run or (
         Path(subject.source).parent if Path(subject.source).name == "model" else None
     )
@@ -152,7 +157,8 @@ def stored_prompt(subject: Subject, default: str = PROMPT) -> str:
 
 
 def toy_note(subject: Subject) -> str:
-    """TOY for the embedded base and its runs on the embedded scenes alone, "" for other models. Raises UserError."""
+    """TOY for the embedded base and its runs on the embedded scenes alone, "" for other models.
+    Raises UserError."""
     folder = subject.run or Path(subject.source)
     files = [
         path / "config.json" for path in (folder, folder.parent)
@@ -163,7 +169,8 @@ def toy_note(subject: Subject) -> str:
 
 
 def open_model(args: Namespace, subject: Subject, text: bool = False) -> tuple[Any, Any]:
-    """A model and its processor. text: a language model may be opened, with a `TextReader`. Raises UserError."""
+    """A model and its processor. text: a language model may be opened, with a `TextReader`. Raises
+    UserError."""
     make = open_reader if text and kind_of(subject.source) == "text" else Processor.from_source
     processor = make(subject.source, max_length=args.max_length)
     return load(args, subject), processor
@@ -187,7 +194,8 @@ def load(args: Namespace, subject: Subject) -> Any:
 
 
 def out_folder(path: Path | None, *parts: str) -> Path:
-    """The folder of a command's files: `path`, or else runs/eval/PARTS. Raises UserError where it cannot be made."""
+    """The folder of a command's files: `path`, or else runs/eval/PARTS. Raises UserError where it
+    cannot be made."""
     path = path or Path("runs", "eval", *parts)
     with file_errors(path):
         path.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,14 @@
 """Pictures of the embedded benchmark: which object is where, and how it is drawn.
 
-In: seeded dice. Out: a composition (the name of the object in each of 16 squares) and a `Scene`, which renders it.
-`eval/scenes.py` asks questions about them.
+In: seeded dice. Out: a composition (the name of the object in each of 16 squares) and a `Scene`,
+which renders it. `eval/scenes.py` asks questions about them.
 
-A picture has 112×112 pixels in 4×4 squares of 28, one patch of the embedded base each; a square holds one object or
-none. Everything follows from (task, split, seed, index). A composition belongs to exactly one split, by its hash. The
-splits share the sprites: new in the test split are composition, place, scale, mirroring, brightness and ground. The
-objects of an ordinary scene are skewed on purpose, as in photographs: the first names of a category are the most
-frequent, and an object often comes with its partner (dog and cat, tiger and horse, …) or with another of its kind.
+A picture has 112×112 pixels in 4×4 squares of 28, one patch of the embedded base each; a square
+holds one object or none. Everything follows from (task, split, seed, index). A composition belongs
+to exactly one split, by its hash. The splits share the sprites: new in the test split are
+composition, place, scale, mirroring, brightness and ground. The objects of an ordinary scene are
+skewed on purpose, as in photographs: the first names of a category are the most frequent, and an
+object often comes with its partner (dog and cat, tiger and horse, …) or with another of its kind.
 """
 
 import hashlib
@@ -44,7 +45,8 @@ SPLITS = ("train", "validation", "test")
 
 
 class Dice(random.Random):
-    """Choices that are the same in every version of Python, which promises that only for the sequence of `random()`."""
+    """Choices that are the same in every version of Python, which promises that only for the
+    sequence of `random()`."""
 
     def below(self, n: int) -> int:
         return int(self.random() * n)
@@ -62,7 +64,8 @@ class Dice(random.Random):
 
 
 def split_of(squares: Sequence[str]) -> str:
-    """The one split a composition (16 names or "none", row-major) belongs to: 6/8 train, 1/8 each of the others."""
+    """The one split a composition (16 names or "none", row-major) belongs to: 6/8 train, 1/8 each
+    of the others."""
     bucket = hashlib.sha256(" ".join(squares).encode()).digest()[0] % 8
     return ("validation", "test")[bucket] if bucket < 2 else "train"
 
@@ -73,8 +76,9 @@ _POPULARITY = list(
 
 
 def ordinary(dice: Dice, most: int = 5) -> Iterable[tuple[int, str]]:
-    """(square, name) of 1 to `most` objects: popular ones, a second one of a name (for questions that count), and
-    partners of those already there (co-occurrence, which POPE's adversarial questions exploit)."""
+    """(square, name) of 1 to `most` objects: popular ones, a second one of a name (for questions
+    that count), and partners of those already there (co-occurrence, which POPE's adversarial
+    questions exploit)."""
     names = []
     for _ in range(1 + dice.below(most)):
         chance = dice.random()
@@ -97,8 +101,8 @@ def compose(
     draw: Callable = ordinary,
     usable: Callable = lambda squares: True,
 ) -> tuple[Dice, tuple[str, ...]]:
-    """The dice of one picture and the first composition they `draw`, as (square, name) of its objects, that is `usable`
-    and belongs to `split`."""
+    """The dice of one picture and the first composition they `draw`, as (square, name) of its
+    objects, that is `usable` and belongs to `split`."""
     assert split in SPLITS
     dice = Dice(f"{task}/{split}/{seed}/{index}")
     while True:
@@ -117,7 +121,8 @@ def count(squares: Sequence[str]) -> Counter:
 
 
 class Placed(NamedTuple):
-    """How an object is drawn: sprite side, top left corner inside its square (pixels), brightness in 1/128."""
+    """How an object is drawn: sprite side, top left corner inside its square (pixels), brightness
+    in 1/128."""
 
     square: int
     name: str
@@ -130,18 +135,20 @@ class Placed(NamedTuple):
 
 @dataclass(frozen=True)
 class Scene:
-    """A picture before it is drawn. `ground`, RGB each: level in the middle, rise from there to the bottom and to the
-    right border."""
+    """A picture before it is drawn. `ground`, RGB each: level in the middle, rise from there to the
+    bottom and to the right border."""
 
     squares: tuple[str, ...]
     objects: tuple[Placed, ...]
     ground: tuple[tuple[int, ...], ...]
 
     def render(self) -> np.ndarray:
-        """The picture (112, 112, 3) uint8, RGB. Integer arithmetic only: it is the same on every machine."""
+        """The picture (112, 112, 3) uint8, RGB. Integer arithmetic only: it is the same on every
+        machine."""
         level, down, across = np.array(self.ground, np.int16)[..., None]
         rows, columns = level + _RAMP * down // SIDE, _RAMP * across // SIDE
-        # one plane per channel: NumPy is many times slower when its innermost axis is the three channels
+        # one plane per channel: NumPy is many times slower when its innermost axis is the three
+        # channels
         canvas = (rows[:, :, None] + columns[:, None, :]).view(np.uint16)
         for square, name, size, y, x, mirrored, brightness in self.objects:
             color, transparency = _stamp(name, size, mirrored)
@@ -158,7 +165,8 @@ _sprite = cache(lambda name: Image.open(SPRITES / f"{name}.webp").convert("RGBA"
 
 @cache
 def _stamp(name: str, size: int, mirrored: bool) -> tuple[np.ndarray, np.ndarray]:
-    """A sprite scaled to `size`: color times opacity (3, size, size), transparency 0–256 (size, size); uint16."""
+    """A sprite scaled to `size`: color times opacity (3, size, size), transparency 0–256 (size,
+    size); uint16."""
     image = _sprite(name).resize((size, size), Image.Resampling.BICUBIC)
     pixels = np.ascontiguousarray(
         np.asarray(image, np.uint16).transpose(2, 0, 1)[:, :, :: -1 if mirrored else 1]
@@ -168,8 +176,8 @@ def _stamp(name: str, size: int, mirrored: bool) -> tuple[np.ndarray, np.ndarray
 
 
 def paint(dice: Dice, squares: tuple[str, ...]) -> Scene:
-    """Draw at random what a composition leaves open: scale 80–100 % of a square, place in it, mirroring, brightness
-    0.85–1.1, ground."""
+    """Draw at random what a composition leaves open: scale 80–100 % of a square, place in it,
+    mirroring, brightness 0.85–1.1, ground."""
     objects = []
     for square, name in enumerate(squares):
         if name != NONE:
@@ -188,7 +196,8 @@ def paint(dice: Dice, squares: tuple[str, ...]) -> Scene:
 
 @dataclass(frozen=True)
 class Sample:
-    """One picture, one prompt, one answer. Samples of one picture share their `scene` and `image_id`."""
+    """One picture, one prompt, one answer. Samples of one picture share their `scene` and
+    `image_id`."""
 
     task: str
     scene: Scene

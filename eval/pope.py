@@ -1,10 +1,11 @@
 """POPE: does a model say that an object is in the picture when it is not?
 
-    python -m eval.pope --questions coco_pope_{random,popular,adversarial}.json --images DIR --model SRC --adapter RUN
-    python -m eval.pope --questions Q --images DIR --results answers.jsonl
+    python -m eval.pope --questions coco_pope_{random,popular,adversarial}.json --images DIR --model
+    SRC --adapter RUN python -m eval.pope --questions Q --images DIR --results answers.jsonl
 
-In: POPE's questions, and a model, or its free-text answers. Out: accuracy, precision, recall, F1 and the share of yes,
-for each file and their mean; with --probability also the accuracy where yes is the answer if P(yes) ≥ P(no).
+In: POPE's questions, and a model, or its free-text answers. Out: accuracy, precision, recall, F1
+and the share of yes, for each file and their mean; with --probability also the accuracy where yes
+is the answer if P(yes) ≥ P(no).
 
 Source: Li et al., "Evaluating Object Hallucination in Large Vision-Language Models", EMNLP 2023.
 """
@@ -38,7 +39,8 @@ class Pope(Benchmark):
     def questions(self, args):
         if (args.questions is None) != (args.images is None):
             raise UserError(
-                "--questions and --images go together: give both, or neither for the embedded scenes"
+                "--questions and --images go together: give both, or neither for the embedded "
+                "scenes"
             )
         questions, count = [], args.limit or 600
         self.kinds = [Path(name).stem for name in args.questions or scenes.STRATEGIES]
@@ -86,7 +88,8 @@ class Pope(Benchmark):
             lost := {*self.kinds} - by_kind(rows).keys()
         ):  # a mean without it would be of other questions
             raise UserError(
-                f"no question of {quoted(min(lost))} could be asked: mend its pictures, or leave it out"
+                f"no question of {quoted(min(lost))} could be asked: mend its pictures, or leave "
+                "it out"
             )
         for kind, of_kind in by_kind(rows).items():
             said = [
@@ -106,13 +109,15 @@ class Pope(Benchmark):
 
 
 def parse_answer(text: str) -> str:
-    """ "no" if the first sentence has the word No, not or no, else "yes", as in the published script."""
+    """ "no" if the first sentence has the word No, not or no, else "yes", as in the published
+    script."""
     words = text.split(".")[0].replace(",", "").split(" ")
     return "no" if {"No", "not", "no"} & set(words) else "yes"
 
 
 def score_answers(pairs: list[tuple[str, str]]) -> dict[str, float]:
-    """Measures in percent of (label, answer) pairs, each yes or no; positive is yes, and 0/0 counts as 0."""
+    """Measures in percent of (label, answer) pairs, each yes or no; positive is yes, and 0/0 counts
+    as 0."""
     right, said = ([pair[side] for pair in pairs].count("yes") for side in (0, 1))
     hits, agreed, size = (
         pairs.count(("yes", "yes")),

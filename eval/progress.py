@@ -1,4 +1,5 @@
-"""Progress of long work on standard error: a bar in a terminal; in a log file a line at every tenth."""
+"""Progress of long work on standard error: a bar in a terminal; in a log file a line at every
+tenth."""
 
 import sys
 

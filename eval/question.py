@@ -1,4 +1,5 @@
-"""One question to a model about pictures. Benchmarks make it, `eval/answer.py` asks it, and the scorers read it."""
+"""One question to a model about pictures. Benchmarks make it, `eval/answer.py` asks it, and the
+scorers read it."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +15,13 @@ Answer = (
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt about a picture or several, and what is known about the right answer. id: unique, as in the data. key:
-    questions with one key share their pictures, and the encoding. prefix: the prompt. choices: if given, the answer is
-    the likeliest of them, each with its end token; if also `scored`, the list of their log-probabilities without it.
-    Without choices the answer is decoded greedily. files: those that a function among the pictures reads. before:
-    earlier turns, prompts with their answers. truth: what the benchmark's `score` needs. kind: a line of the
-    benchmark's table. group: questions of one group are not independent (default: key)."""
+    """A prompt about a picture or several, and what is known about the right answer. id: unique, as
+    in the data. key: questions with one key share their pictures, and the encoding. prefix: the
+    prompt. choices: if given, the answer is the likeliest of them, each with its end token; if also
+    `scored`, the list of their log-probabilities without it. Without choices the answer is decoded
+    greedily. files: those that a function among the pictures reads. before: earlier turns, prompts
+    with their answers. truth: what the benchmark's `score` needs. kind: a line of the benchmark's
+    table. group: questions of one group are not independent (default: key)."""
 
     id: int | str
     key: str

@@ -1,8 +1,10 @@
-"""Records: pictures, prompts and right answers, as training learns from them and evaluation asks them.
+"""Records: pictures, prompts and right answers, as training learns from them and evaluation asks
+them.
 
-In: the embedded scenes, VQAv2's files, or your own: examples and conversations as JSON, CSV or from Python, and COCO's
-boxes. Out: a list of `Record`. Pictures in files are not opened here. An entry that cannot be used becomes a record
-that says why when it is opened. Tar shards of records are read by `train/data/shards.py`.
+In: the embedded scenes, VQAv2's files, or your own: examples and conversations as JSON, CSV or from
+Python, and COCO's boxes. Out: a list of `Record`. Pictures in files are not opened here. An entry
+that cannot be used becomes a record that says why when it is opened. Tar shards of records are read
+by `train/data/shards.py`.
 """
 
 import itertools
@@ -45,8 +47,10 @@ LAYOUTS = (
     '{"images", "messages": [{"role": "user", "content"}, {"role": "assistant", …}]}'
 )
 SOURCES = (
-    "embedded, vqav2:DIR (official files), jsonl:FILE (lines or a list: image with prefix and suffix, LLaVA's "
-    "conversations, or messages as TRL's and ms-swift's), csv:FILE (image,prefix,suffix), coco:FILE (boxes to detect)"
+    "embedded, vqav2:DIR (official files), jsonl:FILE (lines or a list: image with prefix and "
+    "suffix, LLaVA's "
+    "conversations, or messages as TRL's and ms-swift's), csv:FILE (image,prefix,suffix), "
+    "coco:FILE (boxes to detect)"
 )
 Picture = (
     Path | Image.Image | Callable[[], Any]
@@ -58,7 +62,8 @@ gray_picture = partial(
 
 @dataclass(frozen=True)
 class Box:
-    """An object in a picture: x and y of its upper left corner, in pixels. A crowd is not one object."""
+    """An object in a picture: x and y of its upper left corner, in pixels. A crowd is not one
+    object."""
 
     label: str
     x: float
@@ -82,12 +87,13 @@ class Detection:
 class Record:
     """One example: pictures, then one or several turns of a prompt and its answer.
 
-    name: unique, for messages. key: names the pictures; records with the same key share them, and their encoding.
-    pictures: in the order in which they are shown; none for text alone. turns: (prompt, answer) pairs; `<image>` in a
-    prompt marks the place of a picture. A record without turns stands for data that cannot be used: its picture raises
-    the UserError that says why. answers: of the last turn where the data give several, one by each annotator.
-    sampled: each epoch learns one of `answers`, drawn anew. detection: the objects to be found. kind: of the question,
-    for a line of a table.
+    name: unique, for messages. key: names the pictures; records with the same key share them, and
+    their encoding. pictures: in the order in which they are shown; none for text alone. turns:
+    (prompt, answer) pairs; `<image>` in a prompt marks the place of a picture. A record without
+    turns stands for data that cannot be used: its picture raises the UserError that says why.
+    answers: of the last turn where the data give several, one by each annotator. sampled: each
+    epoch learns one of `answers`, drawn anew. detection: the objects to be found. kind: of the
+    question, for a line of a table.
     """
 
     name: str
@@ -121,8 +127,8 @@ class Refusal:
 
 
 def read_data(source: str, images: str | Path | None = None, prompt: str = PROMPT) -> list[Record]:
-    """The records of a source in files, see `SOURCES`. images: the folder of the pictures. prompt: of VQAv2. Raises
-    UserError, also for a file without any usable record."""
+    """The records of a source in files, see `SOURCES`. images: the folder of the pictures. prompt:
+    of VQAv2. Raises UserError, also for a file without any usable record."""
     kind, path = source_parts(source)
     if kind == "vqav2":
         return vqav2_records(path, images, prompt)
@@ -147,7 +153,8 @@ def source_parts(source: str) -> tuple[str, Path]:
 def embedded_records(
     tasks: Sequence[str] = EMBEDDED_TASKS, split: str = "train", count: int = 12000, seed: int = 0
 ) -> list[Record]:
-    """`count` records of the embedded scenes, the tasks in turn; a task that is listed twice comes twice as often."""
+    """`count` records of the embedded scenes, the tasks in turn; a task that is listed twice comes
+    twice as often."""
     from eval import scenes
 
     drawn = {task: itertools.count() for task in tasks}
@@ -158,7 +165,8 @@ def embedded_records(
 
 
 def sample_record(s: Any, split: str) -> Record:
-    """The record of a `scenes.Sample`, whose picture is rendered when needed. Boxes to `detect` are squares."""
+    """The record of a `scenes.Sample`, whose picture is rendered when needed. Boxes to `detect` are
+    squares."""
     from eval.pictures import GRID, SIDE
 
     truth, side = None, SIDE // GRID
@@ -174,8 +182,8 @@ def sample_record(s: Any, split: str) -> Record:
 
 
 def one_picture_records(source: str, limit: int, images: str | Path | None = None) -> list[Record]:
-    """The first `limit` records with one picture, in the first turn, the only one that is kept; of each embedded scene
-    one. Raises UserError if there are none."""
+    """The first `limit` records with one picture, in the first turn, the only one that is kept; of
+    each embedded scene one. Raises UserError if there are none."""
     from eval import scenes
 
     if source == "embedded":
@@ -194,8 +202,9 @@ def one_picture_records(source: str, limit: int, images: str | Path | None = Non
 def vqav2_records(
     folder: Path, images: str | Path | None = None, prompt: str = PROMPT
 ) -> list[Record]:
-    """Questions of VQAv2's train2014, in their official layout under `folder`; pictures there or under `images`.
-    prompt: a template with {question}. The suffix is multiple_choice_answer. Raises UserError."""
+    """Questions of VQAv2's train2014, in their official layout under `folder`; pictures there or
+    under `images`. prompt: a template with {question}. The suffix is multiple_choice_answer. Raises
+    UserError."""
     records, find = [], cache(partial(data.find_image, images or folder))
     data.check_prompt(prompt)
     for q in data.read_vqa(folder / QUESTIONS_FILE, folder / ANNOTATIONS_FILE)[1]:
@@ -213,8 +222,9 @@ def vqav2_records(
 def read_examples(
     path: str | Path, images: str | Path | None = None, kind: str = "jsonl"
 ) -> list[Record]:
-    """The examples of JSON lines, a JSON list, or a CSV table (kind csv, or *.csv), whose first row names the columns.
-    images: the folder of the pictures, by default the file's. Raises UserError for a file without any usable entry."""
+    """The examples of JSON lines, a JSON list, or a CSV table (kind csv, or *.csv), whose first row
+    names the columns. images: the folder of the pictures, by default the file's. Raises UserError
+    for a file without any usable entry."""
     if kind != "csv" and Path(path).suffix != ".csv":
         places = data.records_in(path)
     else:  # an empty cell is absent; cells without a column are at None
@@ -239,7 +249,8 @@ def name_of(picture: Picture) -> str:
 def read_records(
     path: str | Path, make: Callable[[dict], Record], places: data.Places
 ) -> list[Record]:
-    """The records of a file, with names by their places and keys by their pictures, also of what cannot be used."""
+    """The records of a file, with names by their places and keys by their pictures, also of what
+    cannot be used."""
     records = data.read(path, make, places, lambda problem: Record("", "", (Refusal(problem),), ()))
     keys = ["\n".join(map(name_of, record.pictures)) for record in records]
     named = zip(records, keys, (place for place, _ in places), strict=True)
@@ -250,9 +261,10 @@ def read_records(
 
 
 def record_of(example: Mapping, folder: str | Path = ".") -> Record:
-    """The record of an example in one of `LAYOUTS`, still without name and key. A picture is a path, a relative one in
-    `folder`, a Pillow image or an array, uint8 (height, width, 3). "answers", a list, may stand beside or instead of
-    "suffix", which then is the most frequent. "type" is a kind of question. Raises LookupError, TypeError, ValueError.
+    """The record of an example in one of `LAYOUTS`, still without name and key. A picture is a
+    path, a relative one in `folder`, a Pillow image or an array, uint8 (height, width, 3).
+    "answers", a list, may stand beside or instead of "suffix", which then is the most frequent.
+    "type" is a kind of question. Raises LookupError, TypeError, ValueError.
     """
     check(None not in example, "more cells than columns: a text with a comma stands between quotes")
     pictures, (turns, answers) = picture_names(example), read_turns(example)
@@ -262,7 +274,8 @@ def record_of(example: Mapping, folder: str | Path = ".") -> Record:
 
 
 def picture_of(picture: Any, folder: str | Path) -> Picture:
-    """The file that a text or {"url"} names, or the RGB image of an image or an array. Raises ValueError."""
+    """The file that a text or {"url"} names, or the RGB image of an image or an array. Raises
+    ValueError."""
     from model.images import load_image
 
     picture = picture["url"] if isinstance(picture, Mapping) else picture
@@ -275,14 +288,16 @@ def picture_of(picture: Any, folder: str | Path) -> Picture:
 
 
 def picture_names(record: Mapping) -> list[Any]:
-    """A record's pictures in order: under "image" or "images", one or a list, or in parts of its messages. Raises
-    ValueError, also for a key of nearly this name: the record would be asked without its picture."""
+    """A record's pictures in order: under "image" or "images", one or a list, or in parts of its
+    messages. Raises ValueError, also for a key of nearly this name: the record would be asked
+    without its picture."""
     named = [key for key in ("image", "images") if key in record]
     unread = "video|audio|objects" + "|image|img|picture|photo" * (not named)
     strange = [key for key in record if re.match(unread, key, re.IGNORECASE) and record[key]]
     check(
         not strange,
-        f"has {data.some(strange)}: 'image' or 'images' names the pictures, other media are not learned",
+        f"has {data.some(strange)}: 'image' or 'images' names the pictures, other media are not "
+        "learned",
     )
     parts = [part for _, said in dialogue(record) if isinstance(said, list) for part in said]
     own = [
@@ -302,7 +317,8 @@ def picture_names(record: Mapping) -> list[Any]:
 
 
 def dialogue(record: Mapping) -> list[tuple[str, Any]]:
-    """(role, content) of each turn of a conversation, LLaVA's or messages; none where a record is no conversation."""
+    """(role, content) of each turn of a conversation, LLaVA's or messages; none where a record is
+    no conversation."""
     for key, role, content in DIALOGUES:
         if record.get(key):
             return [(SPEAKERS.get(turn[role], turn[role]), turn[content]) for turn in record[key]]
@@ -310,8 +326,9 @@ def dialogue(record: Mapping) -> list[tuple[str, Any]]:
 
 
 def read_turns(record: Mapping) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """The turns of a record, and all right answers of the last one where it gives several. A first turn that is not
-    from a human is left out, as in LLaVA. Raises LookupError, TypeError and ValueError for another layout."""
+    """The turns of a record, and all right answers of the last one where it gives several. A first
+    turn that is not from a human is left out, as in LLaVA. Raises LookupError, TypeError and
+    ValueError for another layout."""
     answers = record.get("answers") or ()
     check(not isinstance(answers, str), "answers is a text, expected a list")
     answers = tuple(text({"answers": answer}, "answers") for answer in answers)
@@ -332,7 +349,8 @@ def read_turns(record: Mapping) -> tuple[tuple[tuple[str, str], ...], tuple[str,
 
 
 def text_of(content: Any) -> str:
-    """The text of a message, in which `<image>` stands for each picture among its parts. Raises ValueError."""
+    """The text of a message, in which `<image>` stands for each picture among its parts. Raises
+    ValueError."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     kinds = [part["type"] for part in parts]
     check(
@@ -346,9 +364,9 @@ def text_of(content: Any) -> str:
 
 
 def read_coco(path: str | Path, images: str | Path | None = None) -> list[Record]:
-    """COCO's detection annotations: one record for each picture with an object, `detect a ; b` and its boxes. Crowds
-    are not part of the answer, but of `detection`. Pictures are in the order of their ids, which in COCO's scorer
-    decides between boxes of one score. Raises UserError."""
+    """COCO's detection annotations: one record for each picture with an object, `detect a ; b` and
+    its boxes. Crowds are not part of the answer, but of `detection`. Pictures are in the order of
+    their ids, which in COCO's scorer decides between boxes of one score. Raises UserError."""
     value, folder, objects = read_json(path), Path(images or Path(path).parent), defaultdict(list)
     with data.problems_at(path):
         labels = {
@@ -379,7 +397,8 @@ def read_coco(path: str | Path, images: str | Path | None = None) -> list[Record
             )
             check(
                 is_within,
-                f"bbox {quoted(annotated['bbox'])} is outside of the picture, {size[0]}×{size[1]} pixels",
+                f"bbox {quoted(annotated['bbox'])} is outside of the picture, {size[0]}×{size[1]} "
+                "pixels",
             )
             area, is_crowd = (
                 annotated.get("area", width * height),
@@ -424,9 +443,10 @@ def read_coco(path: str | Path, images: str | Path | None = None) -> list[Record
 
 
 def detection_turn(detection: Detection, order: list[str]) -> tuple[str, str]:
-    """PaliGemma's prompt and answer: `detect a ; b`, and `<locY1><locX1><locY2><locX2> a ; …`. Boxes go by class in
-    this `order`, then from top to bottom and left to right. A coordinate v, a share of the side, is the bin
-    round(1023·v), within 0 … 1023 (big_vision, pp/proj/paligemma/segmentation.py)."""
+    """PaliGemma's prompt and answer: `detect a ; b`, and `<locY1><locX1><locY2><locX2> a ; …`.
+    Boxes go by class in this `order`, then from top to bottom and left to right. A coordinate v, a
+    share of the side, is the bin round(1023·v), within 0 … 1023 (big_vision,
+    pp/proj/paligemma/segmentation.py)."""
     boxes = sorted(
         (b for b in detection.boxes if not b.is_crowd),
         key=lambda b: (order.index(b.label), b.y, b.x),
@@ -446,10 +466,10 @@ def detection_turn(detection: Detection, order: list[str]) -> tuple[str, str]:
 def split_records(
     records: Sequence[Record], split: str, fraction: float, validation: float, seed: int = 0
 ) -> list[Record]:
-    """The records of the split "train" or "validation": all records of a picture are in the same one. The share
-    `validation` of the pictures is held out; the share `fraction` of the others is used (the paper's Part 1: 0.4).
-    Records with several pictures are kept together with all other records of these. Records that cannot be used are in
-    "train"."""
+    """The records of the split "train" or "validation": all records of a picture are in the same
+    one. The share `validation` of the pictures is held out; the share `fraction` of the others is
+    used (the paper's Part 1: 0.4). Records with several pictures are kept together with all other
+    records of these. Records that cannot be used are in "train"."""
     groups = groups_of(records)
     names = sorted(set(groups.values()))
     random.Random(f"split/{seed}").shuffle(names)
@@ -460,7 +480,8 @@ def split_records(
 
 
 def groups_of(records: Sequence[Record]) -> dict[str, str]:
-    """The group of each record that can be used, by name: the smallest key of records with pictures in common."""
+    """The group of each record that can be used, by name: the smallest key of records with pictures
+    in common."""
     usable, resolve = (
         [record for record in records if record.turns],
         cache(realpath),
@@ -482,7 +503,8 @@ def groups_of(records: Sequence[Record]) -> dict[str, str]:
 
 
 def blind(records: Sequence[Record]) -> list[Record]:
-    """The records with every picture gray, one for all: a model that answers them as well does not use the pictures."""
+    """The records with every picture gray, one for all: a model that answers them as well does not
+    use the pictures."""
     counts = zip(
         records, [len(record.pictures) if record.turns else 0 for record in records], strict=True
     )

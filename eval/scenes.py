@@ -1,8 +1,10 @@
-"""The embedded benchmark: questions about small pictures composed from 40 emoji, whose answers are known.
+"""The embedded benchmark: questions about small pictures composed from 40 emoji, whose answers are
+known.
 
-In: a task's name, a split and an index. Out: a `Sample` (picture, prefix, suffix) in PaliGemma's prompt language, a
-`Needle` with its questions, or POPE's questions. `eval/vqa.py`, `eval/needle.py` and `eval/pope.py` score answers to
-them; `train/` learns from them. `eval/pictures.py` draws the pictures.
+In: a task's name, a split and an index. Out: a `Sample` (picture, prefix, suffix) in PaliGemma's
+prompt language, a `Needle` with its questions, or POPE's questions. `eval/vqa.py`, `eval/needle.py`
+and `eval/pope.py` score answers to them; `train/` learns from them. `eval/pictures.py` draws the
+pictures.
 """
 
 from collections import Counter, defaultdict
@@ -39,8 +41,9 @@ def quadrant(square: int) -> str:
 
 
 def box(square: int) -> str:
-    """The box of a square, y1 x1 y2 x2 in 1/1024 of the picture's side; not that of the object inside it, so that a
-    right answer is one exact string. Square 6 (row 1, column 2) is <loc0256><loc0512><loc0511><loc0767>."""
+    """The box of a square, y1 x1 y2 x2 in 1/1024 of the picture's side; not that of the object
+    inside it, so that a right answer is one exact string. Square 6 (row 1, column 2) is
+    <loc0256><loc0512><loc0511><loc0767>."""
     step = 1024 // GRID
     y, x = square // GRID * step, square % GRID * step
     return "".join(f"<loc{value:04d}>" for value in (y, x, y + step - 1, x + step - 1))
@@ -68,8 +71,9 @@ def describe(squares: Sequence[str]) -> str:
 
 
 def dense(task: str, split: str, index: int, seed: int = 0) -> Sample:
-    """scan: the names of all 16 squares, row-major, of up to 16 objects. caption: "two dogs and a cat". detect:
-    PaliGemma's detection, `detect dog` → "<loc…> dog ; <loc…> dog", boxes in raster order."""
+    """scan: the names of all 16 squares, row-major, of up to 16 objects. caption: "two dogs and a
+    cat". detect: PaliGemma's detection, `detect dog` → "<loc…> dog ; <loc…> dog", boxes in raster
+    order."""
     dice, squares = compose(
         task, split, seed, index, partial(ordinary, most=GRID**2 if task == "scan" else 5)
     )
@@ -89,7 +93,8 @@ PROBES = {"locate": "where", "count": "count", "exist": "object"}
 
 
 def probe(task: str, split: str, index: int, seed: int = 0) -> Sample:
-    """`locate dog` → "top left", `count dog` → "2", `exist dog` → "no": VQA's facts in two words."""
+    """`locate dog` → "top left", `count dog` → "2", `exist dog` → "no": VQA's facts in two
+    words."""
     kind = PROBES[task]
     dice, squares = compose(
         task, split, seed, index, usable=lambda squares: bool(facts(squares)[kind])
@@ -113,14 +118,16 @@ KINDS = {
     "which": ("other", "which", "Which {thing} is in the image?"),
 }
 ASKED_CATEGORIES = ("animal", "food", "vehicle")  # "thing" as a category would not be understood
-# Answer types of a picture's questions, near VQAv2's shares (38 % yes/no, 12 % number, 50 % other; 5.4 a picture)
+# Answer types of a picture's questions, near VQAv2's shares (38 % yes/no, 12 % number, 50 % other;
+# 5.4 a picture)
 QUESTIONS = ("yes/no", "yes/no", "number", "other", "other", "other")
 
 
 @lru_cache(maxsize=16)
 def facts(squares: tuple[str, ...]) -> dict[str, list[tuple[str, str, str]]]:
-    """All questions by kind: (answer, thing, place). None is ambiguous: "where" needs an object that occurs once,
-    "what" a quadrant with one object, "which" a category with one kind of object."""
+    """All questions by kind: (answer, thing, place). None is ambiguous: "where" needs an object
+    that occurs once, "what" a quadrant with one object, "which" a category with one kind of
+    object."""
     there, held = count(squares), {place: [] for place in PLACES}
     for square, name in enumerate(squares):
         held[quadrant(square)] += [name] * (name != NONE)
@@ -155,7 +162,8 @@ def facts(squares: tuple[str, ...]) -> dict[str, list[tuple[str, str, str]]]:
 
 
 def _balanced(dice: Dice, candidates: Iterable[tuple[str, str, str]]) -> tuple[str, str, str]:
-    """Draw an answer, then a question with that answer, since many more objects are absent than present."""
+    """Draw an answer, then a question with that answer, since many more objects are absent than
+    present."""
     by_answer = defaultdict(list)
     for fact in candidates:
         by_answer[fact[0]].append(fact)
@@ -171,7 +179,8 @@ def _question(kind: str, thing: str, place: str = "") -> str:
 
 @lru_cache(maxsize=64)
 def vqa_picture(split: str, image_id: int, seed: int = 0) -> tuple[Sample, ...]:
-    """The questions on one picture, none twice, prompt `answer en QUESTION`; answer types as in `QUESTIONS`."""
+    """The questions on one picture, none twice, prompt `answer en QUESTION`; answer types as in
+    `QUESTIONS`."""
     kinds = {
         name: [kind for kind, (answer_type, *_) in KINDS.items() if answer_type == name]
         for name in QUESTIONS
@@ -212,8 +221,9 @@ NEEDLE_TITLES = {
 
 
 class Needle(NamedTuple):
-    """One stitched picture of n×n sub-images, MMNeedle with M = 1. `targets` are the rows and columns of the captions'
-    sub-images, from 0; (-1, -1) is not there. `samples` are the `place_questions` of each. Chance of one is 1/n²."""
+    """One stitched picture of n×n sub-images, MMNeedle with M = 1. `targets` are the rows and
+    columns of the captions' sub-images, from 0; (-1, -1) is not there. `samples` are the
+    `place_questions` of each. Chance of one is 1/n²."""
 
     scene: Scene
     n: int
@@ -223,8 +233,9 @@ class Needle(NamedTuple):
 
 
 def place_questions(caption: str, side: int) -> list[tuple[str, tuple[str, ...]]]:
-    """(prompt, words to choose from) of the paper's protocol: two for a 2×2 grid, whose words are those of its rows and
-    of its columns; for a larger one a single question with answers like "row 2 column 3", counted from 1, row-major."""
+    """(prompt, words to choose from) of the paper's protocol: two for a 2×2 grid, whose words are
+    those of its rows and of its columns; for a larger one a single question with answers like "row
+    2 column 3", counted from 1, row-major."""
     head = f"Caption: {caption}. Where is the caption? "
     if side == 2:
         return [
@@ -241,8 +252,9 @@ def place_questions(caption: str, side: int) -> list[tuple[str, tuple[str, ...]]
 def needle(
     kind: str, split: str, index: int, seed: int = 0, *, needles: int = 1, negative: bool = False
 ) -> Needle:
-    """Needle test `index`. First needles take turns: N² consecutive indices have them in each place once. negative: no
-    caption is there; of two objects both are, in different sub-images. The answer is "none" then."""
+    """Needle test `index`. First needles take turns: N² consecutive indices have them in each place
+    once. negative: no caption is there; of two objects both are, in different sub-images. The
+    answer is "none" then."""
     n, objects, distractors = layout_of(kind)
     first, part, samples = index % n**2, GRID // n, []
     draw = partial(_stitched, n=n, objects=objects, first=first, filled=distractors + 1)
@@ -281,8 +293,9 @@ def needle(
 
 
 def layout_of(kind: str) -> tuple[int, int, int]:
-    """Sub-images along a side, objects in each, and how many sub-images beside the needle's have any: of n4d7 4×4, one
-    object in the needle's and in 7 others. 3×3 fill the picture's upper left."""
+    """Sub-images along a side, objects in each, and how many sub-images beside the needle's have
+    any: of n4d7 4×4, one object in the needle's and in 7 others. 3×3 fill the picture's upper
+    left."""
     if kind in NEEDLES:
         return NEEDLES[kind]
     n, distractors = map(int, kind[1:].split("d"))
@@ -290,8 +303,9 @@ def layout_of(kind: str) -> tuple[int, int, int]:
 
 
 def _stitched(dice: Dice, n: int, objects: int, first: int, filled: int) -> list[tuple[int, str]]:
-    """N×N sub-images, so many of them `filled`, of `objects` each. Of two, every sub-image shares one with that at
-    `first`, and each of its two is shared by some other: no single object decides the place."""
+    """N×N sub-images, so many of them `filled`, of `objects` each. Of two, every sub-image shares
+    one with that at `first`, and each of its two is shared by some other: no single object decides
+    the place."""
     a, b, *names = dice.draw(NAMES, len(NAMES))
     shared = [a, b, *(dice.pick((a, b)) for _ in range(n**2 - 3))]
     groups = (
@@ -319,10 +333,11 @@ STRATEGIES = ("random", "popular", "adversarial")
 def pope(
     strategy: str, split: str = "test", images: int = 100, objects: int | None = None
 ) -> list[Sample]:
-    """POPE's polling (arXiv 2305.10355): of each picture three present objects and three absent ones in turn. Absent
-    ones are drawn at random; or are the most frequent objects; or those that most often accompany the present object
-    asked about just before, as counted over train scenes. Pictures and "yes" questions are the same in all three.
-    objects: in each picture, all different, in random squares (None: up to 5 of an ordinary one, 3 kinds at least)."""
+    """POPE's polling (arXiv 2305.10355): of each picture three present objects and three absent
+    ones in turn. Absent ones are drawn at random; or are the most frequent objects; or those that
+    most often accompany the present object asked about just before, as counted over train scenes.
+    Pictures and "yes" questions are the same in all three. objects: in each picture, all different,
+    in random squares (None: up to 5 of an ordinary one, 3 kinds at least)."""
     frequency, company = (
         (Counter(), defaultdict(Counter)) if strategy == "random" else object_statistics()
     )
@@ -374,8 +389,8 @@ TASKS = ("scan", "detect", *PROBES, "caption", "vqa", *NEEDLES)
 
 
 def sample(task: str, split: str, index: int, seed: int = 0) -> Sample:
-    """Sample number `index` of a task's endless stream; the questions about one picture follow each other. Raises
-    UserError for an unknown task."""
+    """Sample number `index` of a task's endless stream; the questions about one picture follow each
+    other. Raises UserError for an unknown task."""
     if task not in TASKS:
         raise UserError(f"task is {task!r}: expected one of {', '.join(TASKS)}")
     if task == "vqa":

@@ -1,15 +1,17 @@
-"""Attention shift: how a picture in the middle of a text changes which layers attend to the text before and after it.
+"""Attention shift: how a picture in the middle of a text changes which layers attend to the text
+before and after it.
 
     python -m eval.shift --model runs/wings-2/model
     python -m eval.shift --model embedded --slot inside --data examples.jsonl
 
-In: a model, and prompts with a picture each. Out: LAWS by layer for the text before the picture, the picture and the
-text after it; the attention shift with its 95 % interval; shift.json.
+In: a model, and prompts with a picture each. Out: LAWS by layer for the text before the picture,
+the picture and the text after it; the attention shift with its 95 % interval; shift.json.
 
-LAWS (Zhang et al., "Wings: Learning Multimodal LLMs without Text-only Forgetting", NeurIPS 2024): the attention weights
-of a layer, mean over heads, summed over all queries and over the keys of a group; bos is text. The shift is
-1 − E[ρ(before, after)], ρ Pearson's correlation of two LAWS over the layers: from 0, the same layers attend to both
-texts, to 2. PaliGemma puts the picture first and has none; `--slot inside` puts it between the words, as for WINGS.
+LAWS (Zhang et al., "Wings: Learning Multimodal LLMs without Text-only Forgetting", NeurIPS 2024):
+the attention weights of a layer, mean over heads, summed over all queries and over the keys of a
+group; bos is text. The shift is 1 − E[ρ(before, after)], ρ Pearson's correlation of two LAWS over
+the layers: from 0, the same layers attend to both texts, to 2. PaliGemma puts the picture first and
+has none; `--slot inside` puts it between the words, as for WINGS.
 """
 
 import json
@@ -37,7 +39,8 @@ GROUPS = ("text before", "picture", "text after")
 
 @dataclass(frozen=True)
 class Shift:
-    """laws (examples, layers, 3): LAWS of each of GROUPS in one example; `queries` (examples,): what they add up to."""
+    """laws (examples, layers, 3): LAWS of each of GROUPS in one example; `queries` (examples,):
+    what they add up to."""
 
     laws: np.ndarray
     queries: np.ndarray
@@ -61,8 +64,9 @@ class Shift:
 
 
 def put_slot(prompt: str, share: float = 0.5) -> str:
-    """`prompt` with a picture's slot after that share of its words, never before the first nor after the last of
-    several. It stands before the space, so that the words keep their tokens. A prompt that has a slot is unchanged."""
+    """`prompt` with a picture's slot after that share of its words, never before the first nor
+    after the last of several. It stands before the space, so that the words keep their tokens. A
+    prompt that has a slot is unchanged."""
     words = prompt.split(" ")
     place = min(max(1, round(share * len(words))), max(1, len(words) - 1))
     return (
@@ -73,8 +77,9 @@ def put_slot(prompt: str, share: float = 0.5) -> str:
 
 
 def measure(model: PaliGemma, processor: Processor, examples: Sequence[tuple[Any, str]]) -> Shift:
-    """LAWS of (picture, prompt) pairs; `model` must be in eval mode. Of a differential attention it is the first map's,
-    whose rows sum to 1. Raises UserError for a decoder without attention, and NonFiniteError."""
+    """LAWS of (picture, prompt) pairs; `model` must be in eval mode. Of a differential attention it
+    is the first map's, whose rows sum to 1. Raises UserError for a decoder without attention, and
+    NonFiniteError."""
     laws, queries = [], []
     for number, (picture, prompt) in enumerate(examples, start=1):
         # the slot stays where it is: a PaliGemma that is asked reads its picture first

@@ -78,7 +78,8 @@ class Vqa(Benchmark):
         is_paired = bool(args.questions) == bool(args.images and not args.data)
         if not is_paired or (args.annotations or args.answerability) and not args.questions:
             raise UserError(
-                "--questions, --images, --annotations and --answerability go together: leave --data out"
+                "--questions, --images, --annotations and --answerability go together: leave "
+                "--data out"
             )
         if kind not in ("embedded", "vqav2"):
             if args.prompt or args.scoring or args.guess:
@@ -119,7 +120,8 @@ class Vqa(Benchmark):
         if args.answerability:
             if any(q.truth.answerable is None for q in questions):
                 raise UserError(
-                    "--answerability: no annotation says which questions are answerable: give VizWiz's"
+                    "--answerability: no annotation says which questions are answerable: give "
+                    "VizWiz's"
                 )
             word = (
                 "Unanswerable" if "'Unanswerable'" in args.template else "unanswerable"
@@ -212,7 +214,8 @@ def of_samples(
 def questions_of(
     asked: Iterable[Annotation], images=None, template: str = PROMPT
 ) -> list[Question]:
-    """Questions of published files on pictures in the folder `images`. Raises UserError for a picture not in it."""
+    """Questions of published files on pictures in the folder `images`. Raises UserError for a
+    picture not in it."""
     pairs = [(a, find_picture(images, a.image) if images else ()) for a in asked]
     return [
         Question(a.question_id, a.image, path, fill_prompt(template, a.question), truth=a)
@@ -224,9 +227,10 @@ def questions_of(
 
 
 def text_only_guesses(test: Sequence[Question], train: Sequence[Question]) -> list[str]:
-    """The best guess to each question from its text: the answer most frequent in `train` to the same question, else to
-    the same question type, else to any; of equally frequent ones the first in the alphabet. Without `train`, the most
-    frequent answer of each question type in `test` itself: the upper bound of constant ones."""
+    """The best guess to each question from its text: the answer most frequent in `train` to the
+    same question, else to the same question type, else to any; of equally frequent ones the first
+    in the alphabet. Without `train`, the most frequent answer of each question type in `test`
+    itself: the upper bound of constant ones."""
 
     def keys(question: Question) -> list[tuple]:
         return [("question", question.truth.question)] * bool(train) + [
@@ -248,7 +252,8 @@ def text_only_guesses(test: Sequence[Question], train: Sequence[Question]) -> li
 def guess_accuracy(
     test: Sequence[Question], train: Sequence[Question] | None = None
 ) -> dict[str, float]:
-    """{"overall": percent, answer type: percent, …} of text-only guesses by exact match; train: default embedded."""
+    """{"overall": percent, answer type: percent, …} of text-only guesses by exact match; train:
+    default embedded."""
     guesses = text_only_guesses(test, train or embedded(TRAIN_QUESTIONS, "train"))
     values = summarize(
         [(q.truth, guess == q.truth.answer) for q, guess in zip(test, guesses, strict=True)]
@@ -259,7 +264,8 @@ def guess_accuracy(
 def evaluate_embedded(
     model, processor, limit: int, progress: str | None = None, *, ask_all: Callable
 ) -> dict:
-    """{"overall", "per_answer_type", "per_question_type"} on `limit` questions of the embedded test split."""
+    """{"overall", "per_answer_type", "per_question_type"} on `limit` questions of the embedded test
+    split."""
     asked = embedded(limit)
     answers = ask_all(model, processor, asked, progress=progress)
     return summarize(

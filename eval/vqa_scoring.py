@@ -1,4 +1,5 @@
-"""The published scorers of VQAv2, TextVQA, VizWiz and GQA, and the script of the differential PaliGemma paper.
+"""The published scorers of VQAv2, TextVQA, VizWiz and GQA, and the script of the differential
+PaliGemma paper.
 
 In: annotations and answers. Out: the accuracy of each question, and its mean overall and by type.
 
@@ -50,11 +51,13 @@ def clean_space(text: str) -> str:
 
 @lru_cache(maxsize=1 << 18)  # a few thousand answers make up most of VQAv2
 def clean(text: str) -> str:
-    """Punctuation deleted, or replaced by a space between two words; periods deleted unless a digit follows. Then lower
-    case; numbers up to ten as digits; no articles; contractions with their apostrophe."""
+    """Punctuation deleted, or replaced by a space between two words; periods deleted unless a digit
+    follows. Then lower case; numbers up to ten as digits; no articles; contractions with their
+    apostrophe."""
     result, number = text, DIGIT_COMMA_DIGIT.search(text)
     for mark in PUNCTUATION:
-        # decided on the original text: "1,000 (approx)" loses its comma, "red/blue" becomes two words
+        # decided on the original text: "1,000 (approx)" loses its comma, "red/blue" becomes two
+        # words
         apart = mark + " " in text or " " + mark in text
         result = result.replace(mark, "" if apart or number else " ")
     result = LONE_PERIOD.sub(
@@ -73,8 +76,8 @@ def clean_textvqa(text: str) -> str:
 
 
 def leave_one_out(records: list, prediction: str) -> float:
-    """Mean over the annotators of min(1, matches among the *other* records / 3). "Other" means unequal: records that
-    are equal (answers without ids) are all left out together, as upstream."""
+    """Mean over the annotators of min(1, matches among the *other* records / 3). "Other" means
+    unequal: records that are equal (answers without ids) are all left out together, as upstream."""
     matching = [record for record in records if record["answer"] == prediction]
     accuracies = [min(1, (len(matching) - matching.count(record)) / 3) for record in records]
     return sum(accuracies) / len(accuracies)
@@ -89,7 +92,8 @@ def by_position(annotation: Annotation, normalize: Callable[[str], str]) -> list
 
 
 def official(annotation: Annotation, prediction: str) -> float:
-    """VQAv2's scorer (2021 and later): answers are normalised only where the annotators do not all agree."""
+    """VQAv2's scorer (2021 and later): answers are normalised only where the annotators do not all
+    agree."""
     prediction = clean_space(prediction)
     records = [given | {"answer": clean_space(given["answer"])} for given in annotation.answers]
     if len({record["answer"] for record in records}) > 1:
@@ -99,7 +103,8 @@ def official(annotation: Annotation, prediction: str) -> float:
 
 
 def paper(annotation: Annotation, prediction: str) -> float:
-    """The script of the differential PaliGemma paper: min(1, matches / 3) on lower-cased raw strings."""
+    """The script of the differential PaliGemma paper: min(1, matches / 3) on lower-cased raw
+    strings."""
     return min(
         1, sum(given["answer"].lower() == prediction.lower() for given in annotation.answers) / 3
     )
@@ -122,7 +127,8 @@ def gqa(annotation: Annotation, prediction: str) -> float:
 
 
 def exact_match(answer: str, truths: Iterable[str]) -> bool:
-    """Whether the answer is one of the right ones; case, space at the ends, and how accents are written aside."""
+    """Whether the answer is one of the right ones; case, space at the ends, and how accents are
+    written aside."""
     said, *right = (
         unicodedata.normalize("NFC", text).strip().lower() for text in (answer, *truths)
     )
@@ -130,9 +136,10 @@ def exact_match(answer: str, truths: Iterable[str]) -> bool:
 
 
 def answerability(is_unanswerable: Sequence[bool], scores: Sequence[float]) -> dict[str, float]:
-    """VizWiz's second task, in percent: average precision and F1 of the questions that cannot be answered. scores: how
-    sure the model is, 0 to 1, that a question is one of them; for F1 it is called so above ½. Precision is summed step
-    by step, over the distinct scores from high to low."""
+    """VizWiz's second task, in percent: average precision and F1 of the questions that cannot be
+    answered. scores: how sure the model is, 0 to 1, that a question is one of them; for F1 it is
+    called so above ½. Precision is summed step by step, over the distinct scores from high to
+    low."""
     found = seen = 0
     precision = 0.0
     for _, group in groupby(
@@ -149,7 +156,8 @@ def answerability(is_unanswerable: Sequence[bool], scores: Sequence[float]) -> d
 def record_scores(
     record: Record, answer: str, score: Callable[..., float] = official
 ) -> dict[str, float]:
-    """Exact match of an own example, and accuracy by `score`, 0 to 1, where ANNOTATORS or more people have answered."""
+    """Exact match of an own example, and accuracy by `score`, 0 to 1, where ANNOTATORS or more
+    people have answered."""
     scores = {"exact_match": float(exact_match(answer, truths_of(record)))}
     if len(record.answers) >= ANNOTATORS:
         given = tuple(
@@ -169,7 +177,8 @@ SCORERS = {"official": official, "paper": paper, "textvqa": textvqa, "vizwiz": v
 
 
 def summarize(scores: Sequence[tuple[Annotation, float]]) -> dict:
-    """{"overall", "per_answer_type", "per_question_type"} in percent, rounded to two decimals as upstream."""
+    """{"overall", "per_answer_type", "per_question_type"} in percent, rounded to two decimals as
+    upstream."""
 
     def percents(kind: Callable[[Annotation], str | None]) -> dict[str, float]:
         groups = defaultdict(list)

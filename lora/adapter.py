@@ -1,9 +1,10 @@
 """LoRA: injected into a model by path, merged, switched off, and exchanged with PEFT as files.
 
-The matched layers become `LoRALinear`, and only the adapter is trainable. On disk are PEFT's adapter_config.json and
-adapter_model.safetensors. PEFT ignores the prompt, a key of the config, and the fingerprint of the base in the metadata
-of the tensor file. With a graft, its parameters stand as `differential.…` beside the LoRA tensors, and the calls that
-repeat it in the config: PEFT would leave them out, so `peft_type` is another one, which PEFT refuses.
+The matched layers become `LoRALinear`, and only the adapter is trainable. On disk are PEFT's
+adapter_config.json and adapter_model.safetensors. PEFT ignores the prompt, a key of the config, and
+the fingerprint of the base in the metadata of the tensor file. With a graft, its parameters stand
+as `differential.…` beside the LoRA tensors, and the calls that repeat it in the config: PEFT would
+leave them out, so `peft_type` is another one, which PEFT refuses.
 """
 
 import contextlib
@@ -33,8 +34,8 @@ PEFT, HF, GRAFT = (
 )  # PEFT's wrapper, transformers' prefix, and of grafts
 # The paper's choice: q, k, v, o, gate, up and down of the decoder, and nothing of the vision tower.
 DECODER_TARGETS = r"language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
-# Keys of PEFT that are read, or that change nothing of what the saved tensors compute. A value under any other is a
-# feature that would be lost without notice.
+# Keys of PEFT that are read, or that change nothing of what the saved tensors compute. A value
+# under any other is a feature that would be lost without notice.
 _TEXTS = {"base_model_name_or_path", "prompt", "quantized", "peft_version", "revision", "task_type"}
 _NUMBERS = {
     "r",
@@ -42,7 +43,8 @@ _NUMBERS = {
     "lora_dropout",
 }  # null is none of them; for other keys it means the default
 GRAFTED = "DIFFERENTIAL_LORA"  # the peft_type beside a graft; earlier files have LORA there too
-# Values of plain LoRA, the default first. Other initial values ("pissa", "olora", …) change the base too.
+# Values of plain LoRA, the default first. Other initial values ("pissa", "olora", …) change the
+# base too.
 _PLAIN = {"peft_type": ["LORA", GRAFTED], "bias": ["none"]}
 _PLAIN |= {"init_lora_weights": [True, False, "gaussian", "eva", "orthogonal"]}
 _OTHERS = """target_modules exclude_modules layers_to_transform layers_pattern rank_pattern alpha_pattern use_rslora
@@ -50,8 +52,9 @@ _OTHERS = """target_modules exclude_modules layers_to_transform layers_pattern r
 
 
 class LoRALinear(nn.Module):
-    """W x + (alpha / r)·B·A·dropout(x) (Hu et al. 2021, Eq. 3), x (…, in_features). `base_layer`, PEFT's name, holds W.
-    Differential attention with two branches calls `base_layer` once and adds `lora`, and its second update, itself."""
+    """W x + (alpha / r)·B·A·dropout(x) (Hu et al. 2021, Eq. 3), x (…, in_features). `base_layer`,
+    PEFT's name, holds W. Differential attention with two branches calls `base_layer` once and adds
+    `lora`, and its second update, itself."""
 
     def __init__(self, base_layer: nn.Linear, r: int, alpha: float, dropout: float = 0.0):
         super().__init__()
@@ -75,8 +78,8 @@ class LoRALinear(nn.Module):
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Add the update to the weight: summed in fp32 (fp64 for an fp64 base), rounded once to the weight's dtype. W
-        itself is kept in main memory: (W + Δ) − Δ is not W in floating point."""
+        """Add the update to the weight: summed in fp32 (fp64 for an fp64 base), rounded once to the
+        weight's dtype. W itself is kept in main memory: (W + Δ) − Δ is not W in floating point."""
         if not self.merged:
             weight = self.base_layer.weight
             exact = torch.promote_types(weight.dtype, torch.float32)
@@ -93,7 +96,8 @@ class LoRALinear(nn.Module):
 
 
 def matching(targets: str | list[str], paths: Iterable[str]) -> list[str]:
-    """Those of our `paths` that PEFT's target_modules name, with or without transformers' leading "model.".
+    """Those of our `paths` that PEFT's target_modules name, with or without transformers' leading
+    "model.".
 
     A string is a regular expression for whole paths, a list names their endings, at dots.
     """
@@ -109,7 +113,8 @@ def matching(targets: str | list[str], paths: Iterable[str]) -> list[str]:
 
 
 def free_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Every linear layer that may carry LoRA, by its path: part neither of an adapter nor of a graft."""
+    """Every linear layer that may carry LoRA, by its path: part neither of an adapter nor of a
+    graft."""
     modules, grafted = dict(model.named_modules()), new_parameters(model)
     taken = tuple(
         f"{path}." for path, module in modules.items() if isinstance(module, LoRALinear | LowRank)
@@ -145,10 +150,12 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def inject(
     model: Adaptable, targets: str | list[str], r: int, alpha: float, dropout: float = 0.0
 ) -> list[str]:
-    """Put LoRA of rank `r`, scaled by alpha / r, on every linear layer that `targets` names; return their paths.
+    """Put LoRA of rank `r`, scaled by alpha / r, on every linear layer that `targets` names; return
+    their paths.
 
-    `targets`: see `matching`; a list like ["q_proj"] reaches the vision tower too. Afterwards only LoRA and parameters
-    of grafts are trainable. Raises UserError if no layer matches, or for values out of range.
+    `targets`: see `matching`; a list like ["q_proj"] reaches the vision tower too. Afterwards only
+    LoRA and parameters of grafts are trainable. Raises UserError if no layer matches, or for values
+    out of range.
     """
     layers = free_layers(model)
     try:
@@ -171,10 +178,12 @@ def inject(
 
 
 def merge(model: Adaptable) -> None:
-    """Add every LoRA update to its weight; the forward pass stays the same up to rounding. Idempotent.
+    """Add every LoRA update to its weight; the forward pass stays the same up to rounding.
+    Idempotent.
 
-    The original weights are kept in main memory until `unmerge`: 4 GB for the decoder of 3B in bf16. All quantized
-    weights are put back first. Raises UserError, and merges nothing, where a second branch reads the same base weight.
+    The original weights are kept in main memory until `unmerge`: 4 GB for the decoder of 3B in
+    bf16. All quantized weights are put back first. Raises UserError, and merges nothing, where a
+    second branch reads the same base weight.
     """
     layers = lora_layers(model)
     for path in layers:
@@ -202,7 +211,8 @@ def unmerge(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
-    """Within the block, every low-rank update is off, merged ones and those of grafts included. Blocks may nest."""
+    """Within the block, every low-rank update is off, merged ones and those of grafts included.
+    Blocks may nest."""
     merged = [layer for layer in lora_layers(model).values() if layer.merged]
     enabled = [
         module for module in model.modules() if isinstance(module, LowRank) and module.enabled
@@ -220,7 +230,8 @@ def disabled(model: nn.Module) -> Iterator[None]:
 
 
 def unload(model: Adaptable) -> None:
-    """Take LoRA off: each layer is again the one that it wrapped. Raises UserError for a graft, which stays."""
+    """Take LoRA off: each layer is again the one that it wrapped. Raises UserError for a graft,
+    which stays."""
     if model.grafts:
         raise UserError("a graft cannot be taken off: load the base anew")
     for path, layer in lora_layers(model).items():
@@ -229,8 +240,9 @@ def unload(model: Adaptable) -> None:
 
 
 def quantize(model: Adaptable, kind: str = "int8", head: bool = False) -> None:
-    """Turn every frozen linear layer of `model` into that of `lora.quantize.KINDS`, in place; embedding and head only
-    with `head`. `load` quantizes its base in the same way. Raises UserError as `replaceable`, and for merged LoRA."""
+    """Turn every frozen linear layer of `model` into that of `lora.quantize.KINDS`, in place;
+    embedding and head only with `head`. `load` quantizes its base in the same way. Raises UserError
+    as `replaceable`, and for merged LoRA."""
     layers, trained = replaceable(model, kind, head), set(adapter_parameters(model).values())
     if any(layer.merged for layer in lora_layers(model).values()):
         raise UserError(
@@ -244,10 +256,12 @@ def quantize(model: Adaptable, kind: str = "int8", head: bool = False) -> None:
 
 
 def fingerprint(model: Adaptable) -> str:
-    """A short hash of the weights without the adapter: names, shapes, and 64 values of each tensor, in bf16.
+    """A short hash of the weights without the adapter: names, shapes, and 64 values of each tensor,
+    in bf16.
 
-    It is the same in fp32 and in bf16 (fp16 rounds differently), merged or not, quantized or not, and changes with any
-    training of the base. Weights that a graft has replaced are not part of it. `base_fingerprint` is taken if set.
+    It is the same in fp32 and in bf16 (fp16 rounds differently), merged or not, quantized or not,
+    and changes with any training of the base. Weights that a graft has replaced are not part of it.
+    `base_fingerprint` is taken if set.
     """
     if model.base_fingerprint is not None:
         return model.base_fingerprint
@@ -270,11 +284,12 @@ def save(
     prompt: str | None = None,
     write=True,
 ) -> None:
-    """Write the adapter of `model` to `folder` in PEFT's format: the config, which names `base`, last.
+    """Write the adapter of `model` to `folder` in PEFT's format: the config, which names `base`,
+    last.
 
-    prompt: the template of the questions that it was trained on, for evaluation. Where FSDP2 has sharded the model,
-    every process must call this; one of them with `write`. Raises UserError if the model has no adapter, or if other
-    parameters are trained too.
+    prompt: the template of the questions that it was trained on, for evaluation. Where FSDP2 has
+    sharded the model, every process must call this; one of them with `write`. Raises UserError if
+    the model has no adapter, or if other parameters are trained too.
     """
     parameters = adapter_parameters(model)
     if not parameters:
@@ -324,7 +339,8 @@ def save(
 
 
 def read_config(folder: str | Path) -> dict:
-    """The config of the adapter in `folder`, without null keys. Raises UserError for all but plain LoRA and grafts."""
+    """The config of the adapter in `folder`, without null keys. Raises UserError for all but plain
+    LoRA and grafts."""
     path = Path(folder) / CONFIG_FILE
     config = {
         key: value for key, value in read_json(path).items() if value is not None or key in _NUMBERS
@@ -336,16 +352,19 @@ def read_config(folder: str | Path) -> dict:
     if strange:
         features = ", ".join(f"{shown(key, 80)} {quoted(config[key])}" for key in strange[:8])
         raise UserError(
-            f"{shown(path)}: uses {features}, but only plain LoRA can be loaded: convert it with PEFT"
+            f"{shown(path)}: uses {features}, but only plain LoRA can be loaded: convert it with "
+            "PEFT"
         )
     return config
 
 
 def load(model: Adaptable, folder: str | Path, *, force: bool = False) -> list[str]:
-    """Put the adapter in `folder`, ours or PEFT's, on a plain `model`; return the paths that carry LoRA.
+    """Put the adapter in `folder`, ours or PEFT's, on a plain `model`; return the paths that carry
+    LoRA.
 
-    Grafts are repeated first, and the base is quantized as in training. `force` skips the comparison of the base.
-    Raises UserError for another base, and whatever does not fit; the model must then not be used any more.
+    Grafts are repeated first, and the base is quantized as in training. `force` skips the
+    comparison of the base. Raises UserError for another base, and whatever does not fit; the model
+    must then not be used any more.
     """
     folder = Path(folder)
     if adapter_parameters(model):
@@ -381,7 +400,8 @@ def load(model: Adaptable, folder: str | Path, *, force: bool = False) -> list[s
         )  # in fp32, which it will have
         if tensor.shape != shape or not finite:
             problems.append(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected finite floats {tuple(shape)}"
+                f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected finite floats "
+                f"{tuple(shape)}"
             )
     if problems:
         listed = f"{len(problems)} problems: {'; '.join(sorted(problems)[:8])}"
@@ -423,7 +443,8 @@ def _put_lora(
         spelt = {path: HF + path for path in named if path not in excluded} | spelt
 
     def value(patterns: str, default: str, path: str) -> Any:
-        """Of the first pattern that matches an ending of the path at a dot, as in PEFT, or the default."""
+        """Of the first pattern that matches an ending of the path at a dot, as in PEFT, or the
+        default."""
         matched = (
             v
             for key, v in config.get(patterns, {}).items()

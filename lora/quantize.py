@@ -1,10 +1,13 @@
-"""Weights in 8 or 4 bits: a half to an eighth of their memory, read faster in decoding, with LoRA trained around them.
+"""Weights in 8 or 4 bits: a half to an eighth of their memory, read faster in decoding, with LoRA
+trained around them.
 
-A layer of KINDS computes with weights that are put back for each product. `lora.adapter.quantize` replaces the frozen
-layers of a model, as `train.finetune --quantize nf4` does; `weights.load.load_model` all layers, while it reads them.
+A layer of KINDS computes with weights that are put back for each product. `lora.adapter.quantize`
+replaces the frozen layers of a model, as `train.finetune --quantize nf4` does;
+`weights.load.load_model` all layers, while it reads them.
 
-On a CPU, products of few rows of bf16, as in decoding, are PyTorch's own, which read the few bits only; larger ones put
-the weights back a block at a time. On a GPU all of them do so for a whole layer.
+On a CPU, products of few rows of bf16, as in decoding, are PyTorch's own, which read the few bits
+only; larger ones put the weights back a block at a time. On a GPU all of them do so for a whole
+layer.
 """
 
 import contextlib
@@ -34,7 +37,8 @@ from weights.fingerprint import sample
 
 GROUP, NESTED_BLOCK = 64, 256  # weights with one scale, scales with one scale of their own
 FEW_ROWS = 16  # of x, up to which PyTorch's products of few bits are the faster ones
-# NormalFloat of 4 bits (Dettmers et al. 2023, appendix E): quantiles of the normal distribution over [-1, 1], in fp32
+# NormalFloat of 4 bits (Dettmers et al. 2023, appendix E): quantiles of the normal distribution
+# over [-1, 1], in fp32
 NF4 = [-1, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0]
 NF4 += [0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0]
 
@@ -51,7 +55,8 @@ class QuantizedLinear(Linear):
     def __init__(
         self, linear: nn.Linear | nn.Embedding, dtype: torch.dtype | None = None, device: Any = None
     ):
-        """The weight is cast to `dtype` and moved to `device` first, a few rows at a time; None: as it is."""
+        """The weight is cast to `dtype` and moved to `device` first, a few rows at a time; None: as
+        it is."""
         nn.Module.__init__(self)
         weight = linear.weight.detach()
         self.out_features, self.in_features = weight.shape
@@ -107,7 +112,8 @@ class QuantizedLinear(Linear):
         return self
 
     def put_back(self) -> nn.Module:
-        """A plain layer of the weights that this one computes with, in the dtype that they had before."""
+        """A plain layer of the weights that this one computes with, in the dtype that they had
+        before."""
         whole = self.unpack(
             self.stored(), (self.out_features, self.in_features), self.dtype, 0, self.out_features
         )
@@ -140,8 +146,9 @@ class _Product(torch.autograd.Function):
 
 
 class Int8Linear(QuantizedLinear):
-    """W = scale · weight: 8 bits of weight, −127 … 127, and one scale for each output channel (row): its largest value
-    / 127, rounded to bf16, so that it is the same in every dtype of a product."""
+    """W = scale · weight: 8 bits of weight, −127 … 127, and one scale for each output channel
+    (row): its largest value / 127, rounded to bf16, so that it is the same in every dtype of a
+    product."""
 
     kind = "int8"
     scale: torch.Tensor
@@ -169,7 +176,8 @@ class Int8Linear(QuantizedLinear):
 
 
 class Int8Embedding(Int8Linear):
-    """An embedding whose rows are those of an `Int8Linear`, which is also the head where the two are tied."""
+    """An embedding whose rows are those of an `Int8Linear`, which is also the head where the two
+    are tied."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.weight[ids].to(self.dtype) * self.scale[ids].to(self.dtype)[..., None]
@@ -182,10 +190,12 @@ class Int8Embedding(Int8Linear):
 
 
 class Int4Linear(QuantizedLinear):
-    """W = scale · (code − 8) + zero: 4 bits of code, and bf16 scale and zero for each 64 weights of a row: 4.5 bits.
+    """W = scale · (code − 8) + zero: 4 bits of code, and bf16 scale and zero for each 64 weights of
+    a row: 4.5 bits.
 
-    The 16 codes reach from the smallest to the largest weight of a group. `weight` has the layout that PyTorch's
-    product reads on this processor, see `int4_layout`; rows and columns are filled up to multiples of 64.
+    The 16 codes reach from the smallest to the largest weight of a group. `weight` has the layout
+    that PyTorch's product reads on this processor, see `int4_layout`; rows and columns are filled
+    up to multiples of 64.
     """
 
     kind = "int4"
@@ -251,7 +261,8 @@ INT4_LAYOUTS = ((64, 32), (32, 16), (32, 1), (16, 1))
 
 @cache
 def int4_layout() -> tuple[int, int] | None:
-    """The one of INT4_LAYOUTS that PyTorch's product reads on this processor; None if there is no such product."""
+    """The one of INT4_LAYOUTS that PyTorch's product reads on this processor; None if there is no
+    such product."""
     codes = (
         torch.arange(BLOCK_ROWS * GROUP)
         .mul(7919)
@@ -267,7 +278,8 @@ def int4_layout() -> tuple[int, int] | None:
 
 
 def _two_in_a_byte(codes: torch.Tensor, block: int, apart: int) -> torch.Tensor:
-    """Codes (R, K) as bytes (R, K / 2): in a block and column, two rows share a byte, the lower one in its low half."""
+    """Codes (R, K) as bytes (R, K / 2): in a block and column, two rows share a byte, the lower one
+    in its low half."""
     low, high = codes.view(-1, block // (2 * apart), 2, apart, codes.shape[1]).unbind(2)
     return (low | high << 4).flatten(1, 2).transpose(1, 2).reshape(len(codes), -1)
 
@@ -275,10 +287,11 @@ def _two_in_a_byte(codes: torch.Tensor, block: int, apart: int) -> torch.Tensor:
 class Nf4Linear(QuantizedLinear):
     """4-bit NormalFloat with double quantization (QLoRA, Dettmers et al. 2023): 4.13 bits a weight.
 
-    In row-major order, each block of 64 weights has a scale s, its largest absolute value, and each weight is the
-    nearest of s · NF4; two are in a byte, the first in its high half. Of the scales, s − mean(s) is itself stored in 8
-    bits, by a table, with one fp32 scale for each block of 256. The bytes and the layout are those of bitsandbytes; a
-    scale within 1e-5 of the middle of two table entries may be rounded to the other one there.
+    In row-major order, each block of 64 weights has a scale s, its largest absolute value, and each
+    weight is the nearest of s · NF4; two are in a byte, the first in its high half. Of the scales,
+    s − mean(s) is itself stored in 8 bits, by a table, with one fp32 scale for each block of 256.
+    The bytes and the layout are those of bitsandbytes; a scale within 1e-5 of the middle of two
+    table entries may be rounded to the other one there.
     """
 
     kind = "nf4"
@@ -325,7 +338,8 @@ class Nf4Linear(QuantizedLinear):
 def dynamic_table(device: torch.device | None = None) -> torch.Tensor:
     """The 256 numbers, in [-1, 1] and in order, by which a scale is stored in 8 bits, fp32.
 
-    They are 0, 1, and for e = 0 … 6 both signs of 10^(e−6) times the 2^e middles of equal parts of [0.1, 1].
+    They are 0, 1, and for e = 0 … 6 both signs of 10^(e−6) times the 2^e middles of equal parts of
+    [0.1, 1].
     """
     numbers = [torch.tensor([0.0, 1.0])]
     for exponent in range(7):
@@ -359,10 +373,12 @@ MIN_OUTPUTS = 16  # a layer with fewer is a gate: it stays as it is
 def replaceable(
     model: Adaptable, kind: str, head: bool = False
 ) -> dict[str, tuple[Any, type[QuantizedLinear]]]:
-    """The layers of `model` that `kind` replaces, and by which class, by path: all frozen linear layers but the head.
+    """The layers of `model` that `kind` replaces, and by which class, by path: all frozen linear
+    layers but the head.
 
-    With `head`, whether frozen or not, and embedding and head, too, for a kind of BF16_KINDS. Raises UserError for an
-    unknown kind, a model that is quantized in another way, and one whose decoder is not Gemma's.
+    With `head`, whether frozen or not, and embedding and head, too, for a kind of BF16_KINDS.
+    Raises UserError for an unknown kind, a model that is quantized in another way, and one whose
+    decoder is not Gemma's.
     """
     if kind not in KINDS:
         raise UserError(f"cannot quantize to {quoted(kind)}: choose one of {', '.join(KINDS)}")

@@ -1,1 +1,2 @@
-"""The networks: two towers, what joins them, and their siblings. Imports nothing of the other floors."""
+"""The networks: two towers, what joins them, and their siblings. Imports nothing of the other
+floors."""

@@ -1,4 +1,5 @@
-"""Plain attention: rotary positions, the only function that makes masks, softmax attention, and its key/value cache.
+"""Plain attention: rotary positions, the only function that makes masks, softmax attention, and its
+key/value cache.
 
 In: hidden states (B, S, H), a `Rope`, a boolean mask (B, 1, S, Sk). Out: hidden states (B, S, H).
 Both towers use this class; its variants are in `model/differential.py`.
@@ -16,10 +17,12 @@ from model.linear import Linear
 
 
 class Rope:
-    """Rotary position embedding (Su et al. 2021) of one batch, in rotate-half form: pairs are (i, i + D/2).
+    """Rotary position embedding (Su et al. 2021) of one batch, in rotate-half form: pairs are (i, i
+    + D/2).
 
-    Sines and cosines are computed in fp32 from integer positions (B, S), whatever the model's dtype, and then cast to
-    the dtype of x: inverse frequencies in bf16 would change the logits by a relative 3e-5.
+    Sines and cosines are computed in fp32 from integer positions (B, S), whatever the model's
+    dtype, and then cast to the dtype of x: inverse frequencies in bf16 would change the logits by a
+    relative 3e-5.
     """
 
     def __init__(self, positions: torch.Tensor, theta: float):
@@ -55,9 +58,9 @@ def attention_mask(
 ) -> torch.Tensor:
     """A boolean mask (B, 1, Sq, Sk), True where query i may attend to key j.
 
-    valid (B, Sk) is False at padding. types (B, Sk) is 0 for image and prefix, 1 for the causal suffix. `queries`: how
-    many of the last positions are queries, or which positions (Sq,); None means all. Positions of type 0 attend to
-    each other; every other pair is causal, j ≤ i:
+    valid (B, Sk) is False at padding. types (B, Sk) is 0 for image and prefix, 1 for the causal
+    suffix. `queries`: how many of the last positions are queries, or which positions (Sq,); None
+    means all. Positions of type 0 attend to each other; every other pair is causal, j ≤ i:
 
         types 0 0 0 1 1         0: x x x . .        types all 1: causal
                                 0: x x x . .        types all 0: bidirectional
@@ -65,10 +68,12 @@ def attention_mask(
                                 1: x x x x .
                                 1: x x x x x
 
-    A sliding `window` W (Gemma 2) limits causal pairs to fewer than W valid tokens from j to i, i not counted; pairs of
-    type 0 are not limited.
-    `documents` (B, Sk) numbers the documents packed into a row: positions attend within their own document only.
-    Every position attends to itself, padding included, so that no row is empty; outputs at padding are never used.
+    A sliding `window` W (Gemma 2) limits causal pairs to fewer than W valid tokens from j to i, i
+    not counted; pairs of type 0 are not limited.
+    `documents` (B, Sk) numbers the documents packed into a row: positions attend within their own
+    document only.
+    Every position attends to itself, padding included, so that no row is empty; outputs at padding
+    are never used.
     """
     if (
         isinstance(queries, int) and queries == 1 and window is None and documents is None
@@ -94,7 +99,8 @@ def attention_mask(
 def keep_positions(
     x: torch.Tensor, positions: int | torch.Tensor | None, dim: int = 1
 ) -> torch.Tensor:
-    """The `positions_to_keep` of `PaliGemma.forward` along `dim` of x (B, …, S, …); a boolean mask requires dim 1."""
+    """The `positions_to_keep` of `PaliGemma.forward` along `dim` of x (B, …, S, …); a boolean mask
+    requires dim 1."""
     if positions is None:
         return x
     if isinstance(positions, int):
@@ -109,8 +115,9 @@ def keep_positions(
 class LayerCache:
     """Keys and values of one layer, allocated once for `capacity` positions, on first use.
 
-    A compiled step must see constant sizes and constants. When `position` (S,), a tensor, is set, k and v are written
-    there and the whole capacity is returned; the mask hides what is not written yet.
+    A compiled step must see constant sizes and constants. When `position` (S,), a tensor, is set, k
+    and v are written there and the whole capacity is returned; the mask hides what is not written
+    yet.
     """
 
     def __init__(self, capacity: int):
@@ -138,12 +145,14 @@ class LayerCache:
 
 
 class Attention(nn.Module):
-    """Softmax attention with N query heads sharing K key heads: softmax(QKᵀ·scale)·V, then the output projection.
+    """Softmax attention with N query heads sharing K key heads: softmax(QKᵀ·scale)·V, then the
+    output projection.
 
-    `scale` is 1/√D unless given. `softcap` c bounds the logits to c·tanh(x/c) before the mask (Gemma 2). `backend` is
-    "sdpa" or "eager". A `tap` is a function that receives the weights (B, N, Sq, Sk); with a tap or a softcap the eager
-    path is always taken.
-    A variant overrides `project` (how q, k and v are made) and `mix` (how they are combined), and nothing else.
+    `scale` is 1/√D unless given. `softcap` c bounds the logits to c·tanh(x/c) before the mask
+    (Gemma 2). `backend` is "sdpa" or "eager". A `tap` is a function that receives the weights (B,
+    N, Sq, Sk); with a tap or a softcap the eager path is always taken.
+    A variant overrides `project` (how q, k and v are made) and `mix` (how they are combined), and
+    nothing else.
     """
 
     def __init__(
@@ -201,12 +210,13 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
         positions: int | torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x (B, S, H) to (B, S, H), or to the `positions` to keep; mask (B, 1, S, Sk), None if all keys are visible."""
+        """x (B, S, H) to (B, S, H), or to the `positions` to keep; mask (B, 1, S, Sk), None if all
+        keys are visible."""
         q, k, v = self.project(x, rope)
         if cache is not None:
             k, v = cache.extend(k, v)
-        # unneeded queries are dropped before the products, unless a tap needs the weights of all queries, or a boolean
-        # mask keeps a different number in each row
+        # unneeded queries are dropped before the products, unless a tap needs the weights of all
+        # queries, or a boolean mask keeps a different number in each row
         early = self.tap is None and not (
             isinstance(positions, torch.Tensor) and positions.dtype == torch.bool
         )
@@ -237,7 +247,8 @@ class Attention(nn.Module):
         return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
 
     def softmax_attention(self, q, k, v, mask, scale: float | None = None) -> torch.Tensor:
-        """softmax(qkᵀ·scale)·v for any number of query heads that is a multiple of the key heads."""
+        """softmax(qkᵀ·scale)·v for any number of query heads that is a multiple of the key
+        heads."""
         scale, groups = self.scale if scale is None else scale, q.shape[1] // k.shape[1]
         if self.backend == "sdpa" and self.softcap is None and self.tap is None:
             return fused_attention(
@@ -256,7 +267,8 @@ class Attention(nn.Module):
 
 
 def fused_attention(q, k, v, mask, scale: float) -> torch.Tensor:
-    """softmax(qkᵀ·scale)·v (B, N, S, D) without tap or softcap, by the fastest function for the device."""
+    """softmax(qkᵀ·scale)·v (B, N, S, D) without tap or softcap, by the fastest function for the
+    device."""
     groups = q.shape[1] // k.shape[1]
     if (
         q.shape[2] == 1
@@ -283,9 +295,11 @@ def attention_modules(model: nn.Module) -> dict[str, Attention]:
 
 @contextlib.contextmanager
 def tapped(taps: Mapping[Any, Callable[[torch.Tensor], None]]) -> Iterator[None]:
-    """Within the block, call each attention's function with its weights (B, N, Sq, Sk), once for each map.
+    """Within the block, call each attention's function with its weights (B, N, Sq, Sk), once for
+    each map.
 
-    This is the one way to record maps. Attention takes the eager path within the block; taps set before are restored.
+    This is the one way to record maps. Attention takes the eager path within the block; taps set
+    before are restored.
     """
     before = {module: module.tap for module in taps}
     for module, tap in taps.items():

@@ -1,7 +1,7 @@
 """Texts as token ids and back, and the turns of a conversation with a published language model.
 
-In: a text, or prompts with their answers. Out: token ids, and answer ids back to text. A text cannot spell control
-tokens: they are placed here.
+In: a text, or prompts with their answers. Out: token ids, and answer ids back to text. A text
+cannot spell control tokens: they are placed here.
 """
 
 import re
@@ -23,7 +23,8 @@ SYSTEM = re.compile(r"<\|im_start\|>system(?:\\n|\n)([^'<]+)<\|im_end\|>")
 
 
 class Texts:
-    """Text to ids and back. Texts spell no `control` token; an answer stops at the first of `ends`."""
+    """Text to ids and back. Texts spell no `control` token; an answer stops at the first of
+    `ends`."""
 
     def __init__(
         self, tokenizer: Tokenizer, rows: int, control: Iterable[int | None], ends: Collection[int]
@@ -41,7 +42,8 @@ class Texts:
         ]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, nothing before and nothing behind. Raises UserError if it spells a control token."""
+        """The ids of a text, nothing before and nothing behind. Raises UserError if it spells a
+        control token."""
         for piece in self._reserved:
             if piece in text:
                 raise UserError(
@@ -50,14 +52,16 @@ class Texts:
         return self.tokenizer.encode(text)
 
     def spell(self, text: str, slot: Sequence[int]) -> list[int]:
-        """The ids of a text, those of `slot` in place of each `<image>`; without a slot it is text."""
+        """The ids of a text, those of `slot` in place of each `<image>`; without a slot it is
+        text."""
         ids = []
         for place, part in enumerate(text.split(SLOT) if slot else [text]):
             ids += [*(slot if place else ()), *self.encode(part)]
         return ids
 
     def decode(self, ids: Any) -> str:
-        """The text of answer ids (T,) up to the first that ends it, without control tokens and ids of no piece."""
+        """The text of answer ids (T,) up to the first that ends it, without control tokens and ids
+        of no piece."""
         said = takewhile(lambda id_: id_ not in self.ends, map(int, ids))
         return self.tokenizer.decode(
             [id_ for id_ in said if 0 <= id_ < self.pieces and id_ not in self.control]
@@ -74,8 +78,9 @@ class TextTokenizer(Texts):
         max_length: int | None = None,
         template: str = "",
     ):
-        """max_length: tokens that a prompt may have, at most those that the model was trained to read; a longer one is
-        an error, it is never cut. template: the model's own chat template, which has its system text."""
+        """max_length: tokens that a prompt may have, at most those that the model was trained to
+        read; a longer one is an error, it is never cut. template: the model's own chat template,
+        which has its system text."""
         self.config, self.is_gemma = config, config.text.model_type != "qwen2"
         self.max_length = min(
             max_length or config.max_position_embeddings, config.max_position_embeddings
@@ -104,7 +109,8 @@ class TextTokenizer(Texts):
             self.system = written[1]
 
     def prompt(self, text: str, chat: bool = False) -> list[int]:
-        """The ids of a text that the model is to continue, or with `chat` to answer. Raises UserError."""
+        """The ids of a text that the model is to continue, or with `chat` to answer. Raises
+        UserError."""
         ids = self.conversation([(text, None)])[0] if chat else self.begin + self.encode(text)
         if not 0 < len(ids) <= self.max_length:
             raise UserError(
@@ -115,11 +121,13 @@ class TextTokenizer(Texts):
     def conversation(
         self, turns: Sequence[Turn], slot: Sequence[int] = ()
     ) -> tuple[list[int], list[int]]:
-        """The ids of prompts with their answers, and 1 for those that are learned: answers, their end marks, and
-        newlines between turns. Where the last answer is None, the model's turn opens. See `spell` for `slot`.
+        """The ids of prompts with their answers, and 1 for those that are learned: answers, their
+        end marks, and newlines between turns. Where the last answer is None, the model's turn
+        opens. See `spell` for `slot`.
 
-        Ids are those of the published template, unless an answer begins with a line break: a header is encoded by
-        itself, since generation begins after it. Raises UserError for a tokenizer or template without these turns.
+        Ids are those of the published template, unless an answer begins with a line break: a header
+        is encoded by itself, since generation begins after it. Raises UserError for a tokenizer or
+        template without these turns.
         """
         if not self.marks:
             raise UserError(
@@ -150,7 +158,8 @@ class TextTokenizer(Texts):
 
 
 def load_text_tokenizer(source: str | Path, max_length: int | None = None) -> TextTokenizer:
-    """The tokenizer of a language model, a folder or hub id; Qwen's needs the package `tokenizers`. UserError."""
+    """The tokenizer of a language model, a folder or hub id; Qwen's needs the package `tokenizers`.
+    UserError."""
     names = [
         "config.json",
         "generation_config.json",

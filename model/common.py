@@ -1,7 +1,8 @@
 """What every floor needs: mistakes of the user, files that are read, files that are written whole.
 
-A mistake of the user (a flag, a file, weights) is a `UserError`: one line that says what is wrong, where, and what to
-do. `run_command` turns it into exit code 2. Other exceptions are bugs and keep their traceback.
+A mistake of the user (a flag, a file, weights) is a `UserError`: one line that says what is wrong,
+where, and what to do. `run_command` turns it into exit code 2. Other exceptions are bugs and keep
+their traceback.
 """
 
 import contextlib
@@ -28,9 +29,11 @@ class UserError(ValueError):
 
 
 def run_command(main: Callable[[], None]) -> None:
-    """Run a command's `main`: a mistake, an OSError or too little memory is one line on stderr and exit code 2.
+    """Run a command's `main`: a mistake, an OSError or too little memory is one line on stderr and
+    exit code 2.
 
-    Ctrl-C is exit code 130, a closed stdout, as of `| head`, 141. What a stream cannot take is lost in silence.
+    Ctrl-C is exit code 130, a closed stdout, as of `| head`, 141. What a stream cannot take is lost
+    in silence.
     """
     keep_memory()
     for stream in (
@@ -70,7 +73,8 @@ def run_command(main: Callable[[], None]) -> None:
 
 
 def keep_memory() -> None:
-    """Let glibc keep freed memory: to request it again in every step costs a tenth of the time on a CPU."""
+    """Let glibc keep freed memory: to request it again in every step costs a tenth of the time on a
+    CPU."""
     mmap_threshold, trim_threshold = -3, -1  # <malloc.h>
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
@@ -92,7 +96,8 @@ def cpuinfo(entry: str) -> str:
 def shown(value: Any, width: int = 200) -> str:
     """A text or path as one printable line of at most `width` characters.
 
-    Control characters become escapes such as \\x1b. A longer text loses its middle: the end of a path says most.
+    Control characters become escapes such as \\x1b. A longer text loses its middle: the end of a
+    path says most.
     """
     text = str(value)
     if len(text) > width:
@@ -109,7 +114,8 @@ def quoted(value: Any, width: int = 80) -> str:
 
 @contextlib.contextmanager
 def file_errors(path: str | os.PathLike | None = None) -> Iterator[None]:
-    """Turn what the system refuses within the block into a UserError that names `path`, or the error's own file."""
+    """Turn what the system refuses within the block into a UserError that names `path`, or the
+    error's own file."""
     try:
         yield
     except (UserError, BrokenPipeError):
@@ -139,7 +145,8 @@ def read_text(path: str | os.PathLike) -> str:
 
 
 def read_json(path: str | os.PathLike, kind: type = dict) -> Any:
-    """The value in a JSON file, which must be of `kind` (dict, list, or object for any). Raises UserError."""
+    """The value in a JSON file, which must be of `kind` (dict, list, or object for any). Raises
+    UserError."""
     value = parse_json(read_text(path), shown(path))
     if not isinstance(value, kind):
         problem = f"holds a {type(value).__name__}, expected a {kind.__name__}"
@@ -162,11 +169,13 @@ def parse_json(text: str | bytes, where: str) -> Any:
 
 @contextlib.contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
-    """A temporary path beside `path`, flushed to disk and renamed onto it if the block succeeds, else removed.
+    """A temporary path beside `path`, flushed to disk and renamed onto it if the block succeeds,
+    else removed.
 
     >>> with atomic_path("loss.png") as temporary: image.save(temporary)
 
-    A crash leaves the previous file intact. Raises UserError for what the system refuses, also within the block.
+    A crash leaves the previous file intact. Raises UserError for what the system refuses, also
+    within the block.
     """
     path = Path(path)
     # the suffix is kept: Pillow and others choose the format by it
@@ -184,7 +193,8 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write `text` to `path` as UTF-8, atomically; a lone surrogate is written as its escape. Raises UserError."""
+    """Write `text` to `path` as UTF-8, atomically; a lone surrogate is written as its escape.
+    Raises UserError."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(text.encode("utf-8", errors="backslashreplace"))
 

@@ -1,13 +1,17 @@
-"""Sizes of the model: frozen dataclasses, read from a published config.json or taken from a preset by name.
+"""Sizes of the model: frozen dataclasses, read from a published config.json or taken from a preset
+by name.
 
-In: the dictionary of a config.json (PaliGemma 1 or 2, of any transformers version), or a preset's name. Out: a
-`PaliGemmaConfig`. Other models: `model/system_configs.py`.
+In: the dictionary of a config.json (PaliGemma 1 or 2, of any transformers version), or a preset's
+name. Out: a `PaliGemmaConfig`. Other models: `model/system_configs.py`.
 
-Published files leave out what equalled the default of their day, so the defaults below are part of the format. Wrong
-sizes show when `weights/load.py` compares shapes with those in the files; here stands what no shape shows.
+Published files leave out what equalled the default of their day, so the defaults below are part of
+the format. Wrong sizes show when `weights/load.py` compares shapes with those in the files; here
+stands what no shape shows.
 
-Dimension letters, used throughout the project: B batch, S sequence, I image tokens, H hidden, N heads,
-K key/value heads, D head dim, F feed-forward, V vocabulary, P patches per side, R image side in pixels.
+Dimension letters, used throughout the project: B batch, S sequence, I image tokens, H hidden, N
+heads,
+K key/value heads, D head dim, F feed-forward, V vocabulary, P patches per side, R image side in
+pixels.
 """
 
 import contextlib
@@ -29,7 +33,8 @@ _GEMMA2_ONLY = (
     "final_logit_softcapping",
     "sliding_window",
 )
-MAX_COUNT = 1024  # layers or heads: far beyond any published model; a damaged number would take hours to build
+# layers or heads: far beyond any published model; a damaged number would take hours to build
+MAX_COUNT = 1024
 
 
 def require(is_met: Any, problem: str) -> None:
@@ -52,9 +57,11 @@ def config_errors(path: str | Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Config:
-    """What configurations share: fields of their types, sizes of at least 1, and a format in config.json.
+    """What configurations share: fields of their types, sizes of at least 1, and a format in
+    config.json.
 
-    In that format a configuration within another is the object NAME_config. Raises UserError for other values.
+    In that format a configuration within another is the object NAME_config. Raises UserError for
+    other values.
     """
 
     kind: ClassVar[str] = ""  # config.json's model_type, of whole models
@@ -83,7 +90,8 @@ class Config:
 
     @classmethod
     def from_dict(cls, raw: dict) -> Any:
-        """Read a config.json: null means the default, other names are ignored. Raises UserError for another model."""
+        """Read a config.json: null means the default, other names are ignored. Raises UserError for
+        another model."""
         given = raw.get("model_type")
         require(
             given == cls.kind or not cls.kind,
@@ -104,7 +112,8 @@ class Config:
 
     @classmethod
     def from_file(cls, path: str | Path) -> Any:
-        """Read config.json at `path`. Raises UserError if it is absent, not JSON, or of another model."""
+        """Read config.json at `path`. Raises UserError if it is absent, not JSON, or of another
+        model."""
         raw = read_json(path)
         with config_errors(path):
             return cls.from_dict(raw)
@@ -124,7 +133,8 @@ class Config:
 class VisionConfig(Config):
     """SigLIP's ViT. Defaults: So400m/14 at 224 px, the vision tower of PaliGemma.
 
-    feature_layer: None for the final norm's output, or an entry of [embeddings, layer 1, …, layer n]; LLaVA reads −2.
+    feature_layer: None for the final norm's output, or an entry of [embeddings, layer 1, …, layer
+    n]; LLaVA reads −2.
     """
 
     fixed = {"model_type": "siglip_vision_model", "hidden_act": "gelu_pytorch_tanh"}
@@ -152,7 +162,8 @@ class VisionConfig(Config):
 
     @classmethod
     def from_dict(cls, raw: dict) -> "VisionConfig":
-        """SigLIP of a vision_config, or of the config.json of a whole SigLIP. Raises UserError for another tower."""
+        """SigLIP of a vision_config, or of the config.json of a whole SigLIP. Raises UserError for
+        another tower."""
         raw = raw["vision_config"] if raw.get("model_type") == "siglip" else raw
         defaults = vars(
             cls(768, 3072, 12, 12, 16)
@@ -164,7 +175,8 @@ class VisionConfig(Config):
 
 @dataclass(frozen=True)
 class TextConfig(Config):
-    """A decoder: Gemma's, generation 1 or 2, or Qwen's (1.5 and 2). Defaults: the 2B of PaliGemma 1."""
+    """A decoder: Gemma's, generation 1 or 2, or Qwen's (1.5 and 2). Defaults: the 2B of PaliGemma
+    1."""
 
     fixed = {"attention_bias": False, "use_sliding_window": False}  # the latter is Qwen's
     model_type: Literal["gemma", "gemma2", "qwen2"] = "gemma"
@@ -193,16 +205,19 @@ class TextConfig(Config):
 
     @property
     def is_qwen(self) -> bool:
-        """q, k and v with a bias, norms whose factor is their weight and not 1 more, embeddings that are not scaled."""
+        """q, k and v with a bias, norms whose factor is their weight and not 1 more, embeddings
+        that are not scaled."""
         return self.model_type == "qwen2"
 
     def window(self, layer: int) -> int | None:
-        """Width of the sliding window of layer 0, 1, …; None for full attention, as in all odd layers."""
+        """Width of the sliding window of layer 0, 1, …; None for full attention, as in all odd
+        layers."""
         return self.sliding_window if layer % 2 == 0 else None
 
     @classmethod
     def from_dict(cls, raw: dict) -> "TextConfig":
-        """The decoder of a config.json, or of its text_config. Raises UserError for one that is computed otherwise."""
+        """The decoder of a config.json, or of its text_config. Raises UserError for one that is
+        computed otherwise."""
         kind, defaults, windows = raw.get("model_type"), {}, ["full_attention"]
         activation = raw.get(
             "hidden_activation" if kind == "gemma2" else "hidden_act"
@@ -330,9 +345,11 @@ class PaliGemmaConfig(Config):
         return values | {f"{name}_config": part for name, part in parts.items()}
 
 
-# Geometries by name. `load_model(name)` fills one with random weights (seed 0), for tests and benchmarks.
+# Geometries by name. `load_model(name)` fills one with random weights (seed 0), for tests and
+# benchmarks.
 PRESETS = {
-    # the embedded base: 16 image tokens of 28 pixels; its tokenizer has 1,722 pieces, `<image>` comes after them
+    # the embedded base: 16 image tokens of 28 pixels; its tokenizer has 1,722 pieces, `<image>`
+    # comes after them
     "tiny": PaliGemmaConfig(
         VisionConfig(128, 512, 3, 4, 28, 112),
         TextConfig("gemma", 1728, 128, 384, 4, 4, 1, 64),

@@ -22,14 +22,16 @@ from torch.autograd.function import once_differentiable
 from model.common import UserError, cpuinfo, shown
 
 ONEDNN = ("products", "gelu", "reversed")
-# Multiplications from which oneDNN is faster than MKL. Below, its set-up costs more than it saves, unless the weight
-# has at least an eighth of this number of elements and so has to be read from memory.
+# Multiplications from which oneDNN is faster than MKL. Below, its set-up costs more than it saves,
+# unless the weight has at least an eighth of this number of elements and so has to be read from
+# memory.
 MIN_OPERATIONS = 1 << 21
 MAX_DECODE_ROWS, MIN_WEIGHT_ELEMENTS = (
     4,
     1 << 16,
 )  # rows of x, and elements of a weight, of a reversed product
-# oneDNN's x·Wᵀ + b, with an optional activation. A private operator: PyTorch's compiler emits it too.
+# oneDNN's x·Wᵀ + b, with an optional activation. A private operator: PyTorch's compiler emits it
+# too.
 onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
@@ -55,7 +57,8 @@ def check() -> None:
     """Raise UserError for a name in DMT_CPU_PATH that is none."""
     if wrong := ways - {*ONEDNN, "bf16"}:
         raise UserError(
-            f"DMT_CPU_PATH={shown(min(wrong))}: expected torch, onednn, or some of {','.join(ONEDNN)},bf16"
+            f"DMT_CPU_PATH={shown(min(wrong))}: expected torch, onednn, or some of "
+            f"{','.join(ONEDNN)},bf16"
         )
 
 
@@ -86,7 +89,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         rows = x.reshape(-1, x.shape[-1])
         doubled = torch.cat((rows, rows)) if len(rows) == 1 else rows  # it is not faster for one
         return F.linear(weight, doubled).T[: len(rows)].contiguous().view(*x.shape[:-1], -1)
-    # the compiler chooses a product itself; a test of sizes would make it recompile for every new size
+    # the compiler chooses a product itself; a test of sizes would make it recompile for every new
+    # size
     if torch.compiler.is_compiling() or not ("products" in ways and onednn_can(x, weight)):
         return F.linear(x, weight, bias)
     if not (
@@ -123,7 +127,8 @@ class _Linear(torch.autograd.Function):
 
 
 def onednn_can(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether oneDNN multiplies x (…, in) by weight (out, in), and they are large enough. It raises for no rows."""
+    """Whether oneDNN multiplies x (…, in) by weight (out, in), and they are large enough. It raises
+    for no rows."""
     large = x.numel() * weight.shape[0] >= MIN_OPERATIONS or weight.numel() >= MIN_OPERATIONS >> 3
     return bool(
         x.numel() > 0
@@ -147,7 +152,8 @@ def is_reversed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 def linear_gelu(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """gelu(x·weightᵀ + bias), tanh approximation, in one kernel; None where it does not pay or gradients are needed."""
+    """gelu(x·weightᵀ + bias), tanh approximation, in one kernel; None where it does not pay or
+    gradients are needed."""
     can = "gelu" in ways and not (torch.compiler.is_compiling() or needs_gradient(x, weight, bias))
     can = can and onednn_can(x, weight) and not is_reversed(x, weight, bias)
     return onednn_linear(x, weight, bias, "gelu", [], "tanh") if can else None

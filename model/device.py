@@ -11,10 +11,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_device(name: str = "auto") -> torch.device:
-    """The device called `name`; "auto" is CUDA if available, else MPS, else the CPU. Nothing has run on MPS yet.
+    """The device called `name`; "auto" is CUDA if available, else MPS, else the CPU. Nothing has
+    run on MPS yet.
     Raises UserError for an absent device, or a DMT_CPU_PATH that is not understood."""
     cpu.check()
-    # cuDNN's attention comes first on an H100, and plans anew for each shape: in decoding, at every token
+    # cuDNN's attention comes first on an H100, and plans anew for each shape: in decoding, at every
+    # token
     torch.backends.cuda.enable_cudnn_sdp(False)
     if name == "auto":
         name = (

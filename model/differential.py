@@ -32,8 +32,9 @@ from model.lowrank import LowRank
 
 
 class Differential(Attention):
-    """A variant takes over the projections of a plain attention, trained, with LoRA, or on meta. `layer` counts from 1;
-    keyword arguments of a subclass are the options that `graft` accepts for it."""
+    """A variant takes over the projections of a plain attention, trained, with LoRA, or on meta.
+    `layer` counts from 1; keyword arguments of a subclass are the options that `graft` accepts for
+    it."""
 
     kind: str
     maps = 1  # attention maps of a head, and calls of `tap`, A₁ first
@@ -51,16 +52,19 @@ class Differential(Attention):
         self.adopt(plain)
 
     def coefficient(self) -> Any:
-        """The weight of the second map in fp32: λ (1,), or λ or μ of each head (N,); None for a variant without."""
+        """The weight of the second map in fp32: λ (1,), or λ or μ of each head (N,); None for a
+        variant without."""
 
     def factor(self, x: torch.Tensor) -> torch.Tensor:
-        """The weight of the second map where the hidden states are x (B, S, H), in fp32; broadcasts to (B, N, S, 1)."""
+        """The weight of the second map where the hidden states are x (B, S, H), in fp32; broadcasts
+        to (B, N, S, 1)."""
         return self.coefficient()[:, None, None]
 
     def blend(
         self, factor: torch.Tensor, first: torch.Tensor, second: torch.Tensor
     ) -> torch.Tensor:
-        """Two maps, or two products of maps with V, combined in fp32; equal ones are `first` where it extrapolates."""
+        """Two maps, or two products of maps with V, combined in fp32; equal ones are `first` where
+        it extrapolates."""
         first, second = first.float(), second.float()
         return torch.lerp(first, second, -factor) if self.extrapolates else first - factor * second
 
@@ -73,10 +77,12 @@ class Softmax(Differential):
 
 
 class Reparametrised(Differential):
-    """λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init (the paper, Eq. 3), one a layer, and the norm by head (Eq. 6).
+    """λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init (the paper, Eq. 3), one a layer, and the norm by
+    head (Eq. 6).
 
-    λ_init is a number in [0, 1), or "layer": 0.8 − 0.6·exp(−0.3·(layer − 1)) (Eq. 4), 0.2 in the first layer and near
-    0.8 in deep ones. The vectors start as N(0, 0.1): at zero their gradient would be zero too.
+    λ_init is a number in [0, 1), or "layer": 0.8 − 0.6·exp(−0.3·(layer − 1)) (Eq. 4), 0.2 in the
+    first layer and near 0.8 in deep ones. The vectors start as N(0, 0.1): at zero their gradient
+    would be zero too.
     """
 
     def __init__(
@@ -104,18 +110,24 @@ class Reparametrised(Differential):
         )
 
     def normalise(self, heads: torch.Tensor) -> torch.Tensor:
-        """norm(heads)·(1 − λ_init) of heads (B, N, S, D) in fp32; without `norm` the factor is left out too."""
+        """norm(heads)·(1 − λ_init) of heads (B, N, S, D) in fp32; without `norm` the factor is left
+        out too."""
         return heads if self.subln is None else self.subln(heads) * (1 - self.lambda_init)
 
 
 class Shared(Reparametrised):
     """The paper's adaptation (Eq. 5–6): both maps come from the same Q and K.
 
-    A − λ·A = (1 − λ)·A, so it is one attention, and is computed as one. What follows from the equations:
-    - The norm removes the factor, norm(s·x) = sign(s)·norm(x) up to eps. λ's gradient is smaller by orders of
-      magnitude than in the same model without the norm, and Adam moves λ by rounding errors. λ is not learned.
-    - Where λ > 1 the attention changes its sign. With vectors of 256, this happens by chance in about 2 of 18 layers.
-    - What is left, the norm with its gain and the factor (1 − λ_init), shifts the pretrained model at step 0.
+    A − λ·A = (1 − λ)·A, so it is one attention, and is computed as one. What follows from the
+    equations:
+    - The norm removes the factor, norm(s·x) = sign(s)·norm(x) up to eps. λ's gradient is smaller by
+    orders of
+      magnitude than in the same model without the norm, and Adam moves λ by rounding errors. λ is
+      not learned.
+    - Where λ > 1 the attention changes its sign. With vectors of 256, this happens by chance in
+    about 2 of 18 layers.
+    - What is left, the norm with its gain and the factor (1 − λ_init), shifts the pretrained model
+    at step 0.
     """
 
     kind = "shared"
@@ -131,12 +143,14 @@ class Shared(Reparametrised):
 
 
 class Split(Reparametrised):
-    """The original (Ye et al. 2024; the paper, Eq. 2): the two halves of a head's width are two heads; V is shared.
+    """The original (Ye et al. 2024; the paper, Eq. 2): the two halves of a head's width are two
+    heads; V is shared.
 
-    RoPE turns the pairs (i, i + D/2). `rope_pairs` "kept" rotates first and gives each half whole pairs, so that the
-    logits of both halves add up to the pretrained ones. "fresh", the paper's code, cuts at D/2 and rotates each half by
-    a RoPE of its own: its logits are unrelated to the pretrained ones. Cutting at D/2 after the rotation would separate
-    the pairs, and the logits would depend on absolute positions.
+    RoPE turns the pairs (i, i + D/2). `rope_pairs` "kept" rotates first and gives each half whole
+    pairs, so that the logits of both halves add up to the pretrained ones. "fresh", the paper's
+    code, cuts at D/2 and rotates each half by a RoPE of its own: its logits are unrelated to the
+    pretrained ones. Cutting at D/2 after the rotation would separate the pairs, and the logits
+    would depend on absolute positions.
     """
 
     kind, maps = "split", 2
@@ -153,7 +167,8 @@ class Split(Reparametrised):
         super().__init__(plain, layer, plain.head_dim // 2, lambda_init, norm)
         if rope_pairs not in ("kept", "fresh") or self.head_dim % 4:
             raise UserError(
-                f"split in {rope_pairs!r} pairs of heads of {self.head_dim}: 'kept' or 'fresh', of 4·n"
+                f"split in {rope_pairs!r} pairs of heads of {self.head_dim}: 'kept' or 'fresh', of "
+                "4·n"
             )
         self.rope_pairs = rope_pairs
 
@@ -172,7 +187,8 @@ class Split(Reparametrised):
         return self.normalise(self.blend(self.factor(x), *outputs)).to(v.dtype)
 
     def halves(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """x (…, D) as two of (…, D/2), padded with zeros to a multiple of 8, which CUDA's fused kernels require."""
+        """x (…, D) as two of (…, D/2), padded with zeros to a multiple of 8, which CUDA's fused
+        kernels require."""
         parts = list(x.chunk(2, dim=-1))
         if self.rope_pairs == "kept":  # channels [0:D/4] and [D/2:3D/4], and the rest
             parts = [half.flatten(-2) for half in x.unflatten(-1, (2, 2, -1)).unbind(-2)]
@@ -184,7 +200,8 @@ class Split(Reparametrised):
 
 
 class Branched(Differential):
-    """Two branches on one base product: base(x) + LoRA(x) of the adapter, and base(x) + a LoRA of the variant's own.
+    """Two branches on one base product: base(x) + LoRA(x) of the adapter, and base(x) + a LoRA of
+    the variant's own.
 
     The second one is beside each projection of `read_twice`: `q2`, `k2`, zero at the start.
     """
@@ -205,7 +222,8 @@ class Branched(Differential):
             )
 
     def project(self, x: torch.Tensor, rope: Rope | None):
-        """As of plain attention; where a projection is read twice, twice as many heads, branch 1 before branch 2."""
+        """As of plain attention; where a projection is read twice, twice as many heads, branch 1
+        before branch 2."""
         q, k, v = (self.heads_of(name, x) for name in ("q_proj", "k_proj", "v_proj"))
         return (q, k, v) if rope is None else (rope(q), rope(k), v)
 
@@ -233,10 +251,10 @@ class Branched(Differential):
 class Twin(Branched):
     """Identity-preserving differential attention: o = o₁ + μ·(o₁ − o₂), with one μ a head.
 
-    With λ = μ/(1 + μ) this is (A₁ − λ·A₂)·V/(1 − λ). Its rows sum to 1, so neither a norm nor (1 − λ_init) is needed,
-    and while the branches are equal it is the pretrained attention to the bit, for any μ. The first gradients of the
-    branches point in opposite directions, so they separate without noise. μ has no gradient until they differ; at μ = 0
-    branch 2 would have none.
+    With λ = μ/(1 + μ) this is (A₁ − λ·A₂)·V/(1 − λ). Its rows sum to 1, so neither a norm nor (1 −
+    λ_init) is needed, and while the branches are equal it is the pretrained attention to the bit,
+    for any μ. The first gradients of the branches point in opposite directions, so they separate
+    without noise. μ has no gradient until they differ; at μ = 0 branch 2 would have none.
     """
 
     kind, read_twice, extrapolates = "twin", ("q_proj", "k_proj"), True
@@ -264,10 +282,12 @@ class Twin(Branched):
 
 
 class V2(Branched):
-    """Differential attention V2 (microsoft/unilm, 2026) as a graft: o₁ − σ(w·x + b)·o₂, λ by token and head, no norm.
+    """Differential attention V2 (microsoft/unilm, 2026) as a graft: o₁ − σ(w·x + b)·o₂, λ by token
+    and head, no norm.
 
-    K and V, and so the cache, are the plain ones; there are twice as many queries. The original is trained from scratch
-    with doubled query heads; here w = 0 and b = −4 start the subtraction at 0.018.
+    K and V, and so the cache, are the plain ones; there are twice as many queries. The original is
+    trained from scratch with doubled query heads; here w = 0 and b = −4 start the subtraction at
+    0.018.
     """
 
     kind, read_twice = "v2", ("q_proj",)
@@ -300,11 +320,12 @@ class V2(Branched):
 
 
 class Dex(Differential):
-    """DEX (Kong et al. 2025, arXiv 2505.16333): o − λ·o·W_D on the outputs of chosen heads; the map is unchanged.
+    """DEX (Kong et al. 2025, arXiv 2505.16333): o − λ·o·W_D on the outputs of chosen heads; the map
+    is unchanged.
 
-    One W_D (D, D) for the chosen `heads` of a layer (None: all), starting at 0, and one λ, starting at `lambda_init`:
-    exact at step 0 without annealing λ, and with a gradient as long as λ is not 0 too. It is linear in o, so `fold`
-    merges it into the output projection.
+    One W_D (D, D) for the chosen `heads` of a layer (None: all), starting at 0, and one λ, starting
+    at `lambda_init`: exact at step 0 without annealing λ, and with a gradient as long as λ is not 0
+    too. It is linear in o, so `fold` merges it into the output projection.
     """
 
     kind, foldable = "dex", True
@@ -325,7 +346,8 @@ class Dex(Differential):
             )
         if not 0 < abs(lambda_init) < math.inf:
             raise UserError(
-                f"lambda_init is {lambda_init!r}, expected a number other than 0, since W_D starts at 0"
+                f"lambda_init is {lambda_init!r}, expected a number other than 0, since W_D starts "
+                "at 0"
             )
         self.w_d = nn.Parameter(torch.zeros(self.head_dim, self.head_dim))
         self.lambda_d = nn.Parameter(torch.full((1,), float(lambda_init)))
@@ -367,7 +389,8 @@ def options_of(kind: str) -> dict[str, Any]:
 
 
 def default_options(kind: str, r: int, alpha: float, dropout: float = 0.0) -> dict[str, Any]:
-    """Options that give a second branch the rank, scale and dropout of the adapter beside it; {} without one."""
+    """Options that give a second branch the rank, scale and dropout of the adapter beside it; {}
+    without one."""
     return {"r": r, "alpha": alpha, "dropout": dropout} if issubclass(KINDS[kind], Branched) else {}
 
 
@@ -384,7 +407,8 @@ FEED_FORWARDS = ("mlp", "swiglu", "swiglu-new")
 
 
 class SwiGLU(nn.Module):
-    """(swish(x·W_G) ⊙ x·W_1)·W_2 with a hidden width of int(8/3·H), fresh (the paper, Eq. 7). LoRA leaves it alone."""
+    """(swish(x·W_G) ⊙ x·W_1)·W_2 with a hidden width of int(8/3·H), fresh (the paper, Eq. 7). LoRA
+    leaves it alone."""
 
     def __init__(self, hidden_size: int):
         super().__init__()
@@ -399,7 +423,8 @@ class SwiGLU(nn.Module):
 
 @dataclass(frozen=True)
 class Graft:
-    """One call of `graft`: its arguments, with all of the variant's options. `model.grafts` has every call."""
+    """One call of `graft`: its arguments, with all of the variant's options. `model.grafts` has
+    every call."""
 
     kind: str
     where: str
@@ -408,7 +433,8 @@ class Graft:
     options: dict[str, Any]
 
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments that repeat the call, as JSON can hold them: the format of adapters."""
+        """The keyword arguments that repeat the call, as JSON can hold them: the format of
+        adapters."""
         return {
             name: value for name, value in vars(self).items() if name != "options"
         } | self.options
@@ -425,17 +451,19 @@ def graft(
 ) -> list[str]:
     """Turn a plain model into a variant, in place, and return the names of its new parameters.
 
-    kind: a key of KINDS; `options` are the keyword arguments of its class. where: "decoder", "vision" or "both".
-    feed_forward of the decoder (the paper, Table 1): "mlp" as published, "swiglu" with the published weights and a silu
-    gate, or "swiglu-new", fresh. New parameters are fp32, on the model's device (meta included), the same for the same
-    seed. Raises UserError for what is unknown, grafted already, or cannot learn; the model is then unchanged.
+    kind: a key of KINDS; `options` are the keyword arguments of its class. where: "decoder",
+    "vision" or "both". feed_forward of the decoder (the paper, Table 1): "mlp" as published,
+    "swiglu" with the published weights and a silu gate, or "swiglu-new", fresh. New parameters are
+    fp32, on the model's device (meta included), the same for the same seed. Raises UserError for
+    what is unknown, grafted already, or cannot learn; the model is then unchanged.
     """
     for value, known in ((kind, KINDS), (where, TOWERS), (feed_forward, FEED_FORWARDS)):
         if value not in known:
             raise UserError(f"unknown {value!r}: choose one of {', '.join(known)}")
     if feed_forward != "mlp" and where == "vision":
         raise UserError(
-            f"feed_forward {feed_forward!r} concerns the decoder: graft it with where 'decoder' or 'both'"
+            f"feed_forward {feed_forward!r} concerns the decoder: graft it with where 'decoder' or "
+            "'both'"
         )
     defaults = options_of(kind)
     if unknown := sorted(set(options) - set(defaults)):
@@ -484,7 +512,8 @@ def variants_of(model: nn.Module) -> dict[str, Differential]:
 
 
 def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that `graft` has added, by name, in the model's order; LoRA on a variant's projections is not."""
+    """The parameters that `graft` has added, by name, in the model's order; LoRA on a variant's
+    projections is not."""
     return {
         f"{path}.{name}": parameter
         for path, module in model.named_modules()
@@ -496,10 +525,12 @@ def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def fold(model: Adaptable) -> None:
-    """Make a grafted model plain again, in place, where plain parts can compute the same: softmax, dex, swiglu.
+    """Make a grafted model plain again, in place, where plain parts can compute the same: softmax,
+    dex, swiglu.
 
-    A dex folded into a bf16 weight is rounded to it. Merged LoRA is folded too, so that it can still be unmerged.
-    Raises UserError, and folds nothing, for other variants, unmerged LoRA, and a dex on weights of few bits.
+    A dex folded into a bf16 weight is rounded to it. Merged LoRA is folded too, so that it can
+    still be unmerged. Raises UserError, and folds nothing, for other variants, unmerged LoRA, and a
+    dex on weights of few bits.
     """
     variants, feed_forwards = variants_of(model), {record.feed_forward for record in model.grafts}
     for path, module in variants.items():
@@ -509,7 +540,8 @@ def fold(model: Adaptable) -> None:
             raise UserError(f"{path}: no plain model computes {what}: keep it as base and adapter")
         if not getattr(output, "merged", True):
             raise UserError(
-                f"{path}.{module.output_name} carries LoRA: merge the adapter before folding the graft"
+                f"{path}.{module.output_name} carries LoRA: merge the adapter before folding the "
+                "graft"
             )
         if isinstance(module, Dex) and not base_layer(output).weight.is_floating_point():
             raise UserError(
@@ -540,16 +572,19 @@ def fold(model: Adaptable) -> None:
 
 
 def lambdas(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weight of the second map, by the path of the attention: λ (1,) or (N,), for twin μ (N,); detached."""
+    """The weight of the second map, by the path of the attention: λ (1,) or (N,), for twin μ (N,);
+    detached."""
     values = {path: module.coefficient() for path, module in variants_of(model).items()}
     return {path: value.detach() for path, value in values.items() if value is not None}
 
 
 @torch.no_grad()
 def map_distance(model: nn.Module, **batch) -> dict[str, torch.Tensor]:
-    """Total variation ½·Σ|A₁ − A₂| between the two maps of each layer, from 0 to 1, by the attention's path.
+    """Total variation ½·Σ|A₁ − A₂| between the two maps of each layer, from 0 to 1, by the
+    attention's path.
 
-    The mean over heads and valid queries of one forward pass of `batch`, the arguments of the model.
+    The mean over heads and valid queries of one forward pass of `batch`, the arguments of the
+    model.
     """
     first, distances = {}, {}
 

@@ -1,9 +1,13 @@
-"""Gemma's decoder, generations 1 (Gemma Team 2024a) and 2 (2024b), over the embeddings of text and pictures.
+"""Gemma's decoder, generations 1 (Gemma Team 2024a) and 2 (2024b), over the embeddings of text and
+pictures.
 
-Qwen's (1.5 and 2, Yang et al. 2024) is the same but for what `TextConfig.is_qwen` names, and an activation.
+Qwen's (1.5 and 2, Yang et al. 2024) is the same but for what `TextConfig.is_qwen` names, and an
+activation.
 
-In: embeddings (B, S, H), which positions are valid and of which type (B, Sk), a cache when decoding.
-Out: hidden states (B, S, H) after the final norm; `head` computes logits from them. `model/generate.py` decodes.
+In: embeddings (B, S, H), which positions are valid and of which type (B, Sk), a cache when
+decoding.
+Out: hidden states (B, S, H) after the final norm; `head` computes logits from them.
+`model/generate.py` decodes.
 """
 
 from typing import Any
@@ -19,9 +23,11 @@ from model.linear import Embedding, Linear, activated
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · (1 + weight), all in fp32: multiplying after the cast back would round differently.
+    """x / rms(x) · (1 + weight), all in fp32: multiplying after the cast back would round
+    differently.
 
-    With `offset` 0, as in Qwen, it is weight · (x / rms(x)), and the factor is applied after the cast back.
+    With `offset` 0, as in Qwen, it is weight · (x / rms(x)), and the factor is applied after the
+    cast back.
     """
 
     def __init__(self, width: int, eps: float, offset: int = 1):
@@ -44,7 +50,8 @@ def norm_of(config: TextConfig) -> RMSNorm:
 
 
 class GemmaMLP(nn.Module):
-    """down(act(gate x) · up x); `activation` is gelu (GeGLU, the published one) or silu (SwiGLU)."""
+    """down(act(gate x) · up x); `activation` is gelu (GeGLU, the published one) or silu
+    (SwiGLU)."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, activation: str):
         super().__init__()
@@ -61,8 +68,8 @@ class GemmaMLP(nn.Module):
 class GemmaLayer(nn.Module):
     """Pre-norm layer. Gemma 2 also normalises the output of each branch before it is added.
 
-    The name `post_attention_layernorm` is published for two things: in Gemma 1 it is the norm before the MLP, in Gemma
-    2 the norm of the attention's output.
+    The name `post_attention_layernorm` is published for two things: in Gemma 1 it is the norm
+    before the MLP, in Gemma 2 the norm of the attention's output.
     """
 
     def __init__(self, config: TextConfig):
@@ -93,7 +100,8 @@ class GemmaLayer(nn.Module):
         cache: LayerCache | None = None,
         positions: int | torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x (B, S, H) to (B, S, H), or to the `positions` to keep: the others are keys and values only."""
+        """x (B, S, H) to (B, S, H), or to the `positions` to keep: the others are keys and values
+        only."""
         attended = self.self_attn(self.input_layernorm(x), rope, mask, cache, positions)
         x = keep_positions(x, positions)
         if self.is_gemma2:
@@ -104,10 +112,12 @@ class GemmaLayer(nn.Module):
 
 
 class Gemma(nn.Module):
-    """The decoder with its embedding, whose matrix is also the head's unless there is an `lm_head`."""
+    """The decoder with its embedding, whose matrix is also the head's unless there is an
+    `lm_head`."""
 
     def __init__(self, config: TextConfig, first_position: int = 1):
-        """first_position: of the first token of a row; PaliGemma counts from 1, a language model from 0."""
+        """first_position: of the first token of a row; PaliGemma counts from 1, a language model
+        from 0."""
         super().__init__()
         self.config, self.first_position = config, first_position
         self.checkpointing = (
@@ -121,7 +131,8 @@ class Gemma(nn.Module):
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """ids (B, S) to embeddings (B, S, H), in Gemma times √H; the factor is first cast to the weights' dtype."""
+        """ids (B, S) to embeddings (B, S, H), in Gemma times √H; the factor is first cast to the
+        weights' dtype."""
         embeddings = self.embed_tokens(input_ids)
         if self.config.is_qwen:
             return embeddings
@@ -138,11 +149,13 @@ class Gemma(nn.Module):
         positions_to_keep: int | torch.Tensor | None = None,
         documents: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x (B, S, H) to hidden states (B, S, H), or those of `positions_to_keep`, as in `keep_positions`.
+        """x (B, S, H) to hidden states (B, S, H), or those of `positions_to_keep`, as in
+        `keep_positions`.
 
-        x holds the last S of the Sk positions that valid (B, Sk) and types (B, Sk) describe. With a `cache` whose
-        `position` is set, x is one token, and no position after it is valid. `documents` (B, Sk) are separated by the
-        mask alone: positions are counted through the whole row, because RoPE depends on differences only.
+        x holds the last S of the Sk positions that valid (B, Sk) and types (B, Sk) describe. With a
+        `cache` whose `position` is set, x is one token, and no position after it is valid.
+        `documents` (B, Sk) are separated by the mask alone: positions are counted through the whole
+        row, because RoPE depends on differences only.
         """
         rope, full, sliding = self.geometry(x, valid, types, cache, documents)
         for index, layer in enumerate(self.layers):
@@ -162,7 +175,8 @@ class Gemma(nn.Module):
         cache: list[LayerCache] | None = None,
         documents: torch.Tensor | None = None,
     ) -> tuple[Rope, torch.Tensor | None, torch.Tensor | None]:
-        """What all layers share, from the arguments of `forward`: rotations, the full and the sliding mask.
+        """What all layers share, from the arguments of `forward`: rotations, the full and the
+        sliding mask.
 
         A mask is None where every query sees every key: attention is faster without one.
         """
@@ -216,7 +230,8 @@ class Adaptable(nn.Module):
     )
 
     def set_checkpointing(self, on: bool) -> None:
-        """Let the layers of the decoder compute their activations again in the backward pass, to save memory."""
+        """Let the layers of the decoder compute their activations again in the backward pass, to
+        save memory."""
         self.language_model.checkpointing = on
 
     def new_cache(self, capacity: int) -> list:

@@ -1,7 +1,8 @@
-"""Decoding: the prompts are read once into the cache, then one token a step for all rows until every row has ended.
+"""Decoding: the prompts are read once into the cache, then one token a step for all rows until
+every row has ended.
 
-In: a batch of prompts of unequal length, padded on either side. Out: the new tokens of each row, which
-`Processor.decode` turns into text; `ask` does all of it, from pictures to text.
+In: a batch of prompts of unequal length, padded on either side. Out: the new tokens of each row,
+which `Processor.decode` turns into text; `ask` does all of it, from pictures to text.
 """
 
 import math
@@ -23,41 +24,48 @@ CHECK_EVERY = (
 
 
 class NonFiniteError(UserError):
-    """Logits that are NaN or infinite; `rows` are the rows of the batch that have them, `name` is what was asked."""
+    """Logits that are NaN or infinite; `rows` are the rows of the batch that have them, `name` is
+    what was asked."""
 
     def __init__(self, rows: list[int], name: str = ""):
         self.rows = rows
         super().__init__(
-            f"{name}{': ' * bool(name)}the logits are not finite: the weights or the adapter are damaged, or too large "
+            f"{name}{': ' * bool(name)}the logits are not finite: the weights or the adapter are "
+            "damaged, or too large "
             "for the dtype: try --dtype fp32, or another model"
         )
 
 
 def finite_rows(logits: torch.Tensor) -> torch.Tensor:
-    """Whether all logits (B, …, V) of a row are finite, (B,) bool, without waiting for the device."""
+    """Whether all logits (B, …, V) of a row are finite, (B,) bool, without waiting for the
+    device."""
     low, high = torch.aminmax(logits.flatten(1), dim=1)  # NaN is both
     return low.isfinite() & high.isfinite()
 
 
 def check_finite(logits: torch.Tensor, name: str = "") -> None:
-    """Raise NonFiniteError for logits (B, …, V) that are NaN or infinite, its message with `name` in front."""
+    """Raise NonFiniteError for logits (B, …, V) that are NaN or infinite, its message with `name`
+    in front."""
     rows = (~finite_rows(logits)).nonzero().flatten().tolist()
     if rows:
         raise NonFiniteError(rows, name)
 
 
 class CompiledStep:
-    """One step of decoding through torch.compile, for many calls of `generate`; on CUDA as a CUDA graph.
+    """One step of decoding through torch.compile, for many calls of `generate`; on CUDA as a CUDA
+    graph.
 
-    It keeps its caches, because a CUDA graph reads fixed addresses. Each number of rows and capacity, a multiple of
-    `bucket`, is compiled by itself, which takes long. `options` are torch.compile's.
+    It keeps its caches, because a CUDA graph reads fixed addresses. Each number of rows and
+    capacity, a multiple of `bucket`, is compiled by itself, which takes long. `options` are
+    torch.compile's.
     """
 
     def __init__(self, model: PaliGemma, bucket: int = 128, **options: Any):
         if options == {} and next(model.parameters()).is_cuda:
             options = {"mode": "reduce-overhead"}
         # one compilation for each (rows, capacity); beyond its limit the compiler would raise
-        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)  # pyright: ignore
+        # pyright: ignore
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         self.model, self.bucket = model, bucket
         self.caches: dict[tuple[int, int], list[LayerCache]] = {}
         self.cache: list[LayerCache] = []  # that of the present batch
@@ -65,7 +73,8 @@ class CompiledStep:
         self.step = torch.compile(self._step, fullgraph=True, dynamic=False, **options)
 
     def open(self, rows: int, capacity: int) -> list[LayerCache]:
-        """A cache for `rows` prompts, ready to read them. Raises UserError for a model without keys and values."""
+        """A cache for `rows` prompts, ready to read them. Raises UserError for a model without keys
+        and values."""
         capacity += -capacity % self.bucket
         if (rows, capacity) not in self.caches:
             self.caches[rows, capacity] = self.model.new_cache(capacity)
@@ -91,12 +100,14 @@ class CompiledStep:
     def __call__(
         self, token: torch.Tensor, types: torch.Tensor, valid: torch.Tensor
     ) -> torch.Tensor:
-        """Logits (B, V) after `token` (B,); types and valid (B, capacity) describe all positions. Raises UserError."""
+        """Logits (B, V) after `token` (B,); types and valid (B, capacity) describe all positions.
+        Raises UserError."""
         self.position += 1
         torch.compiler.cudagraph_mark_step_begin()
         try:
             return self.step(token[:, None], types, valid, self.cache)
-        except torch._dynamo.exc.BackendCompilerFailed as error:  # pyright: ignore[reportAttributeAccessIssue]
+        # pyright: ignore[reportAttributeAccessIssue]
+        except torch._dynamo.exc.BackendCompilerFailed as error:
             message = " ".join(str(error).partition("\n\n")[0].split())
             raise UserError(
                 f"torch.compile: {message}: install a C++ compiler, or decode without --compile"
@@ -127,15 +138,18 @@ def generate(
     also_end: Sequence[int] = (),
     on_token: Callable[[torch.Tensor], object] = lambda token: None,
 ) -> list[torch.Tensor]:
-    """New token ids of each row (a list of B vectors), up to and including an end token if one came.
+    """New token ids of each row (a list of B vectors), up to and including an end token if one
+    came.
 
-    The prompt (B, S) and its pictures are as for `PaliGemma.forward`; each new token is causal. Decoding is greedy at
-    temperature 0, else sampled from the smallest set of tokens that holds `top_p` of the probability there; the image
-    token is never chosen. `compiled` is a compiled step of this model. The tokens `also_end` end a row, too; `on_token`
-    receives each new token (B,). Raises UserError, and NonFiniteError for logits before a row's end that are not.
+    The prompt (B, S) and its pictures are as for `PaliGemma.forward`; each new token is causal.
+    Decoding is greedy at temperature 0, else sampled from the smallest set of tokens that holds
+    `top_p` of the probability there; the image token is never chosen. `compiled` is a compiled step
+    of this model. The tokens `also_end` end a row, too; `on_token` receives each new token (B,).
+    Raises UserError, and NonFiniteError for logits before a row's end that are not.
     """
     check_options(max_new_tokens, temperature, top_p)
-    # inference mode saves the bookkeeping of autograd in every step; torch.compile does not allow it
+    # inference mode saves the bookkeeping of autograd in every step; torch.compile does not allow
+    # it
     with torch.inference_mode() if compiled is None else torch.no_grad():
         rows, prompt = input_ids.shape
         attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -174,7 +188,8 @@ def generate(
         tokens, check_every = [], CHECK_EVERY if logits.is_cuda else 1
         ended = broken = torch.zeros(rows, dtype=torch.bool, device=logits.device)
         for seen in range(prompt + 1, end + 1):
-            # a row of NaN counts as ended, and is reported in the end, so that no step waits for a GPU
+            # a row of NaN counts as ended, and is reported in the end, so that no step waits for a
+            # GPU
             finite = finite_rows(logits)
             broken, ended = broken | ~(finite | ended), ended | ~finite
             if temperature > 0:  # torch.multinomial fails on NaN, on CUDA for all later calls too
@@ -223,9 +238,11 @@ def ask(
     max_new_tokens: int = 32,
     **options,
 ) -> list[str]:
-    """The answer to each prompt about its picture, as text. options: those of `generate`. Raises UserError.
+    """The answer to each prompt about its picture, as text. options: those of `generate`. Raises
+    UserError.
 
-    Many questions are asked faster by `eval.answer.ask_all`, which encodes a picture once and sorts prompts by length.
+    Many questions are asked faster by `eval.answer.ask_all`, which encodes a picture once and sorts
+    prompts by length.
     """
     batch = processor(pictures, prompts).to(next(model.parameters()).device)
     options["image_index"] = batch.image_index
@@ -241,7 +258,8 @@ def ask_text(
     chat: bool = False,
     **options,
 ) -> list[str]:
-    """How the model goes on from each prompt or, with `chat`, answers it. options: those of `generate`. UserError."""
+    """How the model goes on from each prompt or, with `chat`, answers it. options: those of
+    `generate`. UserError."""
     rows = [tokenizer.prompt(prompt, chat) for prompt in prompts]
     ids, valid = pad_left(rows, model.config.pad_token_id)
     device = next(model.parameters()).device
@@ -252,7 +270,8 @@ def ask_text(
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids (B, S) of rows of unequal length, and the attention mask (B, S). pad: None where a model has none."""
+    """Token ids (B, S) of rows of unequal length, and the attention mask (B, S). pad: None where a
+    model has none."""
     width = max(map(len, rows))
     ids = torch.tensor([[pad or 0] * (width - len(row)) + list(row) for row in rows])
     valid = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
@@ -279,7 +298,8 @@ def pick(
     generator: torch.Generator | None,
     excluded: int | None = None,
 ) -> torch.Tensor:
-    """One token (B,) from finite logits (B, V): the largest, or a sample of the nucleus (Holtzman et al. 2020).
+    """One token (B,) from finite logits (B, V): the largest, or a sample of the nucleus (Holtzman
+    et al. 2020).
 
     The token `excluded` is never chosen; its logits are overwritten.
     """

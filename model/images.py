@@ -1,7 +1,8 @@
 """Pictures: from a file, a Pillow image or an array to the pixels that the vision tower takes.
 
-Pixels equal those of transformers' SiglipImageProcessor with its Pillow backend, except that EXIF orientation is
-applied, and that grey of more than 8 bits, which would be clipped to white, is refused.
+Pixels equal those of transformers' SiglipImageProcessor with its Pillow backend, except that EXIF
+orientation is applied, and that grey of more than 8 bits, which would be clipped to white, is
+refused.
 """
 
 import os
@@ -14,20 +15,22 @@ from PIL import ExifTags, Image, ImageOps
 
 from model.common import UserError, shown
 
-# a path, an open file, a Pillow image, a uint8 array (height, width) or (height, width, 3 or 4), or a function that
-# draws or opens one of these
+# a path, an open file, a Pillow image, a uint8 array (height, width) or (height, width, 3 or 4), or
+# a function that draws or opens one of these
 Picture = Image.Image | np.ndarray | str | os.PathLike | BinaryIO | Callable[[], Any]
 
 # Formats that Pillow decodes by itself; other readers of it start programs (EPS: Ghostscript).
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
-MOST_PIXELS = 89_000_000  # of a picture, 1.4 GB with alpha, whose copies take 16 bytes each; above this Pillow warns
+# of a picture, 1.4 GB with alpha, whose copies take 16 bytes each; above this Pillow warns
+MOST_PIXELS = 89_000_000
 
 
 def load_image(source: Picture) -> Image.Image:
     """One picture as upright 8-bit RGB; a Pillow image that is so already is returned itself.
 
-    Of an animation the first frame is taken. Transparent pixels are composited on white, as transformers does since
-    5.23. Of 16 bits of colour the upper eight are kept. Raises UserError, naming the file, for a broken picture.
+    Of an animation the first frame is taken. Transparent pixels are composited on white, as
+    transformers does since 5.23. Of 16 bits of colour the upper eight are kept. Raises UserError,
+    naming the file, for a broken picture.
     """
     opened: Any = source() if callable(source) else source
     name = opened if isinstance(opened, str | os.PathLike) else getattr(opened, "name", "")
@@ -53,7 +56,8 @@ def load_image(source: Picture) -> Image.Image:
 def fit(source: Picture, size: int, square: bool = False) -> np.ndarray:
     """One picture, see `load_image`, as uint8 (size, size, 3): bicubic on 8 bits, aspect not kept.
 
-    An array that is so already is returned itself. square: `pad_to_square` first. Raises UserError as `load_image`.
+    An array that is so already is returned itself. square: `pad_to_square` first. Raises UserError
+    as `load_image`.
     """
     if (
         isinstance(source, np.ndarray)
@@ -75,7 +79,8 @@ def to_pixels(source: Picture, size: int) -> torch.Tensor:
 
 
 def pad_to_square(image: Image.Image) -> Image.Image:
-    """The picture in the middle of a gray square of its longer side, as LLaVA and WINGS train. Raises UserError."""
+    """The picture in the middle of a gray square of its longer side, as LLaVA and WINGS train.
+    Raises UserError."""
     if (side := max(image.size)) ** 2 > 4 * MOST_PIXELS:  # as much memory
         raise UserError(
             f"a picture of {image.width} × {image.height} pixels is too long to be padded: crop it"

@@ -45,10 +45,12 @@ class LanguageModel(Adaptable):
         targets: torch.Tensor | None = None,
         **unused: torch.Tensor | None,
     ) -> torch.Tensor:
-        """float32 logits (B, S, V), or those to keep; with `targets`, the loss; as `PaliGemma.forward`.
+        """float32 logits (B, S, V), or those to keep; with `targets`, the loss; as
+        `PaliGemma.forward`.
 
-        documents (B, Sk): the number of each token's document, where a row holds several; tokens see their own document
-        only. unused: token_type_ids, and what `generate` passes as None to a model without pictures.
+        documents (B, Sk): the number of each token's document, where a row holds several; tokens
+        see their own document only. unused: token_type_ids, and what `generate` passes as None to a
+        model without pictures.
         """
         assert unused.get("pixel_values") is None, "a language model takes no pictures"
         x = self.language_model.embed(input_ids)
@@ -67,7 +69,8 @@ class LanguageModel(Adaptable):
 
 
 class TextModel(LanguageModel):
-    """Gemma's decoder and head. `seed` is that of the λ vectors, which `initialize` does not change."""
+    """Gemma's decoder and head. `seed` is that of the λ vectors, which `initialize` does not
+    change."""
 
     first_position = 1
 
@@ -78,7 +81,8 @@ class TextModel(LanguageModel):
 
 
 def new_model(preset: str, differential: bool, seed: int = 0, wide: bool = False) -> TextModel:
-    """A model of random weights. For one seed, plain and differential models have equal embeddings, norms and MLPs.
+    """A model of random weights. For one seed, plain and differential models have equal embeddings,
+    norms and MLPs.
 
     Raises UserError for an unknown preset.
     """

@@ -1,6 +1,7 @@
 """Linear layers. Every matrix of the models is one of these.
 
-In: x (…, in_features). Out: x·Wᵀ + b (…, out_features). `model/cpu.py` may compute the same product faster.
+In: x (…, in_features). Out: x·Wᵀ + b (…, out_features). `model/cpu.py` may compute the same product
+faster.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +40,8 @@ class Embedding(nn.Embedding):
 
 
 def fp32_is_faster(x: torch.Tensor) -> bool:
-    """Whether x (…, in), in bf16, is multiplied faster with x and the weights in fp32, which costs a pass over both."""
+    """Whether x (…, in), in bf16, is multiplied faster with x and the weights in fp32, which costs
+    a pass over both."""
     many = (
         x.dtype == torch.bfloat16
         and x.device.type == "cpu"
@@ -69,7 +71,8 @@ def by_blocks(
     dtype: torch.dtype,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x (…, in) · Wᵀ + bias in `dtype`, rounded to it once, with only a block of W (out, in) = `shape` at a time.
+    """x (…, in) · Wᵀ + bias in `dtype`, rounded to it once, with only a block of W (out, in) =
+    `shape` at a time.
 
     unpack: from the first row and the one after the last to these rows of W, in the dtype of x.
     """

@@ -15,9 +15,10 @@ from model.linear import Linear
 class LowRank(nn.Module):
     """ΔW = (alpha / r) · B·A, LoRA's update (Hu et al. 2021, Eq. 3).
 
-    `lora_A` is drawn Kaiming-uniform with a = √5, `lora_B` is zero, so the map starts at zero and only B has a gradient
-    in the first step. Parameters stay in fp32 whatever the base's dtype: the product is cast to the dtype of x. Raises
-    UserError for values from which nothing could be learned, or that no computer can hold.
+    `lora_A` is drawn Kaiming-uniform with a = √5, `lora_B` is zero, so the map starts at zero and
+    only B has a gradient in the first step. Parameters stay in fp32 whatever the base's dtype: the
+    product is cast to the dtype of x. Raises UserError for values from which nothing could be
+    learned, or that no computer can hold.
     """
 
     def __init__(
@@ -41,7 +42,8 @@ class LowRank(nn.Module):
         nn.init.zeros_(self.lora_B.weight)
 
     def add_to(self, base: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """base + scale · B(A(dropout(x))) in the dtype of `base`, or `base` itself while disabled."""
+        """base + scale · B(A(dropout(x))) in the dtype of `base`, or `base` itself while
+        disabled."""
         return (base + self(x)).to(base.dtype) if self.enabled else base
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,10 @@
-"""Mamba (Gu and Dao 2023): a language model whose memory is a state of constant size instead of a key/value cache.
+"""Mamba (Gu and Dao 2023): a language model whose memory is a state of constant size instead of a
+key/value cache.
 
-In: token ids (B, S), or embeddings that text and pictures share. Out: float32 logits (B, S, V). `MambaMixer` is the
-layer around `model/scan.py`, `Mamba` the decoder that `model/qmamba.py` uses, `MambaLM` the model for text alone.
-Letters beyond those of `model/config.py`: E = 2H channels of the mixer, N state size (not heads), R rank of the step.
+In: token ids (B, S), or embeddings that text and pictures share. Out: float32 logits (B, S, V).
+`MambaMixer` is the layer around `model/scan.py`, `Mamba` the decoder that `model/qmamba.py` uses,
+`MambaLM` the model for text alone. Letters beyond those of `model/config.py`: E = 2H channels of
+the mixer, N state size (not heads), R rank of the step.
 """
 
 import math
@@ -27,9 +29,11 @@ class MambaState:
 
 
 class MambaMixer(nn.Module):
-    """Gated projection, short causal convolution, selective scan. Parameter names are those of transformers.
+    """Gated projection, short causal convolution, selective scan. Parameter names are those of
+    transformers.
 
-    [x, z] = W_in h;  x = SiLU(conv(x));  [δ, B, C] = W_x x;  Δ = softplus(W_Δ δ + b_Δ);  A = −exp(A_log)
+    [x, z] = W_in h;  x = SiLU(conv(x));  [δ, B, C] = W_x x;  Δ = softplus(W_Δ δ + b_Δ);  A =
+    −exp(A_log)
     y = scan(x, Δ, A, B, C) + D ⊙ x;  out = W_out (y ⊙ SiLU(z))
     """
 
@@ -48,7 +52,8 @@ class MambaMixer(nn.Module):
     def forward(
         self, h, valid: torch.Tensor | None = None, state: MambaState | None = None
     ) -> torch.Tensor:
-        """h (B, S, H) to (B, S, H), from `state` on, which is updated. valid (B, S): False at padding, a row's end."""
+        """h (B, S, H) to (B, S, H), from `state` on, which is updated. valid (B, S): False at
+        padding, a row's end."""
         x, z = self.in_proj(h).chunk(2, dim=-1)
         state = state or MambaState()
         x = self.convolve(x, valid, state)
@@ -66,9 +71,11 @@ class MambaMixer(nn.Module):
     def convolve(
         self, x: torch.Tensor, valid: torch.Tensor | None, state: MambaState
     ) -> torch.Tensor:
-        """SiLU of the causal depthwise convolution of x (B, S, E), with the inputs in `state` before it.
+        """SiLU of the causal depthwise convolution of x (B, S, E), with the inputs in `state`
+        before it.
 
-        A sum of shifted products in fp32: without the transposes of nn.Conv1d it is three times as fast on a CPU.
+        A sum of shifted products in fp32: without the transposes of nn.Conv1d it is three times as
+        fast on a CPU.
         """
         steps, past = x.shape[1], self.conv1d.kernel_size[0] - 1
         inputs = (
@@ -101,7 +108,8 @@ class MambaBlock(nn.Module):
 
 
 class Mamba(nn.Module):
-    """The decoder with its embedding, which is also the head; it has the interface of `model.gemma.Gemma`."""
+    """The decoder with its embedding, which is also the head; it has the interface of
+    `model.gemma.Gemma`."""
 
     def __init__(self, config: MambaConfig):
         super().__init__()
@@ -120,18 +128,20 @@ class Mamba(nn.Module):
     def forward(
         self, x, valid=None, types=None, cache=None, positions_to_keep=None
     ) -> torch.Tensor:
-        """x (B, S, H) to hidden states (B, S, H) after the final norm, or those of `positions_to_keep`.
+        """x (B, S, H) to hidden states (B, S, H) after the final norm, or those of
+        `positions_to_keep`.
 
-        With a `cache` of `new_cache`, x continues the sequence that it has read. valid (B, Sk) is False at padding, on
-        either side; its last S columns are those of x. A single step is never padding. `types` are ignored: image and
-        prefix are causal, too.
+        With a `cache` of `new_cache`, x continues the sequence that it has read. valid (B, Sk) is
+        False at padding, on either side; its last S columns are those of x. A single step is never
+        padding. `types` are ignored: image and prefix are causal, too.
         """
         order, valid = (
             None,
             None if valid is None or x.shape[1] == 1 else valid[:, -x.shape[1] :].bool(),
         )
         if valid is not None:
-            # padding is moved to the end of its row: in the recurrence and the convolution, tokens must be neighbours
+            # padding is moved to the end of its row: in the recurrence and the convolution, tokens
+            # must be neighbours
             order = (~valid).long().argsort(dim=1, stable=True)
             x, valid = keep_positions(x, order), valid.gather(1, order)
         for index, layer in enumerate(self.layers):
@@ -165,7 +175,8 @@ class MambaLM(nn.Module):
     def forward(
         self, input_ids, attention_mask=None, *, positions_to_keep=None, cache=None, **unused
     ) -> torch.Tensor:
-        """float32 logits (B, S, V), or those to keep, as `PaliGemma.forward`; None as attention_mask: no padding.
+        """float32 logits (B, S, V), or those to keep, as `PaliGemma.forward`; None as
+        attention_mask: no padding.
 
         unused: token_type_ids, and what `generate` passes as None to a model without pictures.
         """
@@ -201,7 +212,8 @@ def initialize_mixer(mixer: MambaMixer, depth: int, generator: torch.Generator) 
 
 @torch.no_grad()
 def initialize_mamba(model: Mamba, seed: int = 0) -> None:
-    """Fill a decoder with random weights as the original code does; embeddings have a std of 0.02."""
+    """Fill a decoder with random weights as the original code does; embeddings have a std of
+    0.02."""
     generator = torch.Generator().manual_seed(seed)
     embeddings = model.embeddings.weight
     embeddings.copy_(torch.randn(embeddings.shape, generator=generator) * 0.02)

@@ -1,7 +1,8 @@
-"""PaliGemma (Beyer et al. 2024): SigLIP, a linear projector, and Gemma over patches and text as one sequence.
+"""PaliGemma (Beyer et al. 2024): SigLIP, a linear projector, and Gemma over patches and text as one
+sequence.
 
-In: a batch of `model/processor.py`: input_ids (B, S) with I image tokens a picture, pixel_values (pictures, 3, R, R),
-token_type_ids and attention_mask (B, S). Out: float32 logits (B, S, V).
+In: a batch of `model/processor.py`: input_ids (B, S) with I image tokens a picture, pixel_values
+(pictures, 3, R, R), token_type_ids and attention_mask (B, S). Out: float32 logits (B, S, V).
 """
 
 from collections.abc import Callable
@@ -35,7 +36,8 @@ class Projector(nn.Module):
 
 
 class PaliGemma(Adaptable):
-    """The whole model. Its parameter names are those of transformers 5 without their leading `model.`."""
+    """The whole model. Its parameter names are those of transformers 5 without their leading
+    `model.`."""
 
     def __init__(self, config: PaliGemmaConfig):
         super().__init__()
@@ -61,16 +63,19 @@ class PaliGemma(Adaptable):
         cache: list[LayerCache] | None = None,
         targets: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """float32 logits (B, S, V), or those of the positions asked for; with `targets`, the loss against them.
+        """float32 logits (B, S, V), or those of the positions asked for; with `targets`, the loss
+        against them.
 
-        token_type_ids (B, S): 0 for image, prefix and padding, which attend to each other, 1 for the causal suffix.
-        attention_mask (B, S): 0 at padding, on either side; None means no padding.
-        positions_to_keep: None for all; n for the last n (B, n, V); indices (T,) or (B, T) for (B, T, V); a boolean
-        mask (B, S) for (kept, V). The last MLP and the head, the widest product of the model, run there alone.
-        image_features (pictures, I, H): from `encode_images`, in place of pixel_values. image_index (slots,): the
-        picture of each image slot of the batch, so that a picture is encoded once for many questions; None means one
-        picture a slot, in order. With a `cache`, token_type_ids and attention_mask cover the cached positions too.
-        targets: the token that must follow each kept position, −100 for none; see `summed_loss`.
+        token_type_ids (B, S): 0 for image, prefix and padding, which attend to each other, 1 for
+        the causal suffix. attention_mask (B, S): 0 at padding, on either side; None means no
+        padding. positions_to_keep: None for all; n for the last n (B, n, V); indices (T,) or (B, T)
+        for (B, T, V); a boolean mask (B, S) for (kept, V). The last MLP and the head, the widest
+        product of the model, run there alone. image_features (pictures, I, H): from
+        `encode_images`, in place of pixel_values. image_index (slots,): the picture of each image
+        slot of the batch, so that a picture is encoded once for many questions; None means one
+        picture a slot, in order. With a `cache`, token_type_ids and attention_mask cover the cached
+        positions too. targets: the token that must follow each kept position, −100 for none; see
+        `summed_loss`.
         """
         if attention_mask is None:
             attention_mask = torch.ones_like(token_type_ids)
@@ -90,7 +95,8 @@ class PaliGemma(Adaptable):
         )
 
     def encode_images(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """pixel_values (pictures, 3, R, R) in [-1, 1] to features (pictures, I, H) of the decoder's width."""
+        """pixel_values (pictures, 3, R, R) in [-1, 1] to features (pictures, I, H) of the decoder's
+        width."""
         side = self.config.vision.image_size
         if tuple(pixel_values.shape[1:]) != (3, side, side):
             shapes = f"{tuple(pixel_values.shape)}, expected (pictures, 3, {side}, {side})"
@@ -98,18 +104,21 @@ class PaliGemma(Adaptable):
                 f"pixel_values are {shapes}: prepare the pictures with this model's own processor"
             )
         if len(pixel_values) == 0:
-            # text alone: an unused picture keeps the parameters in the graph, as distributed training requires
+            # text alone: an unused picture keeps the parameters in the graph, as distributed
+            # training requires
             return self.encode_images(pixel_values.new_zeros(1, 3, side, side))[:0]
         return self.multi_modal_projector(self.vision_tower(pixel_values))
 
     def merge(self, input_ids: torch.Tensor, image_features: torch.Tensor | None) -> torch.Tensor:
-        """Embeddings (B, S, H): text scaled by √H, and at the image tokens, in order, the features unscaled.
+        """Embeddings (B, S, H): text scaled by √H, and at the image tokens, in order, the features
+        unscaled.
 
-        The slots may be anywhere in a row; the processor puts PaliGemma's before the text. Raises UserError for a slot
-        without a picture and for pictures without a slot.
+        The slots may be anywhere in a row; the processor puts PaliGemma's before the text. Raises
+        UserError for a slot without a picture and for pictures without a slot.
         """
         is_image = input_ids == self.config.image_token_id
-        # some checkpoints have no embedding row for the image token; its value is overwritten anyway
+        # some checkpoints have no embedding row for the image token; its value is overwritten
+        # anyway
         embeddings = self.language_model.embed(
             input_ids.masked_fill(is_image, self.config.pad_token_id)
         )
@@ -137,10 +146,11 @@ def summed_loss(
     hidden: torch.Tensor,
     targets: torch.Tensor,
 ) -> torch.Tensor:
-    """The sum of cross-entropies, in nats, of `head` at hidden states (…, H) against targets (…); −100 means none.
+    """The sum of cross-entropies, in nats, of `head` at hidden states (…, H) against targets (…);
+    −100 means none.
 
-    More than MAX_LOGITS are computed in chunks, and again in the backward pass: one position of 257,152 logits takes a
-    megabyte in fp32, and cross-entropy keeps several copies.
+    More than MAX_LOGITS are computed in chunks, and again in the backward pass: one position of
+    257,152 logits takes a megabyte in fp32, and cross-entropy keeps several copies.
     """
 
     def loss_of(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -162,8 +172,8 @@ def summed_loss(
 def initialize(model: Any, seed: int = 0, position_std: float = 0.02) -> Any:
     """Fill a model with random weights: unit variance through every layer, norms as the identity.
 
-    Embeddings have a standard deviation of H^-½: the factor √H makes it 1 at the input, and the logits of the tied head
-    are near 1. Position embeddings have `position_std`.
+    Embeddings have a standard deviation of H^-½: the factor √H makes it 1 at the input, and the
+    logits of the tied head are near 1. Position embeddings have `position_std`.
     """
     generator = torch.Generator().manual_seed(seed)
 

@@ -1,12 +1,14 @@
-"""From pictures and prompts to the tensors of a batch, and from answer tokens back to text and boxes.
+"""From pictures and prompts to the tensors of a batch, and from answer tokens back to text and
+boxes.
 
-A `Batch` has the layout that PaliGemma was trained with: `<image>` × I, bos, prompt and newline, then the answer and
-eos. Further turns follow in the same way, causal.
+A `Batch` has the layout that PaliGemma was trained with: `<image>` × I, bos, prompt and newline,
+then the answer and eos. Further turns follow in the same way, causal.
 
-Ids equal those of transformers' PaliGemmaProcessor, except that a prompt cannot spell control tokens, and that
-`<image>` within the prompt of a PaliGemma is taken out: its pictures come first. For WINGS and Q-Mamba a picture stands
-there, and bos where the text begins. A tokenizer.model may read a literal U+2581, more than 31 blanks in a row and
-reserved pieces of Gemma 1 such as `<b>` otherwise.
+Ids equal those of transformers' PaliGemmaProcessor, except that a prompt cannot spell control
+tokens, and that `<image>` within the prompt of a PaliGemma is taken out: its pictures come first.
+For WINGS and Q-Mamba a picture stands there, and bos where the text begins. A tokenizer.model may
+read a literal U+2581, more than 31 blanks in a row and reserved pieces of Gemma 1 such as `<b>`
+otherwise.
 """
 
 import os
@@ -28,15 +30,15 @@ from model.system_configs import LanguageWingsConfig, QMambaConfig, WingsConfig,
 from model.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from model.turns import SLOT, Turn, check_turns
 
-# Token ids; their types: 0 for pictures and the first prompt, which see each other, 1 for all that follows, which is
-# causal; and what is learned: 1 for answers and the eos after each, else 0
+# Token ids; their types: 0 for pictures and the first prompt, which see each other, 1 for all that
+# follows, which is causal; and what is learned: 1 for answers and the eos after each, else 0
 TokenRow = tuple[list[int], list[int], list[int]]
 
 
 @dataclass(frozen=True)
 class Movable:
-    """A dataclass whose tensors, and parts with tensors, go together to a device, or to page-locked memory, which
-    DataLoader asks for: copies to a GPU then overlap with work."""
+    """A dataclass whose tensors, and parts with tensors, go together to a device, or to page-locked
+    memory, which DataLoader asks for: copies to a GPU then overlap with work."""
 
     def to(self, device: str | torch.device, non_blocking: bool = True) -> Self:
         # a non-blocking copy to the CPU could be read before it is complete
@@ -83,9 +85,10 @@ class Processor:
         max_length: int = 8192,
         padding_side="left",
     ):
-        """max_length: tokens of a row, by default what PaliGemma's decoders were trained with; a longer row is an
-        error, it is never cut. padding_side: "left" as in transformers, so that the last position of every row is its
-        newest token, or "right". Raises UserError if config and tokenizer disagree."""
+        """max_length: tokens of a row, by default what PaliGemma's decoders were trained with; a
+        longer row is an error, it is never cut. padding_side: "left" as in transformers, so that
+        the last position of every row is its newest token, or "right". Raises UserError if config
+        and tokenizer disagree."""
         self.config, self.tokenizer = config, tokenizer
         self.max_length, self.padding_side = max_length, padding_side
         is_chat = isinstance(config, LanguageWingsConfig)
@@ -100,16 +103,19 @@ class Processor:
     def from_source(
         cls, source: str | Path, *, revision: str | None = None, **options
     ) -> "Processor":
-        """The processor of a model: a folder, `embedded`, a hub id, or a preset with the embedded model's vocabulary.
+        """The processor of a model: a folder, `embedded`, a hub id, or a preset with the embedded
+        model's vocabulary.
 
-        Needs config.json and tokenizer.model, or tokenizer.json where there is none. Of a PaliGemma's image processor
-        the file, if there is one, must say what is done here. options: those of the constructor. Raises UserError.
+        Needs config.json and tokenizer.model, or tokenizer.json where there is none. Of a
+        PaliGemma's image processor the file, if there is one, must say what is done here. options:
+        those of the constructor. Raises UserError.
         """
         preset, file = preset_of(source), find_tokenizer(source, revision)
         config = preset or read_config(file.with_name("config.json"))
         if not hasattr(config, "image_token_id"):
             raise UserError(
-                f"{shown(source)}: is a language model for text alone: give a model that reads pictures"
+                f"{shown(source)}: is a language model for text alone: give a model that reads "
+                "pictures"
             )
         if preset is None and type(config) is PaliGemmaConfig:
             _check_pixels(file.parent, config.vision.image_size)
@@ -128,8 +134,8 @@ class Processor:
         prefixes: Sequence[str],
         suffixes: Sequence[str] | None = None,
     ) -> Batch:
-        """One row for each prefix, with one picture, a list of pictures, or None for text alone, see `row_of` and
-        `pad`. Raises UserError, naming the row or file."""
+        """One row for each prefix, with one picture, a list of pictures, or None for text alone,
+        see `row_of` and `pad`. Raises UserError, naming the row or file."""
         rows, pictures = [], []
         turns = zip(prefixes, suffixes or [None] * len(prefixes), strict=True)
         for number, (entry, turn) in enumerate(zip(images, turns, strict=True)):
@@ -154,10 +160,12 @@ class Processor:
     def layout(
         self, n_images: int, prefix: str, suffix: str | None = None, before: Sequence[Turn] = ()
     ) -> TokenRow:
-        """The row of a prompt, with its answer in training. before: earlier turns, prompts with their answers.
+        """The row of a prompt, with its answer in training. before: earlier turns, prompts with
+        their answers.
 
-        `<image>` in a prompt marks the place of a picture, once for each picture. Without it pictures come first.
-        Raises UserError for another number of marks, and for text that cannot be encoded or is too long.
+        `<image>` in a prompt marks the place of a picture, once for each picture. Without it
+        pictures come first. Raises UserError for another number of marks, and for text that cannot
+        be encoded or is too long.
         """
         turns: list[Turn] = [*before, (prefix, suffix)]
         said = " ".join(text or "" for turn in turns for text in turn)
@@ -174,7 +182,8 @@ class Processor:
         else:
             ids, types, learned = [], [], []
             for number, (prompt, answer) in enumerate(turns):
-                # the newline is encoded with the prompt: a prompt that ends in one makes a single piece "\n\n" with it
+                # the newline is encoded with the prompt: a prompt that ends in one makes a single
+                # piece "\n\n" with it
                 given = self.text.spell(prompt + "\n", slot)
                 if not number and self.config.bos_token_id is not None:
                     begin = next(
@@ -193,8 +202,9 @@ class Processor:
     def pad(self, rows: Sequence[TokenRow], pictures: Sequence[Picture] | None = None) -> Batch:
         """Rows of `layout` as one batch, with the pictures of all their image slots in order.
 
-        A picture that is given twice, as the same object or path, is in the batch once. pictures None: they are encoded
-        elsewhere, the batch has no pixels, and its image_index counts the slots. Raises UserError, naming the file.
+        A picture that is given twice, as the same object or path, is in the batch once. pictures
+        None: they are encoded elsewhere, the batch has no pixels, and its image_index counts the
+        slots. Raises UserError, naming the file.
         """
         slots = (
             sum(ids.count(self.config.image_token_id) for ids, *_ in rows)
@@ -227,7 +237,8 @@ class Processor:
         )
 
     def fit(self, picture: Picture) -> np.ndarray:
-        """A picture as uint8 (R, R, 3), all that the model sees of it. Raises UserError, naming the file."""
+        """A picture as uint8 (R, R, 3), all that the model sees of it. Raises UserError, naming the
+        file."""
         return fit(
             picture, self.config.vision.image_size, square=isinstance(self.text, TextTokenizer)
         )
@@ -237,7 +248,8 @@ class Processor:
         return to_pixels(self.fit(picture), self.config.vision.image_size)
 
     def continuation(self, prefix: str, answer: str) -> list[int]:
-        """The ids of an answer after its prompt: by itself, since the prompt's newline is a piece of its own."""
+        """The ids of an answer after its prompt: by itself, since the prompt's newline is a piece
+        of its own."""
         return self.encode(answer)
 
 
@@ -260,7 +272,8 @@ def _plain_texts(config: PaliGemmaConfig | QMambaConfig, tokenizer: Tokenizer) -
 
 
 def _check_pixels(folder: Path, size: int) -> None:
-    """Raise UserError if the model's own image processor makes other pixels than `model/images.py`."""
+    """Raise UserError if the model's own image processor makes other pixels than
+    `model/images.py`."""
     expected = dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True) | {
         "do_center_crop": False
     }
@@ -284,11 +297,13 @@ _BOX = re.compile(r"\s*<loc(\d{4})><loc(\d{4})><loc(\d{4})><loc(\d{4})>(?:<seg\d
 def parse_boxes(
     text: str, width: int, height: int, as_said=False
 ) -> list[tuple[str, tuple[float, ...]]]:
-    """Labels and boxes (x1, y1, x2, y2), in pixels of a width × height picture, of a detection answer.
+    """Labels and boxes (x1, y1, x2, y2), in pixels of a width × height picture, of a detection
+    answer.
 
-    The answer reads `<locY1><locX1><locY2><locX2> label ; …`; place p of 0 … 1023 is p/1023 of the side (big_vision,
-    PaliGemma's detection format). Parts of the text that are not a box are ignored. Corners that have changed places
-    are put back for a drawing, and left `as_said` for a score.
+    The answer reads `<locY1><locX1><locY2><locX2> label ; …`; place p of 0 … 1023 is p/1023 of the
+    side (big_vision, PaliGemma's detection format). Parts of the text that are not a box are
+    ignored. Corners that have changed places are put back for a drawing, and left `as_said` for a
+    score.
     """
     boxes = []
     for match in map(_BOX.fullmatch, text.split(";")):

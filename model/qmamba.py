@@ -1,12 +1,15 @@
-"""Q-Mamba: learned queries summarise the features of a picture, and a Mamba language model reads them.
+"""Q-Mamba: learned queries summarise the features of a picture, and a Mamba language model reads
+them.
 
-In: a batch of `model/processor.py`, as for PaliGemma, with Q image tokens per picture. Out: float32 logits (B, S, V).
-A connector scans SigLIP's features in both directions; in the blocks of the projector Q queries attend to them; a
-linear map brings the queries to the width of the language model (`model/mamba.py`).
-Follows "Query-based Cross-Modal Projector Bolstering Mamba Multimodal LLM" (anonymous ACL submission). The authors
-released no weights, so this was not compared with their model. Uncertain are the feed-forward network, which an early
-version of their code has off, and its width, here the block's; the 24 blocks of the paper, where later code has one;
-and the connector from scratch, where the paper also takes that of a trained VL-Mamba (Qiao et al. 2024). As in their
+In: a batch of `model/processor.py`, as for PaliGemma, with Q image tokens per picture. Out: float32
+logits (B, S, V).
+A connector scans SigLIP's features in both directions; in the blocks of the projector Q queries
+attend to them; a linear map brings the queries to the width of the language model
+(`model/mamba.py`). Follows "Query-based Cross-Modal Projector Bolstering Mamba Multimodal LLM"
+(anonymous ACL submission). The authors released no weights, so this was not compared with their
+model. Uncertain are the feed-forward network, which an early version of their code has off, and its
+width, here the block's; the 24 blocks of the paper, where later code has one; and the connector
+from scratch, where the paper also takes that of a trained VL-Mamba (Qiao et al. 2024). As in their
 code, no residual connection spans a block.
 """
 
@@ -27,7 +30,8 @@ from model.system_configs import ProjectorConfig, QMambaConfig
 
 
 def local_mask(queries: int, keys: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """Boolean mask (Q, K): query i sees the i-th span of K/Q neighbouring keys; the first K mod Q spans are one longer.
+    """Boolean mask (Q, K): query i sees the i-th span of K/Q neighbouring keys; the first K mod Q
+    spans are one longer.
 
     Q = 3, K = 8    x x x . . . . .
                     . . . x x x . .
@@ -52,7 +56,8 @@ class CrossAttention(Attention):
 
 
 class Connector(nn.Module):
-    """f + M→(f) + flip(M←(flip f)), after VL-Mamba; `order`, which may be changed later, selects the mixers."""
+    """f + M→(f) + flip(M←(flip f)), after VL-Mamba; `order`, which may be changed later, selects
+    the mixers."""
 
     def __init__(self, config: ProjectorConfig):
         super().__init__()
@@ -70,7 +75,8 @@ class Connector(nn.Module):
 
 
 class QMambaBlock(nn.Module):
-    """x = LN(x);  x = x + Mamba(x);  x = W_c [x; MHA(x, f, f)];  x = LN(x);  x = x + W₂ GELU(W₁ x), x the queries."""
+    """x = LN(x);  x = x + Mamba(x);  x = W_c [x; MHA(x, f, f)];  x = LN(x);  x = x + W₂ GELU(W₁ x),
+    x the queries."""
 
     def __init__(self, config: ProjectorConfig):
         super().__init__()
@@ -96,7 +102,8 @@ class QMambaBlock(nn.Module):
 
 
 class QMambaProjector(nn.Module):
-    """From K features of the vision tower to Q vectors of the language model's width; "connector" keeps all K."""
+    """From K features of the vision tower to Q vectors of the language model's width; "connector"
+    keeps all K."""
 
     def __init__(self, config: QMambaConfig):
         super().__init__()
@@ -115,7 +122,8 @@ class QMambaProjector(nn.Module):
         self.output = Linear(width, config.text.hidden_size)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
-        """features (pictures, K, H of the vision tower) to (pictures, Q, H of the language model)."""
+        """features (pictures, K, H of the vision tower) to (pictures, Q, H of the language
+        model)."""
         features = self.connector(self.vision_norm(self.vision_proj(features)))
         if self.config.projector == "connector":
             return self.output(features)
@@ -131,7 +139,8 @@ class QMambaProjector(nn.Module):
 
 
 class QMamba(PaliGemma):
-    """PaliGemma with this projector and Mamba as the decoder, which is causal for image and prefix, too."""
+    """PaliGemma with this projector and Mamba as the decoder, which is causal for image and prefix,
+    too."""
 
     language_model: Any  # Mamba in place of Gemma
     multi_modal_projector: Any  # Projector or QMambaProjector
@@ -148,7 +157,8 @@ class QMamba(PaliGemma):
 
 
 def fill_from_mamba(projector: QMambaProjector, source: Mamba) -> None:
-    """Copy the mixers of a language model into the projector's blocks. Raises UserError unless all sizes agree."""
+    """Copy the mixers of a language model into the projector's blocks. Raises UserError unless all
+    sizes agree."""
     for name in ("num_hidden_layers", "hidden_size", "state_size", "expand", "conv_kernel", "rank"):
         mine, theirs = getattr(projector.config.mixers, name), getattr(source.config, name)
         require(
@@ -161,7 +171,8 @@ def fill_from_mamba(projector: QMambaProjector, source: Mamba) -> None:
 
 @torch.no_grad()
 def fresh_projector(config: QMambaConfig, seed: int = 0) -> nn.Module:
-    """A projector with random weights; kinds with a connector have the same weights in all the parts they share."""
+    """A projector with random weights; kinds with a connector have the same weights in all the
+    parts they share."""
     if (kind := config.projector.projector) == "linear":
         return initialize(Projector(config), seed)
     with_queries = replace(config, projector=replace(config.projector, projector="qmamba"))

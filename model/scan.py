@@ -1,16 +1,16 @@
 """The selective scan of Mamba (Gu and Dao 2023) and its gradient, written out.
 
-In: the sequences x, Δ, B, C and the matrix A of a `MambaMixer`. Out: the outputs y and the state after the last step.
-Letters beyond those of `model/config.py`: L steps, E channels of the mixer, N state size (not heads), T steps of a
-block, whose states are in memory at the same time.
+In: the sequences x, Δ, B, C and the matrix A of a `MambaMixer`. Out: the outputs y and the state
+after the last step. Letters beyond those of `model/config.py`: L steps, E channels of the mixer, N
+state size (not heads), T steps of a block, whose states are in memory at the same time.
 """
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-# T on a CPU. The backward pass keeps the state before each block and computes the block again: a sixteenth of the
-# memory, and faster, because a block stays in the cache.
+# T on a CPU. The backward pass keeps the state before each block and computes the block again: a
+# sixteenth of the memory, and faster, because a block stays in the cache.
 BLOCK = 16
 CACHE_SIZE = (
     1 << 19
@@ -21,14 +21,16 @@ GPU_SIZE = 1 << 26  # numbers of a block on a GPU: 256 MB, of which the backward
 def selective_scan(
     x, delta, A, B, C, state=None, chunk: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """y (B, L, E) and the last state (B, N, E) of s_t = exp(Δ_t A) ⊙ s_{t−1} + (Δ_t x_t) ⊗ B_t, y_t = s_t C_t.
+    """y (B, L, E) and the last state (B, N, E) of s_t = exp(Δ_t A) ⊙ s_{t−1} + (Δ_t x_t) ⊗ B_t, y_t
+    = s_t C_t.
 
-    x and delta (B, L, E), A (E, N) negative, B and C (B, L, N), state (B, N, E) or None for zeros (Gu and Dao 2023,
-    Algorithm 2; B is discretised as Δ·B, as in all published code). Computed in fp32, or in fp64 if any input is fp64.
-    Every factor is the exponential of a number ≤ 0, and nothing is divided by it: no Δ ≥ 0 overflows.
+    x and delta (B, L, E), A (E, N) negative, B and C (B, L, N), state (B, N, E) or None for zeros
+    (Gu and Dao 2023, Algorithm 2; B is discretised as Δ·B, as in all published code). Computed in
+    fp32, or in fp64 if any input is fp64. Every factor is the exponential of a number ≤ 0, and
+    nothing is divided by it: no Δ ≥ 0 overflows.
 
-    `chunk`: how many steps `_scan_in_parallel` takes at a time; 0: step by step. None: 0 on a CPU, where it is faster,
-    else as many as GPU_SIZE allows.
+    `chunk`: how many steps `_scan_in_parallel` takes at a time; 0: step by step. None: 0 on a CPU,
+    where it is faster, else as many as GPU_SIZE allows.
     """
     (batch, length, channels), size = x.shape, A.shape[1]
     if chunk is None:
@@ -58,7 +60,8 @@ def selective_scan(
 
 
 class SelectiveScan(torch.autograd.Function):
-    """The scan and its gradient. A is (N, E) here: channels come last, so that every step reads contiguous memory."""
+    """The scan and its gradient. A is (N, E) here: channels come last, so that every step reads
+    contiguous memory."""
 
     @staticmethod
     def forward(ctx, x, delta, A, B, C, state, chunk):
@@ -133,7 +136,8 @@ def _states(state, x, delta, A, B, parallel: bool) -> tuple[torch.Tensor, torch.
 
 
 def _scan(decay: torch.Tensor, values: torch.Tensor, parallel: bool, reverse: bool = False) -> None:
-    """v_t ← v_t + a_t ⊙ v_{t−1} for t = 1, 2, … along dimension 1, in place; reverse: v_{t−1} ← v_{t−1} + a_t ⊙ v_t."""
+    """v_t ← v_t + a_t ⊙ v_{t−1} for t = 1, 2, … along dimension 1, in place; reverse: v_{t−1} ←
+    v_{t−1} + a_t ⊙ v_t."""
     steps = range(1, values.shape[1])
     if parallel:
         _scan_in_parallel(decay.roll(-1 if reverse else 0, 1), values, reverse)
@@ -146,10 +150,12 @@ def _scan(decay: torch.Tensor, values: torch.Tensor, parallel: bool, reverse: bo
 
 
 def _scan_in_parallel(decay: torch.Tensor, values: torch.Tensor, reverse: bool) -> None:
-    """v_t ← v_t + a_t ⊙ v_{t−1} as in `_scan`, or with `reverse` v_t ← v_t + a_t ⊙ v_{t+1}; overwrites `decay`, too.
+    """v_t ← v_t + a_t ⊙ v_{t−1} as in `_scan`, or with `reverse` v_t ← v_t + a_t ⊙ v_{t+1};
+    overwrites `decay`, too.
 
-    The work-efficient scan of Brent and Kung (1982): 3 log₂ T operations on 4 T elements in all. Every other position
-    takes in the one before it, they are scanned among themselves, and those between take in their results.
+    The work-efficient scan of Brent and Kung (1982): 3 log₂ T operations on 4 T elements in all.
+    Every other position takes in the one before it, they are scanned among themselves, and those
+    between take in their results.
     """
     steps, before = values.shape[1], 1 if reverse else -1
     if steps == 1 or isinstance(

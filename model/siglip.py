@@ -1,6 +1,7 @@
 """SigLIP's vision transformer (Zhai et al. 2023): one vector for each patch of a picture.
 
-In: pixel_values (B, 3, R, R) in [-1, 1]. Out: features (B, I, H) of I = (R / patch)² patches, row-major.
+In: pixel_values (B, 3, R, R) in [-1, 1]. Out: features (B, I, H) of I = (R / patch)² patches,
+row-major.
 Module names are the published ones.
 """
 
@@ -13,7 +14,8 @@ from model.linear import Linear, activated
 
 
 class SiglipEmbeddings(nn.Module):
-    """A linear map of each patch, as a strided convolution, plus a learned position; no class token."""
+    """A linear map of each patch, as a strided convolution, plus a learned position; no class
+    token."""
 
     def __init__(self, config: VisionConfig):
         super().__init__()

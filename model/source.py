@@ -1,4 +1,5 @@
-"""Where a model's files come from: a folder, the base model in this repository, or the Hugging Face hub.
+"""Where a model's files come from: a folder, the base model in this repository, or the Hugging Face
+hub.
 
 In: a source, as every command's `--model` takes it. Out: a folder on this disk.
 """
@@ -15,7 +16,8 @@ BUNDLED_FOLDER = Path(__file__).resolve().parent.parent / "weights" / "tiny"
 
 
 def local_path(source: str | Path) -> Path:
-    """`source` as a path, with ~ expanded. Raises UserError for a path that the system cannot look up."""
+    """`source` as a path, with ~ expanded. Raises UserError for a path that the system cannot look
+    up."""
     try:
         path = Path(source).expanduser()
         path.exists()
@@ -32,16 +34,19 @@ def preset_of(source: str | Path) -> PaliGemmaConfig | QMambaConfig | None:
 
 
 def resolve(source: str | Path, patterns: list[str], revision: str | None = None) -> Path:
-    """The folder of a model: `source` itself, the bundled base for `embedded`, or a download of the hub's "owner/name".
+    """The folder of a model: `source` itself, the bundled base for `embedded`, or a download of the
+    hub's "owner/name".
 
-    patterns: the file names (with * as wildcard) to download at `revision` (branch, tag or commit); an interrupted
-    download is continued. The caller checks which of the files exist. Raises UserError.
+    patterns: the file names (with * as wildcard) to download at `revision` (branch, tag or commit);
+    an interrupted download is continued. The caller checks which of the files exist. Raises
+    UserError.
     """
     folder = local_path(source)
     if folder.is_dir() or source == EMBEDDED:
         if revision is not None:
             raise UserError(
-                f"--revision {shown(revision)} belongs to a hub id, {shown(source)} is a folder: leave it out"
+                f"--revision {shown(revision)} belongs to a hub id, {shown(source)} is a folder: "
+                "leave it out"
             )
         return folder if folder.is_dir() else BUNDLED_FOLDER
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source), re.ASCII) or folder.exists():

@@ -1,4 +1,5 @@
-"""Configurations of the models other than PaliGemma, and the reader that picks one by config.json's model_type."""
+"""Configurations of the models other than PaliGemma, and the reader that picks one by config.json's
+model_type."""
 
 import math
 from dataclasses import dataclass, replace
@@ -30,8 +31,8 @@ _NEUTRAL |= {"suppress_tokens": [], "bad_words_ids": [], "guidance_scale": 1}
 
 
 def read_generation(path: str | Path, *followed: str, suppressed: int | None = None) -> dict:
-    """The generation_config.json beside `path`. Raises UserError for other keys than `followed` that change answers.
-    suppressed: a token that our `generate` never says either."""
+    """The generation_config.json beside `path`. Raises UserError for other keys than `followed`
+    that change answers. suppressed: a token that our `generate` never says either."""
     neutral = {**_NEUTRAL, "suppress_tokens": [suppressed]}
     given = (
         read_json(file)
@@ -44,14 +45,16 @@ def read_generation(path: str | Path, *followed: str, suppressed: int | None = N
         if n not in followed and given.get(n) not in (None, _NEUTRAL[n], neutral[n])
     ]:
         raise UserError(
-            f"{shown(file)}: {changed[0]} changes answers, and is not followed here: delete this key"
+            f"{shown(file)}: {changed[0]} changes answers, and is not followed here: delete this "
+            "key"
         )
     return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class LanguageConfig(Config):
-    """A published decoder and its control tokens. eos_token_id: each of them ends an answer; there may be none."""
+    """A published decoder and its control tokens. eos_token_id: each of them ends an answer; there
+    may be none."""
 
     text: TextConfig
     eos_token_id: tuple[int, ...] = ()
@@ -62,7 +65,8 @@ class LanguageConfig(Config):
 
     @classmethod
     def from_file(cls, path: str | Path) -> "LanguageConfig":
-        """As in `Config`. What generation_config.json has comes first, as in transformers' `generate`."""
+        """As in `Config`. What generation_config.json has comes first, as in transformers'
+        `generate`."""
         raw, given = read_json(path), read_generation(path, "repetition_penalty")
         with config_errors(path):
             return cls.from_dict(
@@ -119,7 +123,8 @@ class LanguageConfig(Config):
 
 @dataclass(frozen=True)
 class TextModelConfig(Config):
-    """Sizes of a decoder that is trained from nothing, as it is built, and whether its attention is differential."""
+    """Sizes of a decoder that is trained from nothing, as it is built, and whether its attention is
+    differential."""
 
     kind = "diff-transformer"
     text: TextConfig
@@ -127,8 +132,8 @@ class TextModelConfig(Config):
 
     @classmethod
     def of(cls, plain: TextConfig, differential: bool, wide: bool = False) -> "TextModelConfig":
-        """The plain model, or the differential one: half as many heads, each twice as wide (Ye et al. 2024, 2.2); or
-        the plain one with such heads."""
+        """The plain model, or the differential one: half as many heads, each twice as wide (Ye et
+        al. 2024, 2.2); or the plain one with such heads."""
         maps = 2 if differential or wide else 1
         heads, key_heads = plain.num_attention_heads // maps, plain.num_key_value_heads // maps
         sizes = {
@@ -139,8 +144,9 @@ class TextModelConfig(Config):
         return cls(replace(plain, **sizes), differential)
 
 
-# The plain model by name: a few thousand parameters for tests, up to two million for two cores, 90 million for a GPU,
-# and the sizes that Ye et al. 2024 train, 3b for its figures, the others to see how the loss falls with size.
+# The plain model by name: a few thousand parameters for tests, up to two million for two cores, 90
+# million for a GPU, and the sizes that Ye et al. 2024 train, 3b for its figures, the others to see
+# how the loss falls with size.
 _TEXT_SIZES = {
     "nano": (1024, 48, 2, 4),
     "0.1m": (2048, 32, 3, 4),
@@ -168,7 +174,8 @@ TEXT_PRESETS = {  # vocabulary, width, layers, heads
 
 @dataclass(frozen=True)
 class WingsConfig(PaliGemmaConfig):
-    """PaliGemma's sizes, and those of the learners. routed: with textual learners and routers, from stage 2 on."""
+    """PaliGemma's sizes, and those of the learners. routed: with textual learners and routers, from
+    stage 2 on."""
 
     kind = "wings"
     fixed = {"router": "octaves", "rotary": True}  # options of earlier commits
@@ -187,7 +194,8 @@ class WingsConfig(PaliGemmaConfig):
 
 @dataclass(frozen=True)
 class LanguageWingsConfig(WingsConfig):
-    """WINGS on a published language model. chat: it is asked in turns of its family, see `model/chat.py`."""
+    """WINGS on a published language model. chat: it is asked in turns of its family, see
+    `model/chat.py`."""
 
     kind = "wings-language"
     bos_token_id: int | None = None
@@ -233,10 +241,12 @@ class MambaConfig(Config):
 
 @dataclass(frozen=True)
 class ProjectorConfig(Config):
-    """Sizes of the Q-Mamba projector. Defaults: the paper's, with 256 queries (it reports 128, 256, 512 and 729).
+    """Sizes of the Q-Mamba projector. Defaults: the paper's, with 256 queries (it reports 128, 256,
+    512 and 729).
 
-    projector: with learned queries; without them, each feature a vector, as in VL-Mamba; one linear map, as in LLaVA.
-    local_attention: each query attends to its own span of features, else to all of them.
+    projector: with learned queries; without them, each feature a vector, as in VL-Mamba; one linear
+    map, as in LLaVA. local_attention: each query attends to its own span of features, else to all
+    of them.
     """
 
     fixed = {
@@ -257,7 +267,8 @@ class ProjectorConfig(Config):
 
     @property
     def mixers(self) -> MambaConfig:
-        """The Mamba layers inside: by default those of mamba-130m, whose weights fit (`fill_from_mamba`)."""
+        """The Mamba layers inside: by default those of mamba-130m, whose weights fit
+        (`fill_from_mamba`)."""
         return MambaConfig(
             hidden_size=self.hidden_size,
             num_hidden_layers=self.num_blocks,
@@ -287,7 +298,8 @@ class QMambaConfig(Config):
 
     @property
     def num_image_tokens(self) -> int:
-        """Positions of one picture in the sequence: one per query, or per feature if there are no queries."""
+        """Positions of one picture in the sequence: one per query, or per feature if there are no
+        queries."""
         return (
             self.projector.queries
             if self.projector.projector == "qmamba"
@@ -299,7 +311,8 @@ class QMambaConfig(Config):
     bos_token_id = property(lambda self: self.text.bos_token_id)
 
 
-# The paper's model by name, with the control tokens of the embedded tokenizer, which presets are read with.
+# The paper's model by name, with the control tokens of the embedded tokenizer, which presets are
+# read with.
 QMAMBA_PRESETS = {
     "qmamba-2.8b": QMambaConfig(text=MambaConfig(50280, 2560, 64, eos_token_id=1, bos_token_id=2))
 }
@@ -315,7 +328,8 @@ CONFIGS = dict.fromkeys(CLASSES, LanguageConfig) | {model.kind: model for model 
 
 
 def read_config(path: str | Path) -> Any:
-    """The configuration in the config.json at `path`. Raises UserError for a file that is no model of this project."""
+    """The configuration in the config.json at `path`. Raises UserError for a file that is no model
+    of this project."""
     kind = CONFIGS.get(str(read_json(path).get("model_type")), PaliGemmaConfig)
     config = kind.from_file(path)
     if kind is not LanguageConfig:

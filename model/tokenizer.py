@@ -1,7 +1,7 @@
 """Tokenizers: a sentencepiece model, or any tokenizer.json, with the methods of sentencepiece.
 
-Where a model has both files, tokenizer.model is read: it holds the pieces that PaliGemma was trained with, and needs no
-further package, so that ids are the same in every environment.
+Where a model has both files, tokenizer.model is read: it holds the pieces that PaliGemma was
+trained with, and needs no further package, so that ids are the same in every environment.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,10 @@ BESIDE = [
     "preprocessor_config.json",
 ]  # what the callers read besides
 SPACE = "\u2581"  # stands for a space in sentencepiece's pieces
-END = "<|endoftext|>"  # of GPT-NeoX (the published Mambas) and Qwen, in place of all four control tokens
-# tokens that transformers' GemmaTokenizer and PaliGemmaProcessor find in text, whatever a file says of them
+# of GPT-NeoX (the published Mambas) and Qwen, in place of all four control tokens
+END = "<|endoftext|>"
+# tokens that transformers' GemmaTokenizer and PaliGemmaProcessor find in text, whatever a file says
+# of them
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
 LOCATIONS = [f"<loc{number:04}>" for number in range(1024)] + [
     f"<seg{number:03}>" for number in range(128)
@@ -28,7 +30,8 @@ LOCATIONS = [f"<loc{number:04}>" for number in range(1024)] + [
 
 
 class JsonTokenizer:
-    """A tokenizer.json, read by the package `tokenizers`, with the methods of sentencepiece. Raises UserError."""
+    """A tokenizer.json, read by the package `tokenizers`, with the methods of sentencepiece. Raises
+    UserError."""
 
     def __init__(self, path: Path):
         try:
@@ -60,7 +63,8 @@ class JsonTokenizer:
         control = [find(token) if end is None else end for token in SPECIAL[:4]]
         if None in control:
             raise UserError(
-                f"{path}: has neither <pad>, <eos>, <bos> and <unk> nor {END}: take the model's own file"
+                f"{path}: has neither <pad>, <eos>, <bos> and <unk> nor {END}: take the model's "
+                "own file"
             )
         size = max(self.tokenizer.get_vocab().values()) + 1  # ids may have gaps
         numbers = (
@@ -88,8 +92,8 @@ Tokenizer = sentencepiece.SentencePieceProcessor | JsonTokenizer
 
 
 def find_tokenizer(source: str | Path, revision: str | None = None) -> Path:
-    """The tokenizer.model of a model, or else its tokenizer.json, which need not exist; the embedded one for a preset.
-    Downloads from the hub the small files beside it, too."""
+    """The tokenizer.model of a model, or else its tokenizer.json, which need not exist; the
+    embedded one for a preset. Downloads from the hub the small files beside it, too."""
     source = EMBEDDED if preset_of(source) else source
     file = resolve(source, ["tokenizer.model", *BESIDE], revision) / "tokenizer.model"
     return (
@@ -98,7 +102,8 @@ def find_tokenizer(source: str | Path, revision: str | None = None) -> Path:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The sentencepiece model or tokenizer.json at `path`. Raises UserError if it is absent or another kind of file."""
+    """The sentencepiece model or tokenizer.json at `path`. Raises UserError if it is absent or
+    another kind of file."""
     if not (path := Path(path)).is_file():
         remedy = "copy either from the model that this one was made from, such as google/paligemma-3b-pt-224"
         raise UserError(f"{path}: not found, nor a tokenizer.model: {remedy}")

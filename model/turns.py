@@ -11,7 +11,8 @@ Turn = tuple[str, str | None]  # a prompt, and its answer
 def check_turns(n_images: int, turns: Sequence[Turn]) -> bool:
     """Whether `<image>` marks the places of the pictures.
 
-    Raises UserError for another number of marks than of pictures, for an empty text and for a mark in an answer.
+    Raises UserError for another number of marks than of pictures, for an empty text and for a mark
+    in an answer.
     """
     for prompt, answer in turns:
         if not prompt.strip() or answer is not None and (not answer.strip() or SLOT in answer):
@@ -22,6 +23,7 @@ def check_turns(n_images: int, turns: Sequence[Turn]) -> bool:
     marks = sum(prompt.count(SLOT) for prompt, _ in turns)
     if marks not in (0, n_images):
         raise UserError(
-            f"{marks} {SLOT} in the prompt for {n_images} picture(s): give one for each, or leave them out"
+            f"{marks} {SLOT} in the prompt for {n_images} picture(s): give one for each, or leave "
+            "them out"
         )
     return marks > 0

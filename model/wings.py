@@ -44,13 +44,15 @@ NEVER = 1 << 40  # as a column: after every query, so that no query sees it
 class LearnerInput:
     """The keys of one kind of learner, the same in every layer."""
 
-    x: torch.Tensor  # (B, n, H), embeddings as they enter the decoder; the layer projects keys and values from them
+    # (B, n, H), embeddings as they enter the decoder; the layer projects keys and values from them
+    x: torch.Tensor
     rope: Rope  # of their positions
     mask: torch.Tensor  # (B, 1, S, Sn), cached keys included
 
 
 class WingsRope(Rope):
-    """The rope of a batch, which every layer receives, and with it the inputs of its learners and router."""
+    """The rope of a batch, which every layer receives, and with it the inputs of its learners and
+    router."""
 
     visual: LearnerInput
     textual: LearnerInput
@@ -66,7 +68,8 @@ class LearnerCache(LayerCache):
 
 
 class WingsCache:
-    """Keys and values of one layer: those of the main attention, and those of each learner from the first call on."""
+    """Keys and values of one layer: those of the main attention, and those of each learner from the
+    first call on."""
 
     position = None  # single steps are not compiled
     visual: LearnerCache | None = None
@@ -107,17 +110,20 @@ class Learner(nn.Module):
         q, k = rope(q), given.rope(k)
         if cache is not None:
             k, v = cache.extend(k, v)
-        # a query with no visible key attends to all keys and its output is zeroed: an empty softmax row is NaN
+        # a query with no visible key attends to all keys and its output is zeroed: an empty softmax
+        # row is NaN
         has_key = given.mask.any(-1, keepdim=True)
         heads = F.scaled_dot_product_attention(q, k, v, given.mask | ~has_key) * has_key
         return self.o(heads.transpose(1, 2).flatten(2))
 
 
 class Router(nn.Module):
-    """The weight of each learner for each query: softmax(SiLU(W·a + b)), a the attention weights of the query.
+    """The weight of each learner for each query: softmax(SiLU(W·a + b)), a the attention weights of
+    the query.
 
-    They are summed over heads, and over the keys in each octave of the distance, apart for pictures and text: 2·OCTAVES
-    numbers, which mean the same at any place of a text of any length. W and b start at zero, both learners at ½.
+    They are summed over heads, and over the keys in each octave of the distance, apart for pictures
+    and text: 2·OCTAVES numbers, which mean the same at any place of a text of any length. W and b
+    start at zero, both learners at ½.
     """
 
     def __init__(self):
@@ -167,12 +173,14 @@ class WingsAttention(Attention):
 
 
 class WingsGemma(Gemma):
-    """Gemma with learners: `types` are 0 for tokens of pictures and 1 for text, and everything is causal."""
+    """Gemma with learners: `types` are 0 for tokens of pictures and 1 for text, and everything is
+    causal."""
 
     def __init__(self, config: WingsConfig):
         super().__init__(config.text, 0 if isinstance(config, LanguageWingsConfig) else 1)
         for layer in self.layers:
-            layer.add_module("self_attn", WingsAttention(layer.get_submodule("self_attn"), config))  # pyright: ignore
+            # pyright: ignore
+            layer.add_module("self_attn", WingsAttention(layer.get_submodule("self_attn"), config))
         self.routed = config.routed
 
     def new_cache(self, capacity: int) -> list:
@@ -226,7 +234,8 @@ class WingsGemma(Gemma):
 
     @staticmethod
     def bucket(query: torch.Tensor, key: torch.Tensor, pictures: torch.Tensor) -> torch.Tensor:
-        """`WingsRope.buckets` from positions of queries (B, S) and keys (B, Sk), and columns (B, n) of pictures."""
+        """`WingsRope.buckets` from positions of queries (B, S) and keys (B, Sk), and columns (B, n)
+        of pictures."""
         distance = (query[:, :, None] - key[:, None]).clamp(min=0)
         octave = (torch.frexp(distance + 1.0).exponent.long() - 1).clamp(
             max=OCTAVES - 1
@@ -239,11 +248,13 @@ class WingsGemma(Gemma):
 
 
 class Wings(PaliGemma):
-    """PaliGemma, or with a `LanguageWingsConfig` a published language model, with learners in every decoder layer."""
+    """PaliGemma, or with a `LanguageWingsConfig` a published language model, with learners in every
+    decoder layer."""
 
     @staticmethod
     def build(config: WingsConfig) -> tuple[nn.Module, WingsGemma]:
-        """Beside a language model the projector is two layers with GELU between them (LLaVA's mlp2x_gelu)."""
+        """Beside a language model the projector is two layers with GELU between them (LLaVA's
+        mlp2x_gelu)."""
         if not isinstance(config, LanguageWingsConfig):
             return Projector(config), WingsGemma(config)
         width = config.text.hidden_size
@@ -257,8 +268,8 @@ class Wings(PaliGemma):
     def forward(
         self, input_ids, pixel_values, token_type_ids, attention_mask=None, **options
     ) -> torch.Tensor:
-        """As `PaliGemma.forward`; of token_type_ids only the number of columns is used. All pictures are in the first
-        call with a cache."""
+        """As `PaliGemma.forward`; of token_type_ids only the number of columns is used. All
+        pictures are in the first call with a cache."""
         first = token_type_ids.shape[1] - input_ids.shape[1]
         is_text = (input_ids != self.config.image_token_id).to(token_type_ids.dtype)
         assert not first or input_ids.is_cuda or is_text.all(), (
@@ -270,7 +281,8 @@ class Wings(PaliGemma):
 
 
 def attach(base: PaliGemma, rank: int = 64, *, routed: bool = False, seed: int = 0) -> Wings:
-    """A plain PaliGemma with learners, sharing its weights; until they learn, it is `base` with all tokens causal."""
+    """A plain PaliGemma with learners, sharing its weights; until they learn, it is `base` with all
+    tokens causal."""
     is_plain = type(base) is PaliGemma and not base.grafts
     require(
         is_plain,
@@ -281,16 +293,18 @@ def attach(base: PaliGemma, rank: int = 64, *, routed: bool = False, seed: int =
 
 
 def join(config: LanguageWingsConfig, tower: Siglip, text: LanguageModel, seed: int = 0) -> Wings:
-    """A language model with fresh learners and a vision tower, sharing their weights; on text alone it is `text`."""
+    """A language model with fresh learners and a vision tower, sharing their weights; on text alone
+    it is `text`."""
     state = {f"vision_tower.{name}": tensor for name, tensor in tower.state_dict().items()}
     return _assemble(config, state | text.state_dict(), seed).eval()
 
 
 def route(model: Wings, seed: int = 0) -> Wings:
-    """The model of stage 2 from one of stage 1: with textual learners, and routers whose weights start at ½.
+    """The model of stage 2 from one of stage 1: with textual learners, and routers whose weights
+    start at ½.
 
-    The output weights of the visual learners are doubled, which the weight ½ makes up for. Doubling is exact in
-    floating point, so the logits stay the same. Raises UserError for another model.
+    The output weights of the visual learners are doubled, which the weight ½ makes up for. Doubling
+    is exact in floating point, so the logits stay the same. Raises UserError for another model.
     """
     is_first = type(model) is Wings and not model.config.routed
     require(
@@ -305,7 +319,8 @@ def route(model: Wings, seed: int = 0) -> Wings:
 
 
 def _assemble(config: WingsConfig, state: Mapping[str, torch.Tensor], seed: int) -> Wings:
-    """A model of `config` with the tensors of `state`; parameters that are not in it are initialised."""
+    """A model of `config` with the tensors of `state`; parameters that are not in it are
+    initialised."""
     with torch.device("meta"):
         model = Wings(config)
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)

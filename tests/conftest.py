@@ -41,7 +41,8 @@ def seeded() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`-m fast` selects what is not marked as long, and needs neither a GPU nor published weights."""
+    """`-m fast` selects what is not marked as long, and needs neither a GPU nor published
+    weights."""
     for item in items:
         if not {"long", "slow", "gpu", "weights"} & {mark.name for mark in item.iter_markers()}:
             item.add_marker("fast")

@@ -1,4 +1,5 @@
-"""Files of several tests: the official layouts of VQAv2, COCO's captions and MMNeedle, plain text, and a picture."""
+"""Files of several tests: the official layouts of VQAv2, COCO's captions and MMNeedle, plain text,
+and a picture."""
 
 import json
 import random
@@ -51,7 +52,8 @@ def write_vqav2(folder: Path, images: int = 20, subset: str = "train2014") -> No
 
 
 def write_mmneedle(folder: Path) -> Path:
-    """Pictures, captions and metadata as MMNeedle publishes them: 8 tests of one picture of 2×2, and 2 negatives."""
+    """Pictures, captions and metadata as MMNeedle publishes them: 8 tests of one picture of 2×2,
+    and 2 negatives."""
     (folder / "val2014").mkdir(parents=True)
     names = [f"COCO_val2014_{number:012d}.jpg" for number in range(12)]
     for number, name in enumerate(names):
@@ -86,7 +88,8 @@ def write_mmneedle(folder: Path) -> Path:
 
 
 def write_captions(path: Path, names: list[str], each: int = 3) -> Path:
-    """Captions of pictures as COCO publishes captions_val2014.json: `each` of them for a picture, in no order."""
+    """Captions of pictures as COCO publishes captions_val2014.json: `each` of them for a picture,
+    in no order."""
     numbers = {name: int(name.rpartition("_")[2].removesuffix(".jpg")) for name in names}
     images = [
         {

@@ -1,7 +1,8 @@
-"""The ruler: how the source reads, by room, in tokens. `python tests/house.py` prints it beside the field's numbers.
+"""The ruler: how the source reads, by room, in tokens. `python tests/house.py` prints it beside the
+field's numbers.
 
-A token is one of Python's `tokenize`, without comments, docstrings and layout. So a line break, a comment and a name
-for a value in between cost nothing or little.
+A token is one of Python's `tokenize`, without comments, docstrings and layout. So a line break, a
+comment and a name for a value in between cost nothing or little.
 """
 
 import ast
@@ -24,7 +25,8 @@ LAYOUT = {
     tokenize.COMMENT,
 }
 LONG_LINE = 20
-# tokens, tokens a code line, code lines above 20 tokens in %, expression nodes a statement: from the projects' files
+# tokens, tokens a code line, code lines above 20 tokens in %, expression nodes a statement: from
+# the projects' files
 FIELD = {
     "nanoVLM": (29_400, 7.5, 3.5, 5.4),
     "nanochat": (40_800, 8.5, 5.1, 5.8),
@@ -37,7 +39,8 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def files(room: str) -> list[Path]:
-    """The Python files of a room; "" is the source, "main" its story, "aside" the rest of the source."""
+    """The Python files of a room; "" is the source, "main" its story, "aside" the rest of the
+    source."""
     if room not in ("", "main", "aside"):
         return sorted((ROOT / room).rglob("*.py"))
     source = [file for package in PACKAGES for file in files(package)]
@@ -107,7 +110,8 @@ def functions(room: str) -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunc
 
 
 def statements(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """The statements of a function's body, nested ones and those of functions inside too, without docstrings."""
+    """The statements of a function's body, nested ones and those of functions inside too, without
+    docstrings."""
     below = [
         node for node in ast.walk(function) if isinstance(node, ast.stmt) and not is_docstring(node)
     ]

@@ -1,6 +1,8 @@
-"""Kill a small fine-tuning run many times at random moments, half of them in a save, and look at what is left.
+"""Kill a small fine-tuning run many times at random moments, half of them in a save, and look at
+what is left.
 
-Every child is a fork of this process, which imports everything but uses no threads, and so starts at once.
+Every child is a fork of this process, which imports everything but uses no threads, and so starts
+at once.
 """
 
 import json
@@ -31,8 +33,8 @@ RUN = f"{QUICK} --steps 8 --checkpoint-every 1"
 
 
 def start(arguments: str, part: float | None = None) -> int:
-    """Fork a child that runs `python -m train.finetune ARGUMENTS`, silently; its process id. With `part` it dies after
-    this part of its second save, as the first one was timed."""
+    """Fork a child that runs `python -m train.finetune ARGUMENTS`, silently; its process id. With
+    `part` it dies after this part of its second save, as the first one was timed."""
     child = os.fork()
     if child:
         return child
@@ -48,7 +50,8 @@ def start(arguments: str, part: float | None = None) -> int:
 
 
 def dying(save: Callable[..., Path], part: float) -> Callable[..., Path]:
-    """`save_checkpoint`, in which a timer ends the process: by a signal that nothing catches, as SIGKILL."""
+    """`save_checkpoint`, in which a timer ends the process: by a signal that nothing catches, as
+    SIGKILL."""
     seconds: list[float] = []
 
     def timed(*args, **options) -> Path:
@@ -77,7 +80,8 @@ def newest_step(run: Path) -> int:
 
 
 def kill_often(folder: Path, kills: int) -> tuple[set[int], bool]:
-    """The steps at which runs died, and whether all ended with the metrics of a run without any kill."""
+    """The steps at which runs died, and whether all ended with the metrics of a run without any
+    kill."""
     torch.set_num_threads(1)
     PRESETS["tiny"] = SMALL
     began = time.perf_counter()

@@ -1,4 +1,5 @@
-"""Two processes that run a command as under torchrun. They meet through a file, so no port has to be free."""
+"""Two processes that run a command as under torchrun. They meet through a file, so no port has to
+be free."""
 
 import os
 from collections.abc import Callable
@@ -11,7 +12,8 @@ from tests.runs import spawn
 
 
 def in_pair(main: Callable[[list[str]], None], *commands: str, meet: Path) -> None:
-    """Run `main` on each command line in turn, words split at spaces, in two processes. meet: a folder for files."""
+    """Run `main` on each command line in turn, words split at spaces, in two processes. meet: a
+    folder for files."""
     spawn(_process, (main, commands, meet), nprocs=2)
 
 

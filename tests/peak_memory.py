@@ -12,7 +12,8 @@ from weights.load import load_model
 
 
 def in_own_process(function: Callable, *arguments):
-    """What `function(*arguments)` returns in a new process, which a server forks that has read nothing but modules."""
+    """What `function(*arguments)` returns in a new process, which a server forks that has read
+    nothing but modules."""
     with ProcessPoolExecutor(1, SERVER) as pool:
         return pool.submit(function, *arguments).result()
 

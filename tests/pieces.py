@@ -1,4 +1,5 @@
-"""Tokenizers and texts of several tests: sentencepiece with Gemma's settings, transformers' of its pieces, Qwen's."""
+"""Tokenizers and texts of several tests: sentencepiece with Gemma's settings, transformers' of its
+pieces, Qwen's."""
 
 import json
 import random
@@ -92,7 +93,8 @@ def train_pieces(prefix: Path, corpus: list[str], size: int, symbols: list[str])
 def gemma_tokenizer(
     file: Path, symbols: list[str] = (), renamed: dict[str, str] | None = None
 ) -> GemmaTokenizer:
-    """transformers' tokenizer of the pieces in `file`. symbols: pieces to find in text first. renamed: other names."""
+    """transformers' tokenizer of the pieces in `file`. symbols: pieces to find in text first.
+    renamed: other names."""
     pieces = sentencepiece.SentencePieceProcessor(model_file=str(file))
     names = map(pieces.id_to_piece, range(pieces.vocab_size()))
     vocabulary = {(renamed or {}).get(name, name): id_ for id_, name in enumerate(names)}
@@ -102,7 +104,8 @@ def gemma_tokenizer(
 
 
 def qwen_tokenizer() -> Qwen2Tokenizer:
-    """Merges that the package `tokenizers` has learned of bytes, cut by Qwen's regular expression."""
+    """Merges that the package `tokenizers` has learned of bytes, cut by Qwen's regular
+    expression."""
     learner = Qwen2Tokenizer().backend_tokenizer
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
@@ -114,7 +117,8 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
 
 
 def language_folder(folder: Path, kind: str, most: int, control: list[str] = (), seed: int = 0):
-    """A random tiny model of `kind`, gemma2 or qwen2, in `folder`, and its tokenizer. most: tokens of a sequence."""
+    """A random tiny model of `kind`, gemma2 or qwen2, in `folder`, and its tokenizer. most: tokens
+    of a sequence."""
     tokenizer = (
         gemma_tokenizer(BUNDLED_FOLDER / "tokenizer.model")
         if kind == "gemma2"
@@ -138,7 +142,8 @@ def language_folder(folder: Path, kind: str, most: int, control: list[str] = (),
 
 
 def texts(count: int, pieces: list[str]) -> list[str]:
-    """Random texts: words, pieces, runs of white space, any code point, fragments of reserved pieces."""
+    """Random texts: words, pieces, runs of white space, any code point, fragments of reserved
+    pieces."""
     draw = random.Random(0)
     kinds = [
         lambda: draw.choice(draw.choice(SENTENCES).split()) + draw.choice(" ,\n\t"),

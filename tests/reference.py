@@ -1,7 +1,9 @@
-"""Tiny random transformers models, their twins of ours through the production mapping, and how far apart they are.
+"""Tiny random transformers models, their twins of ours through the production mapping, and how far
+apart they are.
 
-The models are made so that mistakes show (each of these hid a mutant when left at its default): √H is no bf16 number,
-norms and biases are random, and query/key weights are large, so that attention is far from uniform.
+The models are made so that mistakes show (each of these hid a mutant when left at its default): √H
+is no bf16 number, norms and biases are random, and query/key weights are large, so that attention
+is far from uniform.
 """
 
 import tempfile
@@ -28,7 +30,8 @@ def hf_model(
     vision_heads: int = 4,
     **text,
 ):
-    """A random transformers PaliGemma in fp32: 16 image tokens (patch 14), hidden 72, three or four layers."""
+    """A random transformers PaliGemma in fp32: 16 image tokens (patch 14), hidden 72, three or four
+    layers."""
     common = {
         "vocab_size": 128,
         "hidden_size": 72,
@@ -105,7 +108,8 @@ def ours(hf, backend: str = "eager", dtype: torch.dtype = torch.float32) -> Pali
 
 
 def hf_mamba(seed: int = 0, **sizes) -> transformers.MambaForCausalLM:
-    """A random transformers model whose every parameter matters: three layers, state size and kernel not the usual."""
+    """A random transformers model whose every parameter matters: three layers, state size and
+    kernel not the usual."""
     sizes = {
         "hidden_size": 36,
         "state_size": 5,
@@ -130,7 +134,8 @@ def our_mamba(hf, dtype: torch.dtype = torch.float32) -> MambaLM:
 
 
 def reload_hf(hf, backend: str, dtype: torch.dtype):
-    """The transformers model as from_pretrained builds it in `dtype`; `.to` would cast its RoPE frequencies too."""
+    """The transformers model as from_pretrained builds it in `dtype`; `.to` would cast its RoPE
+    frequencies too."""
     with tempfile.TemporaryDirectory() as folder:
         hf.save_pretrained(folder)
         return (
@@ -149,7 +154,8 @@ def batch(hf, rows=((5, 4), (3, 6)), seed: int = 1) -> dict[str, torch.Tensor]:
 def left_padded(
     rows, slots: int, side: int, image_token: int, seed: int = 1
 ) -> dict[str, torch.Tensor]:
-    """Rows of `slots` image tokens, then prefix and suffix of the lengths in `rows`; pixels (B, 3, side, side)."""
+    """Rows of `slots` image tokens, then prefix and suffix of the lengths in `rows`; pixels (B, 3,
+    side, side)."""
     generator = torch.Generator().manual_seed(seed)
     width = slots + max(map(sum, rows))
     ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -181,7 +187,8 @@ def right_padded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def hf_forward(hf, inputs: dict[str, torch.Tensor]):
-    """transformers' logits from types and positions: without them it computes other masks and positions."""
+    """transformers' logits from types and positions: without them it computes other masks and
+    positions."""
     positions = inputs["attention_mask"].cumsum(-1).clamp(min=1)
     return hf(**inputs, position_ids=positions, use_cache=False).logits
 

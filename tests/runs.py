@@ -40,7 +40,8 @@ def words(*arguments) -> list[str]:
 
 
 def refused(call: Callable[[], object], *parts: str) -> str:
-    """The message of the UserError that `call` raises: one line that holds all parts, such as a file name or a flag."""
+    """The message of the UserError that `call` raises: one line that holds all parts, such as a
+    file name or a flag."""
     with pytest.raises(UserError) as caught:
         call()
     message = str(caught.value)
@@ -62,7 +63,8 @@ def metrics(folder: Path) -> list[dict]:
 
 
 def read_cells(file: Path) -> list[SimpleNamespace]:
-    """The lines of a study's comparison.csv: Python writes floats so that they are read as they were."""
+    """The lines of a study's comparison.csv: Python writes floats so that they are read as they
+    were."""
     kinds = {"seed": int, "n": int, "rate": float, "right": float, "cpu_seconds": float}
     with file.open(encoding="utf-8", newline="") as text:
         return [
@@ -72,7 +74,8 @@ def read_cells(file: Path) -> list[SimpleNamespace]:
 
 
 def torchrun(processes: int, *arguments) -> None:
-    """`train.finetune` under torchrun itself, on so many processes of one thread each; their errors if it fails."""
+    """`train.finetune` under torchrun itself, on so many processes of one thread each; their errors
+    if it fails."""
     from torch.distributed.run import main
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

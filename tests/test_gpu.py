@@ -29,7 +29,8 @@ def without_cpu_paths():
 @pytest.mark.parametrize("is_masked", [True, False])
 @pytest.mark.parametrize("heads", [1, 2])
 def test_one_key_head_is_shared_without_a_copy(heads, is_masked, monkeypatch):
-    """Breaks when CUDA's path attends otherwise, or K and V of one head are copied for every query head and layer."""
+    """Breaks when CUDA's path attends otherwise, or K and V of one head are copied for every query
+    head and layer."""
     called, attend = [], F.scaled_dot_product_attention
 
     def spy(q, k, v, *args, **options):
@@ -59,7 +60,8 @@ def test_one_key_head_is_shared_without_a_copy(heads, is_masked, monkeypatch):
 
 
 def test_slots_and_pictures_are_counted_before_they_reach_a_gpu(processor):
-    """Breaks when a picture too few ends in an assertion on the device, which ends the process's use of the GPU."""
+    """Breaks when a picture too few ends in an assertion on the device, which ends the process's
+    use of the GPU."""
     rows = [processor.layout(1, "what"), processor.layout(1, "count")]
     picture = torch.zeros(8, 8, 3, dtype=torch.uint8).numpy()
     assert len(processor.pad(rows, [picture, picture]).image_index) == 2
@@ -68,7 +70,8 @@ def test_slots_and_pictures_are_counted_before_they_reach_a_gpu(processor):
 
 @pytest.mark.long
 def test_sharded_layers_are_compiled_one_by_one(processor, tmp_path, monkeypatch):
-    """Breaks when FSDP2's work between the layers breaks the compiled graph, or compiling changes a gradient."""
+    """Breaks when FSDP2's work between the layers breaks the compiled graph, or compiling changes a
+    gradient."""
     counter, compile_layer = CompileCounter(), nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda module: compile_layer(module, backend=counter))
     micro = collate(embedded_records(("vqa",), count=2), processor)

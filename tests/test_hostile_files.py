@@ -1,6 +1,8 @@
-"""Every reader of a file against damaged and hostile ones, drawn from a seed: a result, or one clear line; in time.
+"""Every reader of a file against damaged and hostile ones, drawn from a seed: a result, or one
+clear line; in time.
 
-A case takes a valid file, changes its bytes, its JSON values or its kind, and opens it as the commands do.
+A case takes a valid file, changes its bytes, its JSON values or its kind, and opens it as the
+commands do.
 """
 
 import contextlib
@@ -60,7 +62,8 @@ NASTY = (
     *([], {}, [[]], [None], {"": {}}, ["a", 1], {"question_id": 1}),
 )
 
-# --- the valid files --------------------------------------------------------------------------------------------------
+# --- the valid files
+# --------------------------------------------------------------------------------------------------
 
 VOCABULARY = {
     piece: id_
@@ -245,7 +248,8 @@ READERS: dict[str, Callable[[Path], object]] = {  # each opens its file as the c
     **dict.fromkeys(PICTURES, lambda path: to_pixels(path, 28)),
 }
 
-# --- what is done to a file -------------------------------------------------------------------------------------------
+# --- what is done to a file
+# -------------------------------------------------------------------------------------------
 
 
 def broken_bytes(raw: bytes, dice: random.Random) -> bytes:
@@ -318,7 +322,8 @@ def broken_json(raw: bytes, dice: random.Random) -> bytes:
     )
 
 
-# --- the cases --------------------------------------------------------------------------------------------------------
+# --- the cases
+# --------------------------------------------------------------------------------------------------------
 
 
 class TooLong(BaseException):

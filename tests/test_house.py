@@ -1,4 +1,5 @@
-"""The house: a file imports only from its own floor or below, no circle, and nothing grows too long to read."""
+"""The house: a file imports only from its own floor or below, no circle, and nothing grows too long
+to read."""
 
 import ast
 from functools import cache
@@ -37,7 +38,8 @@ LONG_FUNCTIONS = [
     "finetune.py: fine_tune",
     "loop.py: fit",
 ]
-# modules of the project that a reader of this one has to know; eval.pope imports what asks a model when it asks
+# modules of the project that a reader of this one has to know; eval.pope imports what asks a model
+# when it asks
 MAX_MODULES = {"train.finetune": 45, "weights.load": 25, "eval.pope": 20}
 
 
@@ -90,7 +92,8 @@ def test_no_circle():
 
 @pytest.mark.parametrize("module", MAX_MODULES)
 def test_a_module_is_read_in_few_files(module):
-    """Breaks when a reader of a module has to know half of the house, or the main job imports an experiment."""
+    """Breaks when a reader of a module has to know half of the house, or the main job imports an
+    experiment."""
     loaded, left = set(), {module}
     while left:
         loaded.add(name := left.pop())
@@ -103,13 +106,15 @@ def test_a_module_is_read_in_few_files(module):
 
 @pytest.mark.parametrize("room", MAX_TOKENS)
 def test_rooms_stay_small(room):
-    """Breaks when the main story, what stands aside, or the tests outgrow their budget of tokens."""
+    """Breaks when the main story, what stands aside, or the tests outgrow their budget of
+    tokens."""
     assert 0 < house.tokens(room) <= MAX_TOKENS[room]
 
 
 @pytest.mark.parametrize("room", MAX_NODES)
 def test_rooms_stay_unfolded(room):
-    """Breaks when a statement of a room says more at once, on average, or in one of the folded forms."""
+    """Breaks when a statement of a room says more at once, on average, or in one of the folded
+    forms."""
     nodes = house.measure(room)[3]
     assert 0 < nodes <= MAX_NODES[room]
     places = house.folded(room)

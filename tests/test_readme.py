@@ -1,4 +1,5 @@
-"""The documents: their Python runs, their commands parse, their links lead somewhere, and none grows too long."""
+"""The documents: their Python runs, their commands parse, their links lead somewhere, and none
+grows too long."""
 
 import argparse
 import importlib
@@ -21,7 +22,7 @@ LINES = {
     "docs/differential.md": 100,
 }
 LINES |= {
-    "docs/own-data.md": 90,
+    "docs/own-data.md": 110,
     "docs/evaluation.md": 60,
     "docs/scaling.md": 70,
     "docs/systems.md": 60,
@@ -36,7 +37,8 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def test_documents_are_short():
-    """Breaks when a document outgrows its budget, README needs a wide window, or files are longer than it says."""
+    """Breaks when a document outgrows its budget, README needs a wide window, or files are longer
+    than it says."""
     assert {
         name: len(text.splitlines())
         for name, text in TEXTS.items()
@@ -97,7 +99,8 @@ def test_every_command_parses(monkeypatch):
 
 
 def test_links_lead_somewhere():
-    """Breaks when a link or a picture of a document leads nowhere, or a file of the project is named without a link."""
+    """Breaks when a link or a picture of a document leads nowhere, or a file of the project is
+    named without a link."""
     for name, text in TEXTS.items():
         folder, prose = (ROOT / name).parent, FENCED.sub("", text)
         for path, _, place in re.findall(r"(?:\]\(|src=\")(?!http)([^)\"#]*)(#([^)\"]+))?", prose):
@@ -116,7 +119,8 @@ def test_links_lead_somewhere():
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if "```python" in text])
 def test_python_of_the_documents(name, tmp_path, monkeypatch, capsys):
-    """Breaks when a name in a document's Python is gone, or its lines do not work one after the other."""
+    """Breaks when a name in a document's Python is gone, or its lines do not work one after the
+    other."""
     monkeypatch.chdir(tmp_path)
     sample("vqa", "test", 192).image.save("scene.png")
     record = {"image": "scene.png", "prefix": "answer en Where is the dog?", "suffix": "top left"}

@@ -1,4 +1,5 @@
-"""RESULTS.md, its tables, and README.md: every interval follows from a CSV of cells, or is one of an earlier report."""
+"""RESULTS.md, its tables, and README.md: every interval follows from a CSV of cells, or is one of
+an earlier report."""
 
 import csv
 import re
@@ -39,7 +40,8 @@ def estimates(text: str) -> list[tuple[str, ...]]:
 
 
 def is_known(written: tuple[str, ...], known: list[tuple[float, ...]]) -> bool:
-    """Whether the numbers are known ones, rounded; a difference may be written the other way round."""
+    """Whether the numbers are known ones, rounded; a difference may be written the other way
+    round."""
     halves = [0.502 * 10.0 ** -len(part.partition(".")[2]) for part in written]
     values = tuple(map(float, written))
     return any(
@@ -52,13 +54,14 @@ def is_known(written: tuple[str, ...], known: list[tuple[float, ...]]) -> bool:
     )
 
 
-# Of the measures of grafts, in percent; of VQA the best answer to each question, without its picture
+# Of the measures of grafts, in percent; of VQA the best answer to each question, without its
+# picture
 GUESSES = {"VQA": 33.0, "n2o2": 25.0, "n3d8": 100 / 9, "n4o1": 6.25, "e16": 50.0}
 
 
 def from_cells(page: Path) -> list[tuple[float, ...]]:
-    """Every row minus another, and minus the mean of plain rows, of the CSV beside a page, by measure; of grafts the
-    mean of the measures in range too."""
+    """Every row minus another, and minus the mean of plain rows, of the CSV beside a page, by
+    measure; of grafts the mean of the measures in range too."""
     sums, scores, known = defaultdict(lambda: np.zeros(2)), defaultdict(dict), []
     validation = defaultdict(list)
     with page.with_suffix(".csv").open(encoding="utf-8", newline="") as text:
@@ -104,7 +107,8 @@ ALL_CELLS = sum(FROM_CELLS.values(), [])
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_table_follows_from_its_cells(page):
-    """Breaks when a table was not made from the CSV beside it, or its intervals are not Student's t over runs."""
+    """Breaks when a table was not made from the CSV beside it, or its intervals are not Student's t
+    over runs."""
     tables = runpy.run_path(str(FOLDER / "pages.py"))["tables"]
     assert (text := page.read_text(encoding="utf-8")) == tables(page.stem)
     assert len(shown := estimates(text)) >= 3 and not [
@@ -113,14 +117,16 @@ def test_a_table_follows_from_its_cells(page):
 
 
 def test_every_interval_of_the_page_follows_from_cells():
-    """Breaks when an interval of RESULTS.md is changed by hand, or rests on no cells that a reader has."""
+    """Breaks when an interval of RESULTS.md is changed by hand, or rests on no cells that a reader
+    has."""
     assert len(shown := estimates(NEW)) >= 10
     assert not [estimate for estimate in shown if not is_known(estimate, ALL_CELLS)]
     assert not is_known(("+40.5", *shown[-1][1:]), ALL_CELLS)
 
 
 def test_every_earlier_interval_was_written_by_a_command():
-    """Breaks when an interval of earlier reports, or of README's findings, is none of docs/results, however rounded."""
+    """Breaks when an interval of earlier reports, or of README's findings, is none of docs/results,
+    however rounded."""
     known = [tuple(map(float, estimate)) for estimate in estimates(REPORTS)] + ALL_CELLS
     findings = (
         (ROOT / "README.md").read_text(encoding="utf-8").split("## Findings")[1].split("\n## ")[0]

@@ -1,10 +1,13 @@
-"""An alignment stage for pictures of one's own: the vision tower learns from the answers before the decoder reads it.
+"""An alignment stage for pictures of one's own: the vision tower learns from the answers before the
+decoder reads it.
 
-In: a model and the records of its fine-tuning. Out: the same model with another vision tower, in place.
+In: a model and the records of its fine-tuning. Out: the same model with another vision tower, in
+place.
 
-A tower learns shapes and colors slowly through the decoder: most of the time goes into reading questions. Here a small
-head, thrown away afterwards, predicts the answer from the projected patches and the number of the question (as the
-baselines of VQA do: Antol et al. 2015; Zhou et al. 2015), at a fraction of the cost.
+A tower learns shapes and colors slowly through the decoder: most of the time goes into reading
+questions. Here a small head, thrown away afterwards, predicts the answer from the projected patches
+and the number of the question (as the baselines of VQA do: Antol et al. 2015; Zhou et al. 2015), at
+a fraction of the cost.
 """
 
 import contextlib
@@ -50,11 +53,13 @@ TOWER_SIDE, TOWER_PATCH = 64, 8  # pixels of a new tower's pictures and patches
 
 @torch.no_grad()
 def new_tower(model: PaliGemma, seed: int = 0) -> None:
-    """Give `model` a vision tower that has seen nothing, and whose layers read neighbouring patches, as a convolution.
+    """Give `model` a vision tower that has seen nothing, and whose layers read neighbouring
+    patches, as a convolution.
 
-    Positions are waves of row and column, q·k is near the identity and o·v near minus the identity: a patch attends to
-    what is near and like it (mimetic initialization, Trockman & Kolter 2023). From 1,500 pictures of letters such a
-    tower reads 93 % of others after two CPU minutes, random weights 42 %.
+    Positions are waves of row and column, q·k is near the identity and o·v near minus the identity:
+    a patch attends to what is near and like it (mimetic initialization, Trockman & Kolter 2023).
+    From 1,500 pictures of letters such a tower reads 93 % of others after two CPU minutes, random
+    weights 42 %.
     """
     vision = replace(model.config.vision, image_size=TOWER_SIDE, patch_size=TOWER_PATCH)
     width, heads, side = vision.hidden_size, vision.num_attention_heads, TOWER_SIDE // TOWER_PATCH
@@ -94,9 +99,11 @@ def new_tower(model: PaliGemma, seed: int = 0) -> None:
 
 
 class AnswerHead(nn.Module):
-    """Logits of the answers (N, A) from patches (B, I, H) and the numbers of questions (B, Q), of which N are `asked`.
+    """Logits of the answers (N, A) from patches (B, I, H) and the numbers of questions (B, Q), of
+    which N are `asked`.
 
-    Each question attends to the patches of its picture: from their mean alone, places are hard to learn.
+    Each question attends to the patches of its picture: from their mean alone, places are hard to
+    learn.
     """
 
     def __init__(self, width: int, questions: int, answers: int, inner: int = 256, heads: int = 4):
@@ -124,11 +131,12 @@ class AnswerHead(nn.Module):
 def align(
     model: PaliGemma, records: Sequence[Record], settings: Settings, world: World
 ) -> list[float]:
-    """Train the vision tower for `settings.align` steps of PICTURES pictures of `records`, or for MOST_PASSES passes if
-    these are fewer, in place.
+    """Train the vision tower for `settings.align` steps of PICTURES pictures of `records`, or for
+    MOST_PASSES passes if these are fewer, in place.
 
-    Returns the loss of each step. Records without exactly one picture, and pictures that cannot be read, are left out.
-    Every process does the same work and takes the tower of the first. Raises UserError for a loss that is not finite.
+    Returns the loss of each step. Records without exactly one picture, and pictures that cannot be
+    read, are left out. Every process does the same work and takes the tower of the first. Raises
+    UserError for a loss that is not finite.
     """
     asked = examples(records)
     pictures = {record.key: record.pictures[0] for record in records if record.key in asked}
@@ -190,8 +198,8 @@ def align(
 
 
 def examples(records: Sequence[Record]) -> dict[str, list[tuple[int, int]]]:
-    """For each picture its questions and answers, by number, boxes and answers that occur once left out. Question 0 are
-    all that are not common."""
+    """For each picture its questions and answers, by number, boxes and answers that occur once left
+    out. Question 0 are all that are not common."""
     usable = [r for r in records if len(r.pictures) == 1 and r.suffix and "<loc" not in r.suffix]
     questions, answers = (
         Counter(record.prefix for record in usable),
@@ -211,5 +219,6 @@ def examples(records: Sequence[Record]) -> dict[str, list[tuple[int, int]]]:
 
 
 def is_taught(records: Sequence[Record]) -> bool:
-    """Whether most of the records teach the tower here. It then stays as it is; else it learns on with the decoder."""
+    """Whether most of the records teach the tower here. It then stays as it is; else it learns on
+    with the decoder."""
     return 2 * sum(map(len, examples(records).values())) > len(records)

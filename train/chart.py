@@ -26,7 +26,8 @@ def spell_number(value: float) -> str:
 def axis(
     values: Sequence[float], start: float, end: float
 ) -> tuple[list[float], Callable[[float], float]]:
-    """The marks to print, and from data to points: about six round marks, 1, 2 or 5 × 10^k apart, from end to end."""
+    """The marks to print, and from data to points: about six round marks, 1, 2 or 5 × 10^k apart,
+    from end to end."""
     low, high = min(values), max(values)
     if low == high:
         low, high = low - 0.5, high + 0.5
@@ -49,9 +50,10 @@ def line_chart(
     marked=(),
     bars=(),
 ) -> Image.Image:
-    """Named series of (x, y) as lines, a single point as a dot; those named in `pale` are thin, those in `marked` have
-    a dot at each point. bars: of some series, intervals (x, low, high) to draw upright. Points that are not finite
-    break the line. Raises UserError if no point is left."""
+    """Named series of (x, y) as lines, a single point as a dot; those named in `pale` are thin,
+    those in `marked` have a dot at each point. bars: of some series, intervals (x, low, high) to
+    draw upright. Points that are not finite break the line. Raises UserError if no point is
+    left."""
 
     def visible(point: Point) -> bool:
         return all(map(math.isfinite, point))

@@ -1,12 +1,15 @@
-"""Checkpoints of a run: everything that the next step depends on. Random numbers are seeded at every step.
+"""Checkpoints of a run: everything that the next step depends on. Random numbers are seeded at
+every step.
 
-`checkpoints/step-N/` has `trainable.safetensors`, `optimizer.safetensors` and `state.json`. Where FSDP2 has sharded the
-parameters, a `shard-R-….safetensors` of each process takes the place of the first two, so that no process holds a whole
-tensor. Any number of processes, with or without FSDP2, resumes from either kind.
+`checkpoints/step-N/` has `trainable.safetensors`, `optimizer.safetensors` and `state.json`. Where
+FSDP2 has sharded the parameters, a `shard-R-….safetensors` of each process takes the place of the
+first two, so that no process holds a whole tensor. Any number of processes, with or without FSDP2,
+resumes from either kind.
 
-A checkpoint is written under another name, flushed to disk and renamed; a crash leaves the previous one intact. By the
-digests in `manifest.json`, what is missing, changed or of another checkpoint is refused. No pickles: torch's usual
-`.metadata` is one, so torch's safetensors writer puts the places of parts into their own headers.
+A checkpoint is written under another name, flushed to disk and renamed; a crash leaves the previous
+one intact. By the digests in `manifest.json`, what is missing, changed or of another checkpoint is
+refused. No pickles: torch's usual `.metadata` is one, so torch's safetensors writer puts the places
+of parts into their own headers.
 """
 
 import contextlib
@@ -43,8 +46,9 @@ MOMENTS = (
 
 @dataclass
 class Result:
-    """An evaluation. losses, answers, matches (exact match, 0 or 1): by held-out record, None where there is none.
-    scores: "loss", "exact_match" and "vqa_accuracy" of all. tests: other accuracies for summary.json."""
+    """An evaluation. losses, answers, matches (exact match, 0 or 1): by held-out record, None where
+    there is none. scores: "loss", "exact_match" and "vqa_accuracy" of all. tests: other accuracies
+    for summary.json."""
 
     losses: list[float | None] = field(default_factory=list)
     answers: list[str | None] = field(default_factory=list)
@@ -91,7 +95,8 @@ def save_checkpoint(
     world: World,
     keep: int = 2,
 ) -> None:
-    """Write `run/checkpoints/step-N`, and delete all but the newest `keep`. Every process must call it."""
+    """Write `run/checkpoints/step-N`, and delete all but the newest `keep`. Every process must call
+    it."""
     weights, moments = {}, {}
     for name, parameter in changed_by(optimizer).items():
         weights[name] = parameter.detach()
@@ -122,8 +127,9 @@ def save_checkpoint(
 
 @contextlib.contextmanager
 def atomic_folder(folder: Path, world: World) -> Iterator[Path]:
-    """A name for the block to write a folder to, in all processes; it becomes `folder` once it is whole, and the former
-    content stays until then. Raises UserError for a full disk, and then nothing is left."""
+    """A name for the block to write a folder to, in all processes; it becomes `folder` once it is
+    whole, and the former content stays until then. Raises UserError for a full disk, and then
+    nothing is left."""
     temporary = folder.with_name(f".{folder.name}.partial")
     for leftover in (
         folder.parent.glob(".*.partial") if world.is_first else ()
@@ -150,7 +156,8 @@ def atomic_folder(folder: Path, world: World) -> Iterator[Path]:
 
 
 def _discard(folder: Path) -> None:
-    """Delete a folder, renamed first: a half-deleted one must not have the name of a complete one."""
+    """Delete a folder, renamed first: a half-deleted one must not have the name of a complete
+    one."""
     shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.old.partial")))
 
 
@@ -164,8 +171,8 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def newest_progress(run: Path) -> Progress | None:
-    """The progress of the newest checkpoint of `run`; None without any. Raises UserError, naming the checkpoint before,
-    if its files are not those that were written."""
+    """The progress of the newest checkpoint of `run`; None without any. Raises UserError, naming
+    the checkpoint before, if its files are not those that were written."""
     if not (folders := checkpoints(run)):
         return None
     *before, folder = folders
@@ -186,7 +193,8 @@ def newest_progress(run: Path) -> Progress | None:
             else "there is none before: start anew"
         )
         raise UserError(
-            f"{shown(folder)}: {', '.join(names)}: missing, changed, or of another checkpoint: {remedy}"
+            f"{shown(folder)}: {', '.join(names)}: missing, changed, or of another checkpoint: "
+            f"{remedy}"
         )
     with problems_at(folder / STATE):
         progress = Progress(**read_json(folder / STATE))
@@ -196,8 +204,8 @@ def newest_progress(run: Path) -> Progress | None:
 
 
 def load_checkpoint(run: Path, progress: Progress, optimizer: Optimizer) -> None:
-    """Restore an optimizer and its parameters in place from the checkpoint of `progress`; every process must call it.
-    Raises UserError if it belongs to other parameters, or is not whole."""
+    """Restore an optimizer and its parameters in place from the checkpoint of `progress`; every
+    process must call it. Raises UserError if it belongs to other parameters, or is not whole."""
     folder, parameters = run / "checkpoints" / f"step-{progress.step}", changed_by(optimizer)
     reader = HuggingFaceStorageReader(str(folder))
     sizes = {
@@ -229,7 +237,8 @@ def load_checkpoint(run: Path, progress: Progress, optimizer: Optimizer) -> None
 
 
 def file_digest(path: Path, most: int = 1024) -> str:
-    """Size and SHA-256 of a file; of one of more than `most` blocks of 256 KiB, of so many evenly spaced ones."""
+    """Size and SHA-256 of a file; of one of more than `most` blocks of 256 KiB, of so many evenly
+    spaced ones."""
     size, digest = path.stat().st_size, hashlib.sha256()
     count = min(most, -(-size // BLOCK))
     with path.open("rb") as file:

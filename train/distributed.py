@@ -1,5 +1,5 @@
-"""One process or several: a `World` from what `torchrun` sets, a model wrapped by DDP or sharded by FSDP2, and the
-answers to questions that all processes share.
+"""One process or several: a `World` from what `torchrun` sets, a model wrapped by DDP or sharded by
+FSDP2, and the answers to questions that all processes share.
 """
 
 import contextlib
@@ -24,7 +24,8 @@ LAYERS = ("vision_tower.encoder.layers", "language_model.layers", "multi_modal_p
 
 @dataclass(frozen=True)
 class World:
-    """The rank of this process among `size` processes, and its device. The first one prints and writes."""
+    """The rank of this process among `size` processes, and its device. The first one prints and
+    writes."""
 
     rank: int
     size: int
@@ -35,7 +36,8 @@ class World:
         return self.rank == 0
 
     def gather(self, value) -> list:
-        """The `value` of every process, by rank, on the CPU, so that no process waits for its GPU."""
+        """The `value` of every process, by rank, on the CPU, so that no process waits for its
+        GPU."""
         if self.size == 1:
             return [value]
         values = [None] * self.size
@@ -49,7 +51,8 @@ class World:
 
 @contextlib.contextmanager
 def joined_world(device: str = "auto") -> Iterator[World]:
-    """The world that `torchrun` started, if it did, for the block. Raises UserError for a device that is not there."""
+    """The world that `torchrun` started, if it did, for the block. Raises UserError for a device
+    that is not there."""
     rank, local, size = (
         int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     )
@@ -69,7 +72,8 @@ def joined_world(device: str = "auto") -> Iterator[World]:
         yield World(rank, max(1, size), chosen)
     finally:
         if dist.is_initialized():
-            gc.collect()  # a process group kept alive by a reference cycle would be destroyed too late, and abort
+            # a process group kept alive by a reference cycle would be destroyed too late, and abort
+            gc.collect()
             dist.destroy_process_group()
 
 
@@ -80,10 +84,11 @@ def spread(
     autocast: torch.dtype | None = None,
     compiles: bool = False,
 ) -> nn.Module:
-    """The module to call in place of `model`: itself in one process; else DDP, or with `shard` FSDP2 layer by layer.
+    """The module to call in place of `model`: itself in one process; else DDP, or with `shard`
+    FSDP2 layer by layer.
 
-    Both average gradients, so the loss must be multiplied by `world.size`. FSDP2 gathers an fp32 model in bf16 under
-    `autocast` to bf16, and sums gradients in fp32.
+    Both average gradients, so the loss must be multiplied by `world.size`. FSDP2 gathers an fp32
+    model in bf16 under `autocast` to bf16, and sums gradients in fp32.
     """
     if world.size == 1 or not shard:
         model = DistributedDataParallel(model) if world.size > 1 else model
@@ -93,7 +98,8 @@ def spread(
         MixedPrecisionPolicy(torch.bfloat16, torch.float32) if halves else MixedPrecisionPolicy()
     )
     for layer in layers_of(model):
-        if compiles:  # the layers alone: FSDP2 does its work between them, where a graph of the whole would break
+        # the layers alone: FSDP2 does its work between them, where a graph of the whole would break
+        if compiles:
             layer.compile()
         fully_shard(layer, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
@@ -122,15 +128,17 @@ def whole_model(model: nn.Module, world: World) -> nn.Module:
 
 
 def reads_bf16(model: nn.Module, autocast: torch.dtype | None) -> bool:
-    """Whether an fp32 model may gather its weights in bf16: λ and the decay rates of Mamba (A_log) need fp32."""
+    """Whether an fp32 model may gather its weights in bf16: λ and the decay rates of Mamba (A_log)
+    need fp32."""
     needs_fp32 = model.grafts or any(name.endswith("A_log") for name, _ in model.named_parameters())
     is_fp32 = all(parameter.dtype == torch.float32 for parameter in model.parameters())
     return autocast == torch.bfloat16 and is_fp32 and not needs_fp32
 
 
 def set_gradient_sync(model: nn.Module, sync: bool) -> None:
-    """Set whether DDP's next backward pass exchanges gradients: only the last micro-batch of a step needs to. FSDP2
-    always does: between micro-batches each process would else hold the gradients of all weights."""
+    """Set whether DDP's next backward pass exchanges gradients: only the last micro-batch of a step
+    needs to. FSDP2 always does: between micro-batches each process would else hold the gradients of
+    all weights."""
     model = getattr(model, "_orig_mod", model)  # torch.compile has wrapped it
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = sync
@@ -139,8 +147,9 @@ def set_gradient_sync(model: nn.Module, sync: bool) -> None:
 def ask_together(
     world: World, model, processor, questions: Sequence, **options
 ) -> list[str | None]:
-    """`eval.answer.ask_all`, shared by all processes, which call it with the same questions: each asks its copy of the
-    model about its share of the pictures. All get all answers, None where a question cannot be asked."""
+    """`eval.answer.ask_all`, shared by all processes, which call it with the same questions: each
+    asks its copy of the model about its share of the pictures. All get all answers, None where a
+    question cannot be asked."""
     from eval.answer import ask_all
 
     pictures = {

@@ -1,9 +1,11 @@
 """Intervals of a mean over training runs and examples, and tests of differences between runs.
 
-In: a score for each example, of one run or of several. Out: the mean with its interval, from the components of variance
-and Student's t; `estimate(a - b)` compares two models on the same examples (paired).
+In: a score for each example, of one run or of several. Out: the mean with its interval, from the
+components of variance and Student's t; `estimate(a - b)` compares two models on the same examples
+(paired).
 
-Sources: Howe 1974, Graybill and Wang 1980 (intervals of a sum of components). Holm 1979. Schuirmann 1987 (equivalence).
+Sources: Howe 1974, Graybill and Wang 1980 (intervals of a sum of components). Holm 1979. Schuirmann
+1987 (equivalence).
 """
 
 import math
@@ -14,9 +16,10 @@ import numpy as np
 
 
 class Estimate(NamedTuple):
-    """A mean, its 95 % interval, and the standard errors of runs and of the examples that all runs share, with their
-    degrees of freedom. Of one run, examples are in the place of runs. Half-widths combine as sqrt(a² + b²):
-    Satterthwaite's degrees for the sum make p-values below 0.002 of five runs three times too frequent."""
+    """A mean, its 95 % interval, and the standard errors of runs and of the examples that all runs
+    share, with their degrees of freedom. Of one run, examples are in the place of runs. Half-widths
+    combine as sqrt(a² + b²): Satterthwaite's degrees for the sum make p-values below 0.002 of five
+    runs three times too frequent."""
 
     mean: float
     low: float
@@ -36,7 +39,8 @@ class Estimate(NamedTuple):
         return max(self._tail(self.mean + margin), self._tail(margin - self.mean))
 
     def visible(self, tests: int = 1, power: float = 0.8) -> float:
-        """The smallest true difference that is found with this `power`, tested at 5 % shared among so many `tests`."""
+        """The smallest true difference that is found with this `power`, tested at 5 % shared among
+        so many `tests`."""
         return self.reach(0.025 / tests) + self.reach(1 - power)
 
     def reach(self, p: float) -> float:
@@ -62,9 +66,9 @@ class Estimate(NamedTuple):
 
 
 def estimate(scores, groups: Sequence[int | str] | None = None) -> Estimate:
-    """Mean of `scores`, (examples,) or (runs, examples), for any run on any example of their kinds. Runs and `groups`
-    of examples (default: each example) are crossed random effects, whose components of variance give the standard
-    error. Of one run, examples alone vary."""
+    """Mean of `scores`, (examples,) or (runs, examples), for any run on any example of their kinds.
+    Runs and `groups` of examples (default: each example) are crossed random effects, whose
+    components of variance give the standard error. Of one run, examples alone vary."""
     scores = np.atleast_2d(np.asarray(scores, dtype=np.float64))
     runs, examples = scores.shape
     mean = float(scores.mean())
@@ -90,7 +94,8 @@ def estimate(scores, groups: Sequence[int | str] | None = None) -> Estimate:
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """p-values adjusted for their number: at most 5 % of all tables have one below 0.05 by chance."""
+    """p-values adjusted for their number: at most 5 % of all tables have one below 0.05 by
+    chance."""
     order = np.argsort(values)
     steps = np.arange(len(values), 0, -1) * np.take(values, order)
     return np.minimum(1.0, np.maximum.accumulate(steps))[np.argsort(order)].tolist()
@@ -100,8 +105,8 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(100)
 
 
 def t_tail(t: float, freedom: float) -> float:
-    """P(T > t) of Student's t. With t = √f·tan θ the density is c·cos^(f − 1) θ, which Gauss-Legendre integrates from
-    |t| on, to where it has fallen to e⁻⁵⁰ of its first value."""
+    """P(T > t) of Student's t. With t = √f·tan θ the density is c·cos^(f − 1) θ, which
+    Gauss-Legendre integrates from |t| on, to where it has fallen to e⁻⁵⁰ of its first value."""
     start = math.atan2(abs(t), math.sqrt(freedom))
     end = math.acos(math.cos(start) * math.exp(-50 / (freedom - 1))) if freedom > 1 else math.pi / 2
     angles = start + (end - start) * (_NODES + 1) / 2
@@ -117,7 +122,8 @@ def _t_scale(freedom: float) -> float:
 
 
 def t_point(p: float, freedom: float) -> float:
-    """The t with P(T > t) = p ≤ 0.5, by Newton's method: the tail is convex from 0 on, so a step back is rounding."""
+    """The t with P(T > t) = p ≤ 0.5, by Newton's method: the tail is convex from 0 on, so a step
+    back is rounding."""
     t, step = 0.0, 1.0
     while step > 1e-12 * (1 + t):
         density = (

@@ -46,8 +46,9 @@ from train.validation import Metric, open_held_out
 
 
 class FineTuned(NamedTuple):
-    """A run that has ended. run: its folder. summary: the content of summary.json, where "held_out" has the scores by
-    column of the table. history: the lines of metrics.jsonl. model: with the weights that the run recommends."""
+    """A run that has ended. run: its folder. summary: the content of summary.json, where "held_out"
+    has the scores by column of the table. history: the lines of metrics.jsonl. model: with the
+    weights that the run recommends."""
 
     run: Path
     summary: dict
@@ -66,16 +67,18 @@ def finetune(
 ) -> FineTuned:
     """Fine-tune as the command does.
 
-    data, eval_data: sources as in --data, or examples: a list of dicts as in a JSONL file, whose pictures are paths,
-    Pillow images or uint8 arrays, or any data set with a length of such dicts by number. flags: those of the command
-    but --plan and --show-batch, `base="…", epochs=3, out="runs/mine"`. on_log: gets each step and its line of
-    metrics.jsonl. metrics: more scores of held-out examples, each a function of the answers and of the right ones, a
-    text or, where the data give several, their list. With `resume` give the same examples again. Raises UserError.
+    data, eval_data: sources as in --data, or examples: a list of dicts as in a JSONL file, whose
+    pictures are paths, Pillow images or uint8 arrays, or any data set with a length of such dicts
+    by number. flags: those of the command but --plan and --show-batch, `base="…", epochs=3,
+    out="runs/mine"`. on_log: gets each step and its line of metrics.jsonl. metrics: more scores of
+    held-out examples, each a function of the answers and of the right ones, a text or, where the
+    data give several, their list. With `resume` give the same examples again. Raises UserError.
     """
     names = "step loss lr gradient_norm held_out_loss exact_match vqa_accuracy AP lambda map_distance".split()
     if taken := {*MEASURED, *names} & {*metrics}:
         raise UserError(
-            f"metrics: {', '.join(taken)} stands in metrics.jsonl for something else: choose another name"
+            f"metrics: {', '.join(taken)} stands in metrics.jsonl for something else: choose "
+            "another name"
         )
     flags |= {name: Path(flags[name]) for name in ("out", "resume") if flags.get(name)}
     examples: dict[str, Any] = {}
@@ -93,7 +96,8 @@ def finetune(
     settings, arguments = parse(flags)
     if arguments.plan or arguments.show_batch:
         raise UserError(
-            "plan and show_batch print instead of training: call the command, python -m train.finetune"
+            "plan and show_batch print instead of training: call the command, python -m "
+            "train.finetune"
         )
     if examples.keys() - {*settings.data, *settings.eval_data}:
         raise UserError("resume: the run has its data from files: leave data and eval_data out")
@@ -111,7 +115,8 @@ def fine_tune(
     on_log: Callable[[int, dict], object] | None = None,
     metrics: Mapping[str, Metric] = {},
 ) -> FineTuned:
-    """The whole run: data, model, loop, summary. memory: the records of `finetune`'s examples, by their source."""
+    """The whole run: data, model, loop, summary. memory: the records of `finetune`'s examples, by
+    their source."""
     stem = run_stem(settings)
     with (
         joined_world(settings.device) as world,
@@ -193,19 +198,22 @@ def print_recipe(settings: Settings) -> None:
         }
         values = ", ".join(f"{name} {getattr(settings, name)}" for name in chosen)
         print(
-            f"recipe {settings.recipe}: {whys.get(settings.recipe, '')}{values}; a flag changes each",
+            f"recipe {settings.recipe}: {whys.get(settings.recipe, '')}{values}; a flag changes "
+            "each",
             flush=True,
         )
 
 
 def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:
-    """The first process prints the recipe, the base, its size, the share of it that is trained, and the device."""
+    """The first process prints the recipe, the base, its size, the share of it that is trained, and
+    the device."""
     if not world.is_first:
         return
     print_recipe(settings)
     if settings.is_beyond_base:
         print(
-            "boxes: the embedded base finds its forty emoji alone, and does not learn others: take a published base"
+            "boxes: the embedded base finds its forty emoji alone, and does not learn others: take "
+            "a published base"
         )
     total, trained = count(outline.parameters()), count(trainable(outline).values())
     size = f"{total:,} parameters, {trained:,} of them trainable ({100 * trained / total:.2f} %)"

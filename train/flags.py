@@ -1,6 +1,8 @@
-"""Command-line flags from the fields of a dataclass, the check of their values, and the config.json of a run.
+"""Command-line flags from the fields of a dataclass, the check of their values, and the config.json
+of a run.
 
-In: a frozen dataclass whose fields are made by `flag`. Out: its instance, from a command line or from a run folder.
+In: a frozen dataclass whose fields are made by `flag`. Out: its instance, from a command line or
+from a run folder.
 """
 
 import dataclasses
@@ -20,8 +22,8 @@ RUN_CONFIG = "config.json"
 
 
 def flag(default: Any, help: str, *, least: float = -MANY, most: float = MANY, **argument) -> Any:
-    """A dataclass field that is also a flag of the same name. least, most: the range of a number, ends included.
-    argument: of `add_argument`, such as `choices`."""
+    """A dataclass field that is also a flag of the same name. least, most: the range of a number,
+    ends included. argument: of `add_argument`, such as `choices`."""
     return dataclasses.field(
         default=default, metadata={"help": help, "range": (least, most), "argument": argument}
     )
@@ -34,7 +36,8 @@ def flag_name(name: str) -> str:
 
 @cache
 def field_kind(settings: type, field: dataclasses.Field) -> type:
-    """The type of a field's value, None apart: int, float, bool, str, Path, or tuple for several texts."""
+    """The type of a field's value, None apart: int, float, bool, str, Path, or tuple for several
+    texts."""
     hint = typing.get_type_hints(settings)[field.name]
     if isinstance(hint, UnionType):
         hint = next(kind for kind in typing.get_args(hint) if kind is not NoneType)
@@ -49,7 +52,8 @@ def given_flags(
     groups: Mapping = {},
     **more,
 ) -> dict:
-    """The values that the command line of `program` gives; each field of the dataclasses `kinds` is a flag.
+    """The values that the command line of `program` gives; each field of the dataclasses `kinds` is
+    a flag.
     groups: the fields of each group of --help. more: arguments of the parser."""
     form = RawDescriptionHelpFormatter  # it prints the lines of a description as they are
     parser = ArgumentParser(f"python -m {program}", description=doc, formatter_class=form, **more)
@@ -75,9 +79,11 @@ def given_flags(
 def from_values(
     settings: type[Settings], values: Mapping[str, object], where: str = ""
 ) -> Settings:
-    """An instance of the dataclass `settings`; lists, as argparse and JSON give them, become tuples.
+    """An instance of the dataclass `settings`; lists, as argparse and JSON give them, become
+    tuples.
 
-    Raises UserError, with `where` before it, for the first value that has another type or is out of range.
+    Raises UserError, with `where` before it, for the first value that has another type or is out of
+    range.
     """
     made = settings(
         **{
@@ -135,10 +141,12 @@ def read_run(
     defaults: Callable[[dict], dict] = lambda given: {},
     groups: Mapping[str, str] = {},
 ) -> tuple[Settings, Arguments]:
-    """The settings of a run, from its flags, in words or by name, or from the folder that is resumed, and other flags.
+    """The settings of a run, from its flags, in words or by name, or from the folder that is
+    resumed, and other flags.
 
-    defaults(flags): settings that take the place of the fields' defaults. groups: the fields of each group of --help.
-    Raises UserError for flags that exclude each other, values out of range, and a folder that it has not written.
+    defaults(flags): settings that take the place of the fields' defaults. groups: the fields of
+    each group of --help. Raises UserError for flags that exclude each other, values out of range,
+    and a folder that it has not written.
     """
     is_read = isinstance(argv, Mapping)
     given = (
@@ -160,6 +168,7 @@ def read_run(
     )
     if values.keys() != {field.name for field in dataclasses.fields(settings)}:
         raise UserError(
-            f"{where} is not of this version of `python -m {program}`: give a folder that it has written"
+            f"{where} is not of this version of `python -m {program}`: give a folder that it has "
+            "written"
         )
     return from_values(settings, values | given, f"{where}: "), chosen

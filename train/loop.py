@@ -1,7 +1,9 @@
-"""The training loop: accumulate, unscale, clip, step, log, save. It knows no command line and no data set.
+"""The training loop: accumulate, unscale, clip, step, log, save. It knows no command line and no
+data set.
 
-A micro-batch has `names` of its rows, `tokens` (how many are supervised), and `bad`, a line for each unusable record.
-An order has `total`, the number of steps, and `steps(first, workers, pin)`: this process's micro-batches of each.
+A micro-batch has `names` of its rows, `tokens` (how many are supervised), and `bad`, a line for
+each unusable record. An order has `total`, the number of steps, and `steps(first, workers, pin)`:
+this process's micro-batches of each.
 """
 
 import math
@@ -28,7 +30,8 @@ from weights.fingerprint import gathered
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """The settings of the loop, which those of every training command inherit. Each is a flag of the same name."""
+    """The settings of the loop, which those of every training command inherit. Each is a flag of
+    the same name."""
 
     schedule: str = flag("cosine", "decay after warm-up", choices=["linear", "cosine", "constant"])
     warmup: float = flag(20, "warm-up steps; below 1, a share of all steps", least=0, most=1e12)
@@ -66,12 +69,14 @@ def fit(
     progress: Progress | None = None,
     on_log: Callable[[int, dict], object] | None = None,
 ) -> Progress:
-    """Train `model` in place, from the newest checkpoint in `run` if there is one; returns the run's progress.
+    """Train `model` in place, from the newest checkpoint in `run` if there is one; returns the
+    run's progress.
 
-    loss(model, micro): moves the micro-batch to the device; the sum over its supervised tokens. validate(step,
-    progress): metrics after so many updates; it may set `progress.stopped`. progress: None reads the newest.
-    on_log(step, metrics): gets in the first process what metrics.jsonl gets. A step without a usable record changes
-    nothing. Raises Diverged, UserError for too many unusable records, Interrupted after a signal, once all is saved.
+    loss(model, micro): moves the micro-batch to the device; the sum over its supervised tokens.
+    validate(step, progress): metrics after so many updates; it may set `progress.stopped`.
+    progress: None reads the newest. on_log(step, metrics): gets in the first process what
+    metrics.jsonl gets. A step without a usable record changes nothing. Raises Diverged, UserError
+    for too many unusable records, Interrupted after a signal, once all is saved.
     """
     progress = progress or newest_progress(run) or Progress(world.size)
     autocast, dtype = (
@@ -145,7 +150,8 @@ def fit(
 
 
 def count_records(micros: Sequence, progress: Progress, max_bad: int, world: World) -> int:
-    """Add the samples and unusable records of a step to `progress`; returns its supervised tokens, of all processes.
+    """Add the samples and unusable records of a step to `progress`; returns its supervised tokens,
+    of all processes.
 
     Raises UserError for more than `max_bad` unusable records.
     """
@@ -160,7 +166,8 @@ def count_records(micros: Sequence, progress: Progress, max_bad: int, world: Wor
     )  # every epoch reports a record again
     if len(progress.bad) > max_bad:
         raise UserError(
-            f"more unusable records than --max-bad {max_bad}: raise it; the last: {progress.bad[-1]}"
+            f"more unusable records than --max-bad {max_bad}: raise it; the last: "
+            f"{progress.bad[-1]}"
         )
     return sum(tokens)
 
@@ -168,7 +175,8 @@ def count_records(micros: Sequence, progress: Progress, max_bad: int, world: Wor
 def check_finite(
     total: float, losses: Sequence[float], step: int, micros: Sequence, world: World, norm: float
 ) -> None:
-    """Raise Diverged in every process, naming the records, if the loss of a micro-batch of any is not finite.
+    """Raise Diverged in every process, naming the records, if the loss of a micro-batch of any is
+    not finite.
 
     norm: of the gradient; if it is not finite, the step would leave no weight finite.
     """
@@ -180,7 +188,8 @@ def check_finite(
         ]
         loss, *names = next(chain.from_iterable(world.gather(damaged)), (total, "all"))
         raise Diverged(
-            f"step {step}: the loss is {loss} on {', '.join(names)}: lower --lr, or look at these records"
+            f"step {step}: the loss is {loss} on {', '.join(names)}: lower --lr, or look at these "
+            "records"
         )
     if not math.isfinite(norm):
         raise Diverged(

@@ -1,5 +1,5 @@
-"""Which parameters are trained, at which rate, on which schedule: an optimizer with one group for each rule (names,
-rate, decay), and the factor of the rate at every step."""
+"""Which parameters are trained, at which rate, on which schedule: an optimizer with one group for
+each rule (names, rate, decay), and the factor of the rate at every step."""
 
 import math
 import re
@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-# λ, μ and the norms of a graft. No decay: it would pull these scalars and gains towards values without meaning.
+# λ, μ and the norms of a graft. No decay: it would pull these scalars and gains towards values
+# without meaning.
 SCALARS = r".*\.(lambda_\w+|lambda_proj\.\w+|mu|subln\.weight)"
 
 
@@ -24,14 +25,16 @@ class Rule(NamedTuple):
 
 
 def matching(model: nn.Module, pattern: str) -> list[str]:
-    """The names of the parameters whose whole name matches `pattern` (re.fullmatch); there must be one."""
+    """The names of the parameters whose whole name matches `pattern` (re.fullmatch); there must be
+    one."""
     names = [name for name, _ in model.named_parameters() if re.fullmatch(pattern, name)]
     assert names, f"no parameter matches {pattern!r}"
     return names
 
 
 def parameter_groups(model: nn.Module, rules: Sequence[Rule]) -> list[dict]:
-    """Optimizer groups with their "names", one for each rule; a parameter belongs to the first rule that names it.
+    """Optimizer groups with their "names", one for each rule; a parameter belongs to the first rule
+    that names it.
     All other parameters are frozen."""
     parameters = dict(model.named_parameters())
     groups, taken = [], set()
@@ -48,7 +51,8 @@ def parameter_groups(model: nn.Module, rules: Sequence[Rule]) -> list[dict]:
 def make_adamw(
     groups: list[dict], betas: tuple[float, float], kind: type = torch.optim.AdamW
 ) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov & Hutter 2019), or another `kind`, over `groups`, fused where PyTorch can."""
+    """AdamW (Loshchilov & Hutter 2019), or another `kind`, over `groups`, fused where PyTorch
+    can."""
     can = all(
         parameter.device.type in ("cuda", "cpu")
         for group in groups
@@ -57,22 +61,25 @@ def make_adamw(
     return kind(groups, betas=betas, fused=can)
 
 
-# The decay of Adam (Kingma & Ba 2015) is a part of the gradient. RAdam (Liu et al. 2020) has AdamW's decay, and takes a
-# parameter at a time: all at once would copy every gradient.
+# The decay of Adam (Kingma & Ba 2015) is a part of the gradient. RAdam (Liu et al. 2020) has
+# AdamW's decay, and takes a parameter at a time: all at once would copy every gradient.
 OPTIMIZERS = {"adamw": make_adamw, "adam": partial(make_adamw, kind=torch.optim.Adam)}
 OPTIMIZERS["radam"] = partial(torch.optim.RAdam, decoupled_weight_decay=True, foreach=False)
 
 
 def is_inner_matrix(name: str, parameter: torch.Tensor) -> bool:
-    """Whether Muon may update it: a matrix that is no embedding, and not of λ, which has a rate of its own."""
+    """Whether Muon may update it: a matrix that is no embedding, and not of λ, which has a rate of
+    its own."""
     return parameter.dim() == 2 and "embed" not in name and not re.fullmatch(SCALARS, name)
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon (Jordan 2024) for the matrices in `groups`, AdamW for embeddings, norms, biases and convolutions.
+    """Muon (Jordan 2024) for the matrices in `groups`, AdamW for embeddings, norms, biases and
+    convolutions.
 
-    groups: of `parameter_groups`; each is split in two. AdamW has `ratio` times the rate of the group. Muon moves a
-    matrix by its rate in every direction, whatever its gradient's size. Checkpoints see one optimizer.
+    groups: of `parameter_groups`; each is split in two. AdamW has `ratio` times the rate of the
+    group. Muon moves a matrix by its rate in every direction, whatever its gradient's size.
+    Checkpoints see one optimizer.
     """
 
     def __init__(self, groups: Sequence[dict], betas: tuple[float, float], ratio: float):
@@ -101,16 +108,19 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def reconnect(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Point the groups of a fresh optimizer to the model's parameters by name: FSDP2 has replaced the tensors."""
+    """Point the groups of a fresh optimizer to the model's parameters by name: FSDP2 has replaced
+    the tensors."""
     parameters = dict(model.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [parameters[name] for name in group["names"]]
 
 
 def rate_factor(step: int, total: int, warmup: float, schedule: str) -> float:
-    """The factor of the peak rate at a step: from 1 / (warmup + 1) at step 0 up to 1, then `schedule` down to 0.
+    """The factor of the peak rate at a step: from 1 / (warmup + 1) at step 0 up to 1, then
+    `schedule` down to 0.
 
-    warmup: steps, or if below 1 a share of `total`. schedule: "linear", "cosine", or "constant", which stays at 1.
+    warmup: steps, or if below 1 a share of `total`. schedule: "linear", "cosine", or "constant",
+    which stays at 1.
     """
     warmup = int(warmup if warmup >= 1 else warmup * total)
     if step < warmup:
@@ -131,7 +141,8 @@ def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
 
 
 def changed_by(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters of `optimizer` by name, with those of a vision tower that was aligned and is frozen since."""
+    """The parameters of `optimizer` by name, with those of a vision tower that was aligned and is
+    frozen since."""
     groups = optimizer.param_groups
     return {
         name: p for group in groups for name, p in zip(group["names"], group["params"], strict=True)

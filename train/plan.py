@@ -1,11 +1,14 @@
 """What a run takes, before anything is trained: `python -m train.finetune --plan`.
 
-In: the settings of a run. Out: a `PlanRow`: sizes, the memory of one GPU, disk, and hours by a GPU's published peak.
-A sample of the data is opened as training opens it; of the weights headers alone are read, and no GPU is needed.
+In: the settings of a run. Out: a `PlanRow`: sizes, the memory of one GPU, disk, and hours by a
+GPU's published peak.
+A sample of the data is opened as training opens it; of the weights headers alone are read, and no
+GPU is needed.
 
-A step is traced: it runs on tensors that have a shape and no memory, and every storage is counted while it is alive.
-Mamba scans, and weights in few bits are unpacked, as on a GPU. Sizes are printed in GB, 10⁹ bytes, those of a GPU with
-CUDA's own; CUDA also copies keys and values for all heads where attention has a mask.
+A step is traced: it runs on tensors that have a shape and no memory, and every storage is counted
+while it is alive. Mamba scans, and weights in few bits are unpacked, as on a GPU. Sizes are printed
+in GB, 10⁹ bytes, those of a GPU with CUDA's own; CUDA also copies keys and values for all heads
+where attention has a mask.
 """
 
 import time
@@ -59,7 +62,8 @@ class StepCost:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One run. samples, steps, tokens and flops are those of the whole run on all GPUs, without evaluation."""
+    """One run. samples, steps, tokens and flops are those of the whole run on all GPUs, without
+    evaluation."""
 
     name: str
     gpus: int
@@ -85,8 +89,8 @@ class PlanRow:
 
 
 def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
-    """What the run of `settings` on `gpus` GPUs takes. `device` decides dtypes; "auto" is a GPU here. Raises UserError
-    for all that the run would refuse."""
+    """What the run of `settings` on `gpus` GPUs takes. `device` decides dtypes; "auto" is a GPU
+    here. Raises UserError for all that the run would refuse."""
     rows, micro_batches = step_layout(settings, gpus)
     records = read_records(settings)
     device = torch.device("cuda" if settings.device == "auto" else settings.device)
@@ -118,7 +122,8 @@ def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
 
 
 def processor_of(settings: Settings, model: PaliGemma) -> Processor:
-    """The processor of the run; for a preset without a tokenizer with that of the embedded base, of smaller pieces."""
+    """The processor of the run; for a preset without a tokenizer with that of the embedded base, of
+    smaller pieces."""
     source = (
         settings.base
         if settings.stage is None
@@ -134,7 +139,8 @@ def processor_of(settings: Settings, model: PaliGemma) -> Processor:
 
 
 def open_sample(order: Order, settings: Settings) -> list[MicroBatch]:
-    """The first micro-batches of a run, of about SAMPLE rows. Raises UserError for too many unusable records."""
+    """The first micro-batches of a run, of about SAMPLE rows. Raises UserError for too many
+    unusable records."""
     micros, rows, bad = [], 0, []
     for micro in chain.from_iterable(order.steps(0, settings.workers)):
         micros += [micro] if micro.names else []
@@ -151,7 +157,8 @@ def open_sample(order: Order, settings: Settings) -> list[MicroBatch]:
 def spread_cost(
     cost: StepCost, gpus: int, model: PaliGemma, shard: bool, autocast: torch.dtype | None
 ) -> StepCost:
-    """The cost of one of `gpus` GPUs: DDP exchanges copies of the gradients, FSDP2 gathers two layers at a time."""
+    """The cost of one of `gpus` GPUs: DDP exchanges copies of the gradients, FSDP2 gathers two
+    layers at a time."""
     if not shard:
         return replace(cost, gradients=2 * cost.gradients)
     sizes = [bytes_of(layer.parameters()) for layer in layers_of(model)]
@@ -170,8 +177,8 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 # A step, traced
 
-# Beside PyTorch's own registry, what the CPU's operators compute. An attention map of queries (B, N, S, D) × keys takes
-# two products forwards, and backwards four and that of the map once more.
+# Beside PyTorch's own registry, what the CPU's operators compute. An attention map of queries (B,
+# N, S, D) × keys takes two products forwards, and backwards four and that of the map once more.
 FLOPS = flop_registry | {
     aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, *_, **__: (
         4 * query.numel() * key.shape[2]
@@ -190,8 +197,8 @@ def step_costs(
     accumulates: bool,
     optimizer: str,
 ) -> list[StepCost]:
-    """What a step of `model`, on the meta device, costs, without and with checkpointing; afterwards it is of no use.
-    accumulates: an earlier micro-batch has left its gradients."""
+    """What a step of `model`, on the meta device, costs, without and with checkpointing; afterwards
+    it is of no use. accumulates: an earlier micro-batch has left its gradients."""
     fake, costs = FakeTensorMode(allow_non_fake_inputs=True), []
     with fake:
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
@@ -255,8 +262,8 @@ class _Counter(TorchDispatchMode):
 
 
 def report(settings: Settings, gpu: str | None, gpus: int) -> str:
-    """What `--plan` prints: sizes, how many rows of a micro-batch fit on which GPU, and in the last line with which
-    flags the run fits on the smallest; of the bundled toy model CPU seconds."""
+    """What `--plan` prints: sizes, how many rows of a micro-batch fit on which GPU, and in the last
+    line with which flags the run fits on the smallest; of the bundled toy model CPU seconds."""
     if gpu is None and settings.base == "embedded" and settings.stage is None:
         table, seconds = (
             plan_table([plan(replace(settings, device="cpu"))], None),
@@ -299,7 +306,8 @@ def report(settings: Settings, gpu: str | None, gpus: int) -> str:
 def ways_of(settings: Settings, row: PlanRow) -> dict[str, dict[int, float]]:
     """Other ways to take the steps of `row`: by flags, the GB of one GPU by rows of a micro-batch.
 
-    One row and all rows of a step are traced. A peak is convex in rows, so none between is above the line of both.
+    One row and all rows of a step are traced. A peak is convex in rows, so none between is above
+    the line of both.
     """
     share, ways = row.step_rows // row.gpus, {}
     is_fixed = settings.quantize or settings.writes_model or settings.shard
@@ -318,7 +326,8 @@ def ways_of(settings: Settings, row: PlanRow) -> dict[str, dict[int, float]]:
 
 
 def cpu_seconds(settings: Settings) -> float:
-    """CPU seconds of a run of the bundled toy model, from four steps here with random weights of its sizes."""
+    """CPU seconds of a run of the bundled toy model, from four steps here with random weights of
+    its sizes."""
     settings, world = replace(settings, base="tiny", device="cpu"), World(0, 1, torch.device("cpu"))
     (model, optimizer), records = open_model(settings, world.device), read_records(settings)
     order, marks = Order(records, processor_of(settings, model), settings, world), []

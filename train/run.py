@@ -1,7 +1,9 @@
-"""The folder of a run, locked while a process writes to it; its log; what it is made from; and its end by a signal.
+"""The folder of a run, locked while a process writes to it; its log; what it is made from; and its
+end by a signal.
 
-SIGTERM or Ctrl-C during training: the running step is finished, a checkpoint is written, the program ends. Every
-checkpoint stores the origin of its run, settings and fingerprints of base and data; a resumed run compares them.
+SIGTERM or Ctrl-C during training: the running step is finished, a checkpoint is written, the
+program ends. Every checkpoint stores the origin of its run, settings and fingerprints of base and
+data; a resumed run compares them.
 """
 
 import contextlib
@@ -47,7 +49,8 @@ class Interrupted(Exception):
 
 @contextlib.contextmanager
 def catch_signals() -> Iterator[list[int]]:
-    """SIGTERM and Ctrl-C are put into the yielded list instead of ending the process; a second signal ends it."""
+    """SIGTERM and Ctrl-C are put into the yielded list instead of ending the process; a second
+    signal ends it."""
     received: list[int] = []
 
     def handler(number, frame):
@@ -80,10 +83,12 @@ def check_empty(out: Path | None) -> None:
 def run_folder(
     arguments: RunArguments, settings, stem: str, program: str, world: World
 ) -> Iterator[Path]:
-    """The folder of a run for the block, locked: the resumed one, or a new `--out` or runs/STEM-NUMBER.
+    """The folder of a run for the block, locked: the resumed one, or a new `--out` or
+    runs/STEM-NUMBER.
 
-    If the block raises before learned weights are written, the new folder is deleted. Interrupted ends the program,
-    with advice. Raises UserError if another process writes to the folder, if it is not empty, and as `lock_folder`.
+    If the block raises before learned weights are written, the new folder is deleted. Interrupted
+    ends the program, with advice. Raises UserError if another process writes to the folder, if it
+    is not empty, and as `lock_folder`.
     """
     run = None
     if world.is_first:
@@ -117,8 +122,9 @@ def run_folder(
 
 
 def lock_folder(run: Path) -> IO:
-    """An open file that holds the lock of `run`. A killed process loses its lock, and workers do not inherit it. Raises
-    UserError for a folder with links: what is written and deleted through them is not the run's."""
+    """An open file that holds the lock of `run`. A killed process loses its lock, and workers do
+    not inherit it. Raises UserError for a folder with links: what is written and deleted through
+    them is not the run's."""
     with file_errors(run):
         if link := next((path for path in run.rglob("*") if path.is_symlink()), None):
             raise UserError(f"{shown(link)}: is a link: put what it leads to in its place")
@@ -136,16 +142,16 @@ def lock_folder(run: Path) -> IO:
 
 # The log
 
-# Fields that differ from run to run: seconds of training so far, evaluations included; samples and supervised tokens a
-# second, of the step alone; peak memory so far in MiB, of the first process
+# Fields that differ from run to run: seconds of training so far, evaluations included; samples and
+# supervised tokens a second, of the step alone; peak memory so far in MiB, of the first process
 MEASURED = ("seconds", "samples_per_second", "tokens_per_second", "peak_memory")
 
 
 class Log:
     """The metrics, the progress bar and the clock of a run; only the first process writes.
 
-    progress: of the run, with the seconds of training, those before it was resumed included. Lines of steps after its
-    checkpoint are deleted.
+    progress: of the run, with the seconds of training, those before it was resumed included. Lines
+    of steps after its checkpoint are deleted.
     """
 
     def __init__(self, run: Path, total: int, progress: Progress, world: World):
@@ -186,7 +192,8 @@ class Log:
         return {name: round(value, 3) for name, value in zip(MEASURED, values, strict=True)}
 
     def write(self, record: dict) -> None:
-        """Write the metrics of one step, and update the seconds of `progress`. Raises UserError if the disk is full."""
+        """Write the metrics of one step, and update the seconds of `progress`. Raises UserError if
+        the disk is full."""
         self.progress.seconds = time.perf_counter() - self.started
         if self.writes:
             with file_errors(self.path):
@@ -244,7 +251,8 @@ def read_metrics(run: Path) -> list[dict]:
 
 
 def draw_loss(run: Path) -> None:
-    """Write `loss.png`: the loss of every step, its running mean, and the loss on held-out examples."""
+    """Write `loss.png`: the loss of every step, its running mean, and the loss on held-out
+    examples."""
     from eval import figures
     from train.chart import line_chart
 
@@ -270,8 +278,8 @@ def draw_loss(run: Path) -> None:
 
 
 def data_fingerprints(records: Sequence[Record]) -> dict[str, str]:
-    """Fingerprints of all texts, and of the files of pictures or tar shards: of all sizes, of 1,024 to 2,047 files also
-    the first and the last 256 KiB."""
+    """Fingerprints of all texts, and of the files of pictures or tar shards: of all sizes, of 1,024
+    to 2,047 files also the first and the last 256 KiB."""
     if isinstance(records, list):
         texts = (repr((r.name, r.key, r.turns, r.answers if r.sampled else ())) for r in records)
         paths = sorted(
@@ -294,9 +302,11 @@ def data_fingerprints(records: Sequence[Record]) -> dict[str, str]:
 def set_origin(
     run: Path, progress: Progress, settings, fingerprints: Mapping[str, str], allow_changed: bool
 ) -> None:
-    """Store in `progress` what the run is made from: its settings, and fingerprints such as {"base": …}.
+    """Store in `progress` what the run is made from: its settings, and fingerprints such as
+    {"base": …}.
 
-    Raises UserError if its checkpoint has another origin, naming what has changed; with `allow_changed` it is printed.
+    Raises UserError if its checkpoint has another origin, naming what has changed; with
+    `allow_changed` it is printed.
     """
     origin = {
         flag_name(name): value for name, value in asdict(settings).items() if name not in FREE
@@ -322,7 +332,8 @@ def set_origin(
 
 
 def provenance() -> dict[str, str]:
-    """The commit ("+" if files differ from it), the processor and the version of PyTorch that made a result."""
+    """The commit ("+" if files differ from it), the processor and the version of PyTorch that made
+    a result."""
     command = ["git", "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty=+"]
     try:
         done = subprocess.run(

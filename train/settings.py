@@ -1,4 +1,5 @@
-"""The settings of a fine-tuning run: the flags of `train.finetune`, recipes, and the stages of each system."""
+"""The settings of a fine-tuning run: the flags of `train.finetune`, recipes, and the stages of each
+system."""
 
 import contextlib
 import json
@@ -22,7 +23,8 @@ from train.optim import OPTIMIZERS
 
 EMBEDDED = ("embedded",)
 
-# Dense bf16 FLOP/s (the data sheets' figures with sparsity are twice as high), and GB of memory; a T4 has fp16 alone
+# Dense bf16 FLOP/s (the data sheets' figures with sparsity are twice as high), and GB of memory; a
+# T4 has fp16 alone
 GPUS = {
     "T4": (65e12, 16),
     "A10": (125e12, 24),
@@ -36,7 +38,8 @@ GPUS = {
     "RTX4090": (165e12, 24),
 }
 
-# Recipes: the paper's Table 1 (its section 4), and the transfer of PaliGemma's authors (Beyer et al. 2024, appendix J)
+# Recipes: the paper's Table 1 (its section 4), and the transfer of PaliGemma's authors (Beyer et
+# al. 2024, appendix J)
 
 _PAPER = {"batch_size": 4, "step_batch": 4}  # "a batch size of 4", and the rule rate / batch = 1e-4
 _PAPER |= {"optimizer": "adam", "schedule": "linear", "warmup": 50, "epochs": 1, "fraction": 0.4}
@@ -62,20 +65,23 @@ RECIPES: dict[str, dict] = {
         "prompt": "answer en {question}",
         "answers": "sampled",
     },
-    # The embedded base on other pictures than its 40 emojis: its vision tower starts anew, then all else learns.
-    # Questions of one picture in one batch make the picture matter, and share its encoding.
+    # The embedded base on other pictures than its 40 emojis: its vision tower starts anew, then all
+    # else learns. Questions of one picture in one batch make the picture matter, and share its
+    # encoding.
     "own": _WHOLE
     | {"new_tower": True, "shift": True, "align": 400, "validation": 0.05, "warmup": 0.04}
     | {"optimizer": "muon", "lr": 0.01, "batch_size": 32, "per_picture": 8, "patience": 5},
     "lora": {},  # with a graft, as by default on the embedded scenes, also on own pictures
-    # LoRA on a base of published size; it was never run. The rate is ten times the authors' for whole weights, by the
-    # rule of "LoRA Without Regret" (Schulman et al. 2025). Hugging Face's script (merveenoyan/smol-vision)
-    # has 2e-5, 4 × 4 rows a step and bf16, Roboflow's maestro (paligemma_2/core.py) 1e-5 and 4 × 8.
+    # LoRA on a base of published size; it was never run. The rate is ten times the authors' for
+    # whole weights, by the rule of "LoRA Without Regret" (Schulman et al. 2025). Hugging Face's
+    # script (merveenoyan/smol-vision) has 2e-5, 4 × 4 rows a step and bf16, Roboflow's maestro
+    # (paligemma_2/core.py) 1e-5 and 4 × 8.
     "one-gpu": {"lr": 1e-4, "warmup": 0.05, "batch_size": 16, "step_batch": 16, "beta2": 0.999}
     | {"checkpointing": True, "dtype": "bf16"},
 }
 PUBLISHED_WIDTH = 2048  # of the smallest published decoder, Gemma 2B
-# Flags that ask for another way of training than the recipe "own", which own pictures take on the embedded base
+# Flags that ask for another way of training than the recipe "own", which own pictures take on the
+# embedded base
 _NOT_OWN = {
     "recipe",
     "attention",
@@ -95,8 +101,9 @@ _NOT_OWN |= {"quantize", "align", "arch", "shard", "dtype"}
 class StageRecipe:
     """What a stage trains: patterns of whole parameter names, and for each the factor of `--lr`.
 
-    defaults: settings of this stage; flags of the command line override them. embedded: overrides for the embedded
-    data, where the parts are a thousand times smaller and there are a hundred times fewer pictures.
+    defaults: settings of this stage; flags of the command line override them. embedded: overrides
+    for the embedded data, where the parts are a thousand times smaller and there are a hundred
+    times fewer pictures.
     """
 
     rates: Mapping[str, float]
@@ -121,7 +128,8 @@ _SMALL_WINGS = _SMALL | {
 }  # its decoder has never seen a picture: it learns to read one from scan
 _SMALL_QMAMBA = _SMALL | {"tasks": "vqa,locate,count,exist"}
 
-# Of each system with stages, by its `--arch` name and the stage's number. `train/systems/open.py` makes their models.
+# Of each system with stages, by its `--arch` name and the stage's number. `train/systems/open.py`
+# makes their models.
 STAGES: dict[str, dict[int, StageRecipe]] = {
     "wings": {
         1: StageRecipe(
@@ -151,7 +159,8 @@ STAGES: dict[str, dict[int, StageRecipe]] = {
 
 
 def stage_defaults(arch: str | None, stage: int | None, is_embedded: bool) -> dict[str, object]:
-    """The settings of a stage, on the embedded data or on others; empty where there is no such stage."""
+    """The settings of a stage, on the embedded data or on others; empty where there is no such
+    stage."""
     recipe = STAGES.get(arch, {}).get(stage, StageRecipe({}))
     return {**recipe.defaults, **(recipe.embedded if is_embedded else {})}
 
@@ -162,19 +171,24 @@ class Settings(LoopSettings):
 
     recipe: str = flag(
         "",
-        "other defaults: the paper's Table 1, PaliGemma's authors', `one-gpu`, which a base of published size takes "
-        "(with --full `paligemma`), or `own`, which own pictures on the embedded base take unless a flag, such as "
+        "other defaults: the paper's Table 1, PaliGemma's authors', `one-gpu`, which a base of "
+        "published size takes "
+        "(with --full `paligemma`), or `own`, which own pictures on the embedded base take unless "
+        "a flag, such as "
         "--recipe lora, asks for LoRA or a graft",
         choices=["", *RECIPES],
     )
     base: str = flag(
         "embedded",
-        f"model: a folder, a hub id, `embedded`, or random weights of a preset ({', '.join(PRESETS)})",
+        f"model: a folder, a hub id, `embedded`, or random weights of a preset "
+        f"({', '.join(PRESETS)})",
     )
     data: tuple[str, ...] = flag(
         EMBEDDED,
-        f"{SOURCES}, or tar shards of train.shard, shards:'NAME-{{000..127}}.tar'. May be given several times; "
-        "SOURCE@WEIGHT then gives WEIGHT / (sum of weights) of an epoch's samples (default: embedded)",
+        f"{SOURCES}, or tar shards of train.shard, shards:'NAME-{{000..127}}.tar'. May be given "
+        "several times; "
+        "SOURCE@WEIGHT then gives WEIGHT / (sum of weights) of an epoch's samples (default: "
+        "embedded)",
         metavar="SOURCE[@WEIGHT]",
     )
     eval_data: tuple[str, ...] = flag(
@@ -232,7 +246,8 @@ class Settings(LoopSettings):
     )
     epochs: int | None = flag(
         None,
-        "passes over the data (default: 1; of other data than the scenes as many as take 320 steps, at most 32)",
+        "passes over the data (default: 1; of other data than the scenes as many as take 320 "
+        "steps, at most 32)",
         least=1,
     )
     steps: int | None = flag(None, "stop after so many steps (default: all epochs)", least=1)
@@ -289,11 +304,13 @@ class Settings(LoopSettings):
         return options
 
     def options_of(self, known: Mapping[str, object]) -> dict[str, object]:
-        """`options`. Raises UserError for a name that is not `known`, or a value of another type than the known one."""
+        """`options`. Raises UserError for a name that is not `known`, or a value of another type
+        than the known one."""
         for name, value in self.options.items():
             if name not in known or type(value) is not type(known[name]):
                 raise UserError(
-                    f"--option {name}={value}: expected one of {shown(dict(known), 400)}, of its type"
+                    f"--option {name}={value}: expected one of {shown(dict(known), 400)}, of its "
+                    "type"
                 )
         return self.options
 
@@ -309,7 +326,8 @@ class Settings(LoopSettings):
 
     @property
     def question_prompt(self) -> str | None:
-        """The template of the VQA questions in training; None where the data has its own prompts."""
+        """The template of the VQA questions in training; None where the data has its own
+        prompts."""
         if self.is_embedded:
             return PROMPT
         return self.prompt if any(source.startswith("vqav2:") for source in self.data) else None
@@ -358,7 +376,8 @@ GROUPS = {
 
 
 def is_published_size(base: str) -> bool:
-    """Whether a base is as large as a published one, by its name or config.json. Raises UserError for a damaged one."""
+    """Whether a base is as large as a published one, by its name or config.json. Raises UserError
+    for a damaged one."""
     config, file = preset_of(base), local_path(base) / "config.json"
     if base.startswith("embedded"):
         return False
@@ -371,7 +390,8 @@ def is_published_size(base: str) -> bool:
 def parse(
     argv: Sequence[str] | Mapping[str, object] | None, description: str = ""
 ) -> tuple[Settings, Arguments]:
-    """The settings and the run folder of flags, in words or by name; a recipe changes defaults, flags override both."""
+    """The settings and the run folder of flags, in words or by name; a recipe changes defaults,
+    flags override both."""
 
     def defaults(given: dict) -> dict:
         is_embedded = tuple(given.get("data", EMBEDDED)) == EMBEDDED
@@ -443,14 +463,15 @@ def check(settings: Settings) -> None:
 
 
 def step_layout(settings: Settings, processes: int) -> tuple[int, int]:
-    """Rows of a micro-batch, and micro-batches of a step over all processes. Raises UserError where they cannot make up
-    the rows of `step_batch`."""
+    """Rows of a micro-batch, and micro-batches of a step over all processes. Raises UserError where
+    they cannot make up the rows of `step_batch`."""
     wanted = settings.step_batch or settings.batch_size * processes
     rows = max(1, min(settings.batch_size, wanted // processes))
     if wanted % (rows * processes):
         needed = f"{rows} rows of a micro-batch × {processes} processes"
         raise UserError(
-            f"--step-batch {wanted} is no multiple of {needed}: change one of them, see --batch-size"
+            f"--step-batch {wanted} is no multiple of {needed}: change one of them, see "
+            "--batch-size"
         )
     return rows, wanted // rows
 

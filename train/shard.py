@@ -1,7 +1,8 @@
 """Pack training data into tar shards: a few large files in place of very many small ones.
 
-In: data in files that `train.finetune` reads. Out: PREFIX-000.tar, PREFIX-001.tar, … with their indices: each picture
-once, as the file that it was, beside its questions; see `train/data/shards.py`.
+In: data in files that `train.finetune` reads. Out: PREFIX-000.tar, PREFIX-001.tar, … with their
+indices: each picture once, as the file that it was, beside its questions; see
+`train/data/shards.py`.
 
     python -m train.shard vqav2:DIR --out shards/vqa
     python -m train.finetune --data shards:'shards/vqa-{000..082}.tar' …
@@ -32,10 +33,12 @@ from train.settings import Settings
 def pack(
     records: Sequence[Record], prefix: Path, per_shard: int = 1000, max_bad: int = 0
 ) -> list[Path]:
-    """Write the shards of `records` and their indices; returns the shards. Records that are left out are printed.
+    """Write the shards of `records` and their indices; returns the shards. Records that are left
+    out are printed.
 
-    Pictures are shuffled; all records of a picture are in one sample. Raises UserError, before anything is written, for
-    more than `max_bad` records without their pictures, and where shards of this prefix are there.
+    Pictures are shuffled; all records of a picture are in one sample. Raises UserError, before
+    anything is written, for more than `max_bad` records without their pictures, and where shards of
+    this prefix are there.
     """
     groups, of_group, bad, ends = groups_of(records), defaultdict(list), 0, ", ".join(PICTURES)
     for record in records:
@@ -66,7 +69,8 @@ def pack(
             raise UserError(
                 f"--out {prefix}: there are shards of this name: delete them, or give another name"
             )
-        # named when all are written: a part of them, left by a killed command, would be trained on as if it were all
+        # named when all are written: a part of them, left by a killed command, would be trained on
+        # as if it were all
         with TemporaryDirectory(prefix=f".{prefix.name[:40]}-", dir=prefix.parent) as name:
             folder = Path(name)
             for path, start in zip(paths, tqdm(starts, "shards"), strict=True):
@@ -80,7 +84,8 @@ def pack(
 
 
 def write_shard(path: Path, samples: Sequence[Sequence[Record]], first: int) -> None:
-    """Write samples, numbered from `first`: the distinct pictures of each, and its questions as JSON."""
+    """Write samples, numbered from `first`: the distinct pictures of each, and its questions as
+    JSON."""
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         for number, sample in enumerate(samples, first):
             pictures = list(

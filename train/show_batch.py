@@ -1,5 +1,6 @@
-"""`train.finetune --show-batch`: the first batch of a run as the model reads it: the text of every row, with what is
-learned between ⟦ and ⟧, and a sheet of the pictures. Nothing is trained or kept."""
+"""`train.finetune --show-batch`: the first batch of a run as the model reads it: the text of every
+row, with what is learned between ⟦ and ⟧, and a sheet of the pictures. Nothing is trained or
+kept."""
 
 import re
 from collections.abc import Iterator
@@ -21,7 +22,8 @@ from train.systems.open import open_model, open_processor
 
 
 def show_batch(settings: Settings, sheet: Path) -> list[str]:
-    """The lines to print, with ↵ for a newline and no padding; `sheet` gets the pictures. Raises UserError."""
+    """The lines to print, with ↵ for a newline and no padding; `sheet` gets the pictures. Raises
+    UserError."""
     figures.check_name(sheet)
     model, _ = open_model(settings, torch.device("meta"))  # shapes and the tokenizer are enough
     processor, _ = open_processor(settings, model)

@@ -1,7 +1,8 @@
-"""What a fine-tuning run leaves behind: its table, summary.json, answers to look at, and the commands that go on.
+"""What a fine-tuning run leaves behind: its table, summary.json, answers to look at, and the
+commands that go on.
 
-Results are by column of the table: "before", "start", the grafted model that training starts from, "after", "best", and
-"blind", the trained model on gray pictures.
+Results are by column of the table: "before", "start", the grafted model that training starts from,
+"after", "best", and "blind", the trained model on gray pictures.
 """
 
 import json
@@ -64,8 +65,9 @@ def summarize(
 
 
 def gain_over_blind(held_out: HeldOut, results: Results) -> dict | None:
-    """How much better the trained model is with pictures than with gray ones, paired, over pictures: "measure", "mean",
-    "low" and "high". The measure is the loss where nothing is matched. None for data without pictures."""
+    """How much better the trained model is with pictures than with gray ones, paired, over
+    pictures: "measure", "mean", "low" and "high". The measure is the loss where nothing is matched.
+    None for data without pictures."""
     ours, blind = trained(results), results["blind"]
     better, worse, factor, measure = ours.matches, blind.matches, 100, "% exact match"
     if not any([*better, *worse]):
@@ -118,13 +120,15 @@ def write_answers(run: Path, held_out: HeldOut, results: Results) -> None:
 
 
 def print_summary(summary: dict, results: Results, settings: Settings, run: Path) -> None:
-    """Print the accuracies, the best step, whether the pictures were used, the files, and the commands that go on."""
+    """Print the accuracies, the best step, whether the pictures were used, the files, and the
+    commands that go on."""
     if results:
         print_accuracies(summary, results, settings)
     held_out = summary.get("held_out", {})
     if step := held_out.get("stopped"):
         print(
-            f"stopped early, after step {step}: {settings.patience} evaluations without a better score"
+            f"stopped early, after step {step}: {settings.patience} evaluations without a better "
+            "score"
         )
     if step := held_out.get("best_step"):
         by = (
@@ -156,14 +160,16 @@ def print_summary(summary: dict, results: Results, settings: Settings, run: Path
         )
     names = sorted(path.name + "/" * path.is_dir() for path in run.iterdir() if path.name[0] != ".")
     print(
-        f"\n{summary['samples']:,} samples in {summary['seconds']:.0f} s; in {run}: {', '.join(names)}"
+        f"\n{summary['samples']:,} samples in {summary['seconds']:.0f} s; in {run}: "
+        f"{', '.join(names)}"
     )
     takes_best = bool(results) and trained(results) is results.get("best")
     print("next:", "\n      ".join(next_commands(settings, run, takes_best)))
 
 
 def longer(settings: Settings, run: Path) -> str:
-    """The command of a run of twice as many steps; of LoRA on the embedded base and own data, with the recipe `own`."""
+    """The command of a run of twice as many steps; of LoRA on the embedded base and own data, with
+    the recipe `own`."""
     s, is_toy = settings, settings.base == "embedded" and not settings.writes_model
     given = [("--base", s.base), ("--images", s.images)] + [("--data", source) for source in s.data]
     given += [("--eval-data", source) for source in s.eval_data] + [
@@ -204,12 +210,14 @@ def print_accuracies(summary: dict, results: Results, settings: Settings) -> Non
         )
     if (before := summary["before"]["needle"]) is not None and before < 25:
         print(
-            "A needle score below chance before training mostly means that its question was never seen."
+            "A needle score below chance before training mostly means that its question was never "
+            "seen."
         )
 
 
 def lines_of(scores: Mapping, tests: Mapping) -> dict[str, float]:
-    """The cells of a column by the titles of their lines: held-out scores, then accuracies on the embedded scenes."""
+    """The cells of a column by the titles of their lines: held-out scores, then accuracies on the
+    embedded scenes."""
     lines = {
         f"  {SCORES.get(name, name)}": value for name, value in scores.items() if value is not None
     }
@@ -224,7 +232,8 @@ def lines_of(scores: Mapping, tests: Mapping) -> dict[str, float]:
 
 
 def next_commands(settings: Settings, run: Path, takes_best: bool) -> list[str]:
-    """The commands that go on from a run. Of the embedded data they ask the last weights, as the table has done."""
+    """The commands that go on from a run. Of the embedded data they ask the last weights, as the
+    table has done."""
     s, last = settings, "model" if settings.writes_model else ""
     folder = shlex.quote(str(run / ("best" if takes_best and not s.is_embedded else last)))
     model, prompt, commands = f"--{last or 'adapter'} {folder}", s.question_prompt or PROMPT, []

@@ -1,9 +1,12 @@
-"""Held-out examples: the loss of their answers, and what a model answers, before, during and after training.
+"""Held-out examples: the loss of their answers, and what a model answers, before, during and after
+training.
 
-In: records that are not trained on, and a model. Out: loss, exact match and VQA accuracy; for the loop the metrics of
-an evaluation, the best weights in RUN/best, and whether to stop early. All processes share the examples.
+In: records that are not trained on, and a model. Out: loss, exact match and VQA accuracy; for the
+loop the metrics of an evaluation, the best weights in RUN/best, and whether to stop early. All
+processes share the examples.
 
-An evaluation changes nothing in training: every step of the loop sets the model's mode and the random seed.
+An evaluation changes nothing in training: every step of the loop sets the model's mode and the
+random seed.
 """
 
 import contextlib
@@ -43,8 +46,9 @@ LONGEST, LONGEST_BOXES = 64, 256  # tokens of an answer that is generated; of on
 class HeldOut:
     """The held-out examples of a run, see `open_held_out`.
 
-    lengths: tokens of each right answer, its end included. plan: the numbers of the records of each batch. asked: of
-    the records whose answer is generated: a single turn of at most LONGEST tokens. metrics: more scores, by name.
+    lengths: tokens of each right answer, its end included. plan: the numbers of the records of each
+    batch. asked: of the records whose answer is generated: a single turn of at most LONGEST tokens.
+    metrics: more scores, by name.
     """
 
     records: list[Record]
@@ -65,9 +69,11 @@ class HeldOut:
         most: int | None = None,
         without_pictures: bool = False,
     ) -> Result:
-        """The losses of all records, the answers to `most` of them (None: to all), and their scores.
+        """The losses of all records, the answers to `most` of them (None: to all), and their
+        scores.
 
-        without_pictures: every picture is gray. Every process must call it. A model sharded by FSDP2 answers nothing.
+        without_pictures: every picture is gray. Every process must call it. A model sharded by
+        FSDP2 answers nothing.
         """
         from eval.question import question_of
         from eval.vqa_scoring import record_scores
@@ -116,8 +122,8 @@ class HeldOut:
         )
 
     def test(self, model: PaliGemma, column: str) -> Result:
-        """`evaluate`, and as `tests` accuracies in percent: "vqa" and "needle", None where the data has no such
-        questions, and of the embedded scenes their details."""
+        """`evaluate`, and as `tests` accuracies in percent: "vqa" and "needle", None where the data
+        has no such questions, and of the embedded scenes their details."""
         result = self.evaluate(model, f"held-out, {column}")
         result.tests = {"vqa": result.scores["vqa_accuracy"], "needle": None}
         if self.settings.is_embedded:
@@ -140,7 +146,8 @@ class HeldOut:
     def _losses(
         self, model: PaliGemma, records: Sequence[Record]
     ) -> tuple[list[float | None], int]:
-        """Nats by record, and all tokens. All processes call the model equally often, since FSDP2 computes in step."""
+        """Nats by record, and all tokens. All processes call the model equally often, since FSDP2
+        computes in step."""
         rank, size, device = self.world.rank, self.world.size, self.world.device
         plan, shares, on_gpu = (
             [*self.plan, *[[]] * (-len(self.plan) % size)],
@@ -176,10 +183,11 @@ class HeldOut:
         step: int,
         progress: Progress,
     ) -> dict[str, Any]:
-        """Evaluate every --eval-every of `total` steps and after the last; returns the scores, and `maps_of`.
+        """Evaluate every --eval-every of `total` steps and after the last; returns the scores, and
+        `maps_of`.
 
-        `progress.best` becomes this step if it `is_better`, and then RUN/best is written, with the `files` of the base.
-        `progress.stopped` becomes this step when --patience is used up.
+        `progress.best` becomes this step if it `is_better`, and then RUN/best is written, with the
+        `files` of the base. `progress.stopped` becomes this step when --patience is used up.
         """
         settings, every = self.settings, self.settings.eval_every
         if every is None:  # ten, or so many that they take about a seventh of the time
@@ -210,7 +218,8 @@ class HeldOut:
         )
 
     def maps_of(self, model: PaliGemma) -> dict[str, dict]:
-        """λ or μ by layer, and of variants with two maps the distance between them on the first batch."""
+        """λ or μ by layer, and of variants with two maps the distance between them on the first
+        batch."""
         values = {"lambda": lambdas(model)}
         if any(variant.maps == 2 for variant in variants_of(model).values()):
             micro = MicroBatches(self.records, self.processor)[self.plan[0]].to(self.world.device)
@@ -223,8 +232,9 @@ class HeldOut:
 
 
 def is_better(scores: Mapping[str, Any], others: Mapping[str, Any], asked: int) -> bool:
-    """Whether `scores` beat others on the same examples: by exact match, of `asked` answers, where it differs by more
-    than two standard errors of one of them, else by the loss, which tells more of few examples."""
+    """Whether `scores` beat others on the same examples: by exact match, of `asked` answers, where
+    it differs by more than two standard errors of one of them, else by the loss, which tells more
+    of few examples."""
     ours, theirs = (of["exact_match"] or 0.0 for of in (scores, others))
     noise = 200 * math.sqrt(theirs / 100 * (1 - theirs / 100) / max(1, asked))
     return scores["loss"] < others["loss"] if abs(ours - theirs) <= noise else ours > theirs
@@ -248,8 +258,9 @@ def open_held_out(
     memory: Mapping[str, list[Record]] = {},
     metrics: Mapping[str, Metric] = {},
 ) -> HeldOut | None:
-    """Up to --eval-limit held-out examples, drawn from all, of the embedded scenes a quarter of that; None without any,
-    and with --no-evaluate. Raises UserError for --eval-data that cannot be read."""
+    """Up to --eval-limit held-out examples, drawn from all, of the embedded scenes a quarter of
+    that; None without any, and with --no-evaluate. Raises UserError for --eval-data that cannot be
+    read."""
     if not settings.evaluate:
         return None
     most = settings.eval_limit // 4 if settings.is_embedded else settings.eval_limit
@@ -277,7 +288,8 @@ def open_held_out(
         for r in records
     ]
     lengths, longest = [of_record[-1] for of_record in answers], max(map(sum, answers))
-    # rows of training, or fewer where their logits would take more memory than those of training's loss
+    # rows of training, or fewer where their logits would take more memory than those of training's
+    # loss
     rows = min(
         settings.batch_size, max(1, MAX_LOGITS // (processor.config.text.vocab_size * longest))
     )
@@ -294,5 +306,6 @@ def open_held_out(
 
 
 def choose(items: Sequence[int], most: int) -> list[int]:
-    """Up to `most` of the items, in their order: drawn, since neighbours may be of a kind, and tasks come in turn."""
+    """Up to `most` of the items, in their order: drawn, since neighbours may be of a kind, and
+    tasks come in turn."""
     return list(items) if len(items) <= most else sorted(random.Random(0).sample(items, most))

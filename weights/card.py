@@ -1,4 +1,5 @@
-"""The model card, README.md, of an exported folder: base, data, settings and scores, as far as a run has them."""
+"""The model card, README.md, of an exported folder: base, data, settings and scores, as far as a
+run has them."""
 
 import json
 import re
@@ -32,8 +33,8 @@ SILENT = (
 def model_card(
     config: PaliGemmaConfig, count: int, title: str, base: str, run: Path | None = None, step="last"
 ) -> str:
-    """The card of a model of `count` parameters, without paths. base: what the `run` trained up to its last or best
-    `step`, or what was exported as it is."""
+    """The card of a model of `count` parameters, without paths. base: what the `run` trained up to
+    its last or best `step`, or what was exported as it is."""
     files = [
         run / name if run else Path() for name in ("config.json", "summary.json", "answers.jsonl")
     ]

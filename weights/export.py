@@ -1,10 +1,12 @@
-"""Write a model to a folder that transformers opens: config.json and safetensors in one of the published dialects.
+"""Write a model to a folder that transformers opens: config.json and safetensors in one of the
+published dialects.
 
-The folder is complete or absent. transformers' AutoModelForImageTextToText and AutoProcessor open it and answer as
-`weights.load.load_model` does; README.md is its model card.
+The folder is complete or absent. transformers' AutoModelForImageTextToText and AutoProcessor open
+it and answer as `weights.load.load_model` does; README.md is its model card.
 
     python -m weights.export runs/RUN OUT          a run, its adapter merged
-    python -m weights.export SRC OUT [--dialect A] [--dtype bf16] [--max-shard-gb 5] [--adapter RUN --merge]
+    python -m weights.export SRC OUT [--dialect A] [--dtype bf16] [--max-shard-gb 5] [--adapter RUN
+    --merge]
 """
 
 import argparse
@@ -60,11 +62,13 @@ def export_model(
     companions: Iterable[Path] = (),
     texts: Mapping[str, str] | None = None,
 ) -> None:
-    """Write `model` to `folder`, which appears when everything is in it. Memory holds one file's tensors beside it.
+    """Write `model` to `folder`, which appears when everything is in it. Memory holds one file's
+    tensors beside it.
 
-    dialect: a key of `weights.mapping.DIALECTS`, for a PaliGemma. dtype: of all tensors; None keeps the model's.
-    max_shard_gb: largest size of a file in 10⁹ bytes. companions: files to copy. texts: more files, by name. Raises
-    UserError for a folder that is not empty, a value that is not finite in the dtype, and as `plain_tensors`.
+    dialect: a key of `weights.mapping.DIALECTS`, for a PaliGemma. dtype: of all tensors; None keeps
+    the model's. max_shard_gb: largest size of a file in 10⁹ bytes. companions: files to copy.
+    texts: more files, by name. Raises UserError for a folder that is not empty, a value that is not
+    finite in the dtype, and as `plain_tensors`.
     """
     from huggingface_hub import (
         split_torch_state_dict_into_shards,
@@ -94,7 +98,8 @@ def export_model(
                 for name, tensor in cast.items():
                     if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
                         raise UserError(
-                            f"{name} holds NaN, infinity, or more than {tensor.dtype} can: not exported"
+                            f"{name} holds NaN, infinity, or more than {tensor.dtype} can: not "
+                            "exported"
                         )
                 save_file(cast, temporary / file, {"format": "pt"})
             written = {**(texts or {}), "config.json": json.dumps(config, indent=2) + "\n"}
@@ -126,7 +131,8 @@ def plain_tensors(model: PaliGemma) -> dict[str, torch.Tensor]:
     )
     if unmerged := [path for path, layer in layers.items() if not layer.merged]:
         raise UserError(
-            f"{unmerged[0]}: carries an unmerged adapter: merge it first (lora.adapter.merge, or --merge)"
+            f"{unmerged[0]}: carries an unmerged adapter: merge it first (lora.adapter.merge, or "
+            "--merge)"
         )
     if (
         type(model.config) is PaliGemmaConfig
@@ -141,7 +147,8 @@ def plain_tensors(model: PaliGemma) -> dict[str, torch.Tensor]:
         if not same or getattr(module, "activation", None) != getattr(expected, "activation", None):
             remedy = "fold the variant if it can be (model.differential.fold), else keep the base and its adapter"
             raise UserError(
-                f"{path}: is {type(module).__name__}, which the published format cannot express: {remedy}"
+                f"{path}: is {type(module).__name__}, which the published format cannot express: "
+                f"{remedy}"
             )
     state = {
         name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items()
@@ -169,8 +176,8 @@ class Origin(NamedTuple):
 
 
 def locate(source: str, update: Path | None = None) -> Origin:
-    """What `source` names: a run's folder, its model/ or best/, or a checkpoint. update: an adapter for it. Raises
-    UserError for an adapter that names no base."""
+    """What `source` names: a run's folder, its model/ or best/, or a checkpoint. update: an adapter
+    for it. Raises UserError for an adapter that names no base."""
     folder = local_path(source)
     if update is None and (folder / adapter.CONFIG_FILE).is_file():
         update, source = folder, adapter.read_config(folder).get("base_model_name_or_path", "")
@@ -197,7 +204,8 @@ def locate(source: str, update: Path | None = None) -> Origin:
 
 
 def processor_files(config: PaliGemmaConfig) -> dict[str, str]:
-    """What transformers' AutoProcessor and `generate` read beside weights and tokenizer.json: texts by file name."""
+    """What transformers' AutoProcessor and `generate` read beside weights and tokenizer.json: texts
+    by file name."""
     size = config.vision.image_size
     files = {
         "preprocessor_config.json": {
@@ -286,7 +294,8 @@ def main(argv: list[str] | None = None) -> None:
             }
         if "tokenizer.json" not in files:
             print(
-                "AutoProcessor will not open it: the source has no tokenizer.json, copy PaliGemma's",
+                "AutoProcessor will not open it: the source has no tokenizer.json, copy "
+                "PaliGemma's",
                 file=sys.stderr,
             )
         step = "best" if Path(origin.update or origin.source).name == "best" else "last"

@@ -1,7 +1,7 @@
 """Short hashes that name weights without reading all of them: 64 values of each tensor.
 
-They are stored in adapters, logs of answers and results of studies: a change of the format makes them all look like
-another model's.
+They are stored in adapters, logs of answers and results of studies: a change of the format makes
+them all look like another model's.
 """
 
 import hashlib
@@ -26,7 +26,8 @@ def gathered(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _values(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """At most 64 values, evenly spread. The stride is odd: a multiple of the row length would see one column only."""
+    """At most 64 values, evenly spread. The stride is odd: a multiple of the row length would see
+    one column only."""
     return (
         gathered(tensor)
         .detach()
@@ -42,7 +43,8 @@ def sample(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Sample:
 
 
 def tensor_fingerprint(tensors: Mapping[str, torch.Tensor | Sample]) -> str:
-    """A hash of names, shapes and values in bf16: the same for a checkpoint opened in fp32 and in bf16 (not in fp16).
+    """A hash of names, shapes and values in bf16: the same for a checkpoint opened in fp32 and in
+    bf16 (not in fp16).
 
     Adapters store this hash of their base. Sharded tensors are gathered one at a time.
     """
@@ -54,7 +56,8 @@ def tensor_fingerprint(tensors: Mapping[str, torch.Tensor | Sample]) -> str:
 
 
 def exact_fingerprint(model: nn.Module) -> str:
-    """A hash of all that `model` computes with, for logs: parameters, persistent buffers, grafts, and their dtypes."""
+    """A hash of all that `model` computes with, for logs: parameters, persistent buffers, grafts,
+    and their dtypes."""
     parts: list = [
         [graft.arguments() for graft in model.grafts] if isinstance(model, Adaptable) else []
     ]

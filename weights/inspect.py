@@ -1,7 +1,7 @@
 """Report what a checkpoint holds, from its headers alone: `python -m weights.inspect SRC`.
 
-Dialect, dtypes, and parameters by part. Exit code 2, and what is missing, unexpected or of another shape, if anything
-is wrong.
+Dialect, dtypes, and parameters by part. Exit code 2, and what is missing, unexpected or of another
+shape, if anything is wrong.
 """
 
 import argparse
@@ -31,7 +31,8 @@ def describe(checkpoint: Checkpoint) -> str:
         for dtype, count in Counter(entry.dtype for entry in entries.values()).items()
     ]
     lines = [
-        f"{checkpoint.folder}: {type(checkpoint.model).__name__}{pixels}, dialect {checkpoint.dialect}"
+        f"{checkpoint.folder}: {type(checkpoint.model).__name__}{pixels}, dialect "
+        f"{checkpoint.dialect}"
     ]
     lines += [f"{len(entries)} tensors: {', '.join(dtypes)}"]
     sizes["total"] = sum(sizes.values())

@@ -1,7 +1,8 @@
 """Models from checkpoints: names and shapes are compared with config.json before a tensor is read.
 
-The model is in eval mode, its parameters trainable, and takes no more memory than its weights. What files call a tensor
-is data in `weights/mapping.py`. Only safetensors and .npz without pickles are opened.
+The model is in eval mode, its parameters trainable, and takes no more memory than its weights. What
+files call a tensor is data in `weights/mapping.py`. Only safetensors and .npz without pickles are
+opened.
 """
 
 from collections.abc import Callable
@@ -29,7 +30,8 @@ from weights.mapping import STORED_DTYPES, Entry
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PATTERNS = ["config.json", "generation_config.json", "model*.safetensors", INDEX_FILE, "*.npz"]
-MAX_PADDING = 65  # rows of an embedding that a .npz lacks: transformers adds two, then rounds up to a multiple of 64
+# rows of an embedding that a .npz lacks: transformers adds two, then rounds up to a multiple of 64
+MAX_PADDING = 65
 
 
 def kind_of(config: Any) -> tuple[type[nn.Module], mapping.Names]:
@@ -51,7 +53,8 @@ def kind_of(config: Any) -> tuple[type[nn.Module], mapping.Names]:
 
 
 class _SkipInit(TorchFunctionMode):
-    """Skip what nn.init does: on the meta device it would compute nothing, and import torch's compiler to do so."""
+    """Skip what nn.init does: on the meta device it would compute nothing, and import torch's
+    compiler to do so."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if getattr(func, "__module__", None) == "torch.nn.init":
@@ -60,7 +63,8 @@ class _SkipInit(TorchFunctionMode):
 
 
 def empty_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
-    """The model of a configuration on the meta device, in eval mode: names, shapes and dtype without memory."""
+    """The model of a configuration on the meta device, in eval mode: names, shapes and dtype
+    without memory."""
     cpu.check()
     with torch.device("meta"), _SkipInit():
         return kind_of(config)[0](config).to(dtype).eval()
@@ -85,7 +89,8 @@ class Checkpoint:
 
 
 def open_tensors(path: Path) -> Any:
-    """The safetensors file `path`, mapped: `keys`, `get_slice`, `get_tensor`, `metadata`. Raises UserError."""
+    """The safetensors file `path`, mapped: `keys`, `get_slice`, `get_tensor`, `metadata`. Raises
+    UserError."""
     try:
         with file_errors(path):
             return safe_open(path, "pt")
@@ -129,9 +134,11 @@ def read_headers(file: Path) -> dict[str, Entry]:
 def examine(
     source: str | Path, revision: str | None = None, read: Callable[[Path], Any] = read_config
 ) -> Checkpoint:
-    """Compare the names, shapes and dtypes in the files of `source` with its config.json; no tensor is read.
+    """Compare the names, shapes and dtypes in the files of `source` with its config.json; no tensor
+    is read.
 
-    read: reads config.json, and so decides which kind of model is expected. Raises UserError for a file that cannot be.
+    read: reads config.json, and so decides which kind of model is expected. Raises UserError for a
+    file that cannot be.
     """
     path = local_path(source)
     files = (
@@ -193,11 +200,12 @@ def read_model(
     device: torch.device | str = "cpu",
     quantize: str | None = None,
 ) -> Any:
-    """The model of an examined checkpoint. On a CPU a tensor of this dtype is a private view of its file.
+    """The model of an examined checkpoint. On a CPU a tensor of this dtype is a private view of its
+    file.
 
-    quantize: a key of `lora.quantize.KINDS`; a matrix is then packed as soon as it is read, so that whole weights are
-    never all in memory. Raises UserError for the checkpoint's problems, and where a stored head differs from the
-    embedding that it is tied to.
+    quantize: a key of `lora.quantize.KINDS`; a matrix is then packed as soon as it is read, so that
+    whole weights are never all in memory. Raises UserError for the checkpoint's problems, and where
+    a stored head differs from the embedding that it is tied to.
     """
     checkpoint.check()
     model, entries, names = checkpoint.model.to(dtype), checkpoint.entries, checkpoint.names
@@ -222,7 +230,8 @@ def read_model(
             pairs = zip(stored.split(4096), other.split(4096), strict=True)
             if not all(torch.equal(a.to(dtype), b.to(dtype)) for a, b in pairs):
                 raise UserError(
-                    f"{file}: {name} differs from {first[ours]}, but this model ties the two: save it so"
+                    f"{file}: {name} differs from {first[ours]}, but this model ties the two: save "
+                    "it so"
                 )
         elif (path := ours.removesuffix(".weight")) in layers:
             module, packed = layers.pop(path)
@@ -248,8 +257,9 @@ def load_model(
 ) -> PaliGemma:
     """The model of `source`, of the class that `kind_of` has for its config.json.
 
-    source: a folder, a hub id at `revision`, "embedded", a preset's name (random weights; a folder of that name comes
-    first), or a .npz file. On the device "meta" no tensor is read. Raises as `examine` and `read_model`.
+    source: a folder, a hub id at `revision`, "embedded", a preset's name (random weights; a folder
+    of that name comes first), or a .npz file. On the device "meta" no tensor is read. Raises as
+    `examine` and `read_model`.
     """
     if preset := preset_of(source):
         model = empty_model(preset, dtype)
@@ -263,7 +273,8 @@ def load_model(
 
 
 def load_text(source: str | Path, dtype=torch.float32, device="cpu") -> Any:
-    """The published language model of `source`, Gemma, Gemma 2, Qwen1.5 or Qwen2, under the names of transformers."""
+    """The published language model of `source`, Gemma, Gemma 2, Qwen1.5 or Qwen2, under the names
+    of transformers."""
     return read_model(examine(source, read=configs.LanguageConfig.from_file), dtype, device)
 
 
@@ -273,7 +284,8 @@ def load_mamba(source: str | Path, dtype=torch.float32, device="cpu") -> Any:
 
 
 def load_siglip(source: str | Path, dtype=torch.float32, device="cpu") -> Siglip:
-    """The vision tower of `source`: of transformers' SiglipModel, or of a PaliGemma. The pooling head is left out."""
+    """The vision tower of `source`: of transformers' SiglipModel, or of a PaliGemma. The pooling
+    head is left out."""
     if not preset_of(source) and local_path(source).suffix != ".npz":
         raw = read_json(resolve(source, ["config.json"]) / "config.json")
         if raw.get("model_type") in ("siglip", "siglip_vision_model"):
@@ -281,6 +293,7 @@ def load_siglip(source: str | Path, dtype=torch.float32, device="cpu") -> Siglip
     model = load_model(source, dtype=dtype, device=device)
     if not isinstance(model, PaliGemma):
         raise UserError(
-            f"{source}: a language model for text alone has no vision tower: give a SigLIP, a PaliGemma"
+            f"{source}: a language model for text alone has no vision tower: give a SigLIP, a "
+            "PaliGemma"
         )
     return model.vision_tower

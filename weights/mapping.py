@@ -1,8 +1,8 @@
 """What the published tensors are called, and which of our parameters they are.
 
-Our names are those of transformers 5 without the leading `model.`. PaliGemma's safetensors come in four dialects, which
-differ in the prefixes of the model's three parts. big_vision's .npz stacks the layers of a tower in one array and keeps
-the attention heads as an axis.
+Our names are those of transformers 5 without the leading `model.`. PaliGemma's safetensors come in
+four dialects, which differ in the prefixes of the model's three parts. big_vision's .npz stacks the
+layers of a tower in one array and keeps the attention heads as an axis.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -23,7 +23,8 @@ STORED_DTYPES = {
 
 
 class Entry(NamedTuple):
-    """A tensor in a file, known from the header: the file, its shape and the name of its dtype there."""
+    """A tensor in a file, known from the header: the file, its shape and the name of its dtype
+    there."""
 
     path: Path
     shape: tuple[int, ...]
@@ -45,7 +46,8 @@ DIALECTS: dict[str, dict[str, str]] = {
     # what transformers 5 saves
     "D": {"language_model.": "language_model.model.", "": ""},
 }
-# our own names, those of a SigLIP alone, of a decoder alone, and of a .npz, whose arrays `weights/npz.py` renames
+# our own names, those of a SigLIP alone, of a decoder alone, and of a .npz, whose arrays
+# `weights/npz.py` renames
 OWN, SIGLIP, TEXT, NPZ = "own", "siglip", "text", "big_vision"
 _PREFIXES = DIALECTS | {
     OWN: {"": ""},
@@ -75,7 +77,8 @@ LANGUAGE_NAMES = Names((TEXT,), {"lm_head.weight": EMBEDDING})
 MAMBA_NAMES = Names(
     aliases=dict.fromkeys(("backbone.embedding.weight", "lm_head.weight"), MAMBA_EMBEDDING)
 )
-# the text tower and the pooling head are left out; transformers 5 saves a tower by itself without a prefix
+# the text tower and the pooling head are left out; transformers 5 saves a tower by itself without a
+# prefix
 _NO_TOWER = (
     "text_model.",
     "logit_",
@@ -99,8 +102,9 @@ def dialect_names(ours: Iterable[str], dialect: str) -> dict[str, str]:
 
 Rule = Callable[[Tensor], Tensor]
 
-# big_vision (https://github.com/google-research/big_vision) computes x @ kernel where torch computes x @ weight.T, and
-# keeps the heads as an axis. A rule maps the array of one layer; the file stacks the layers on the first axis.
+# big_vision (https://github.com/google-research/big_vision) computes x @ kernel where torch
+# computes x @ weight.T, and keeps the heads as an axis. A rule maps the array of one layer; the
+# file stacks the layers on the first axis.
 
 
 def _same(w: Tensor) -> Tensor:
@@ -169,7 +173,8 @@ _BIG_VISION: dict[str, dict[str, Rule]] = {
     f"{_LAYER}/mlp/linear": {f"{_TEXT}.mlp.down_proj.weight": torch.t},
     "llm/final_norm/scale": {"language_model.norm.weight": _same},
 }
-# In Gemma 1 `post_attention_layernorm` is the pre-norm of the MLP, in Gemma 2 the post-norm of the attention.
+# In Gemma 1 `post_attention_layernorm` is the pre-norm of the MLP, in Gemma 2 the post-norm of the
+# attention.
 _NORMS_1 = {"pre_attention_norm": "input_layernorm", "pre_ffw_norm": "post_attention_layernorm"}
 _NORMS_2 = {
     "pre_attention_norm": "input_layernorm",
@@ -180,8 +185,8 @@ _NORMS_2 = {
 
 
 def big_vision_rules(keys: Collection[str]) -> dict[str, dict[str, Rule]]:
-    """{key of the .npz: {our name, with {} for the layer: how a layer's array becomes the parameter}}. keys: what the
-    file holds; Gemma's generation follows from them."""
+    """{key of the .npz: {our name, with {} for the layer: how a layer's array becomes the
+    parameter}}. keys: what the file holds; Gemma's generation follows from them."""
     norms = _NORMS_2 if f"{_LAYER}/post_ffw_norm/scale" in keys else _NORMS_1
     scales = {
         f"{_LAYER}/{theirs}/scale": {f"{_TEXT}.{name}.weight": _same}

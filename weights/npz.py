@@ -1,7 +1,8 @@
-"""big_vision's .npz of PaliGemma: a zip of arrays with the layers stacked, read one layer at a time.
+"""big_vision's .npz of PaliGemma: a zip of arrays with the layers stacked, read one layer at a
+time.
 
-Names and axes are data in `weights/mapping.py` (https://github.com/google-research/big_vision). Pickled arrays are
-refused.
+Names and axes are data in `weights/mapping.py` (https://github.com/google-research/big_vision).
+Pickled arrays are refused.
 """
 
 import contextlib
@@ -63,7 +64,8 @@ def _read_header(array: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def read_headers(path: Path) -> dict[str, Entry]:
-    """What the file holds by our names, arrays of no such name by their keys; no array is read. Raises UserError."""
+    """What the file holds by our names, arrays of no such name by their keys; no array is read.
+    Raises UserError."""
     entries = {}
     with _opened(path) as (archive, members):
         rules = big_vision_rules(members)
@@ -88,9 +90,11 @@ def read_headers(path: Path) -> dict[str, Entry]:
 def read_npz(
     path: Path, wanted: Mapping[str, torch.Tensor], device: Any = "cpu"
 ) -> dict[str, torch.Tensor]:
-    """The parameters by our names, with the shapes and dtypes of `wanted`. Beside them, memory holds one layer.
+    """The parameters by our names, with the shapes and dtypes of `wanted`. Beside them, memory
+    holds one layer.
 
-    The embedding in the file lacks rows that no text uses, as of `<image>`: here they are the mean of the others.
+    The embedding in the file lacks rows that no text uses, as of `<image>`: here they are the mean
+    of the others.
     """
     filled = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)

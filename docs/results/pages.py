@@ -1,8 +1,10 @@
-"""The tables and figures of RESULTS.md, from the CSV files in this folder: `python docs/results/pages.py`.
+"""The tables and figures of RESULTS.md, from the CSV files in this folder: `python
+docs/results/pages.py`.
 
-A line of a CSV is a cell on one measure. Intervals are 95 % of Student's t over runs, paired by seed; questions are the
-same for all. Of a row that was tried at several rates those runs count that are the most. "mean" is of the measures of
-which plain rows are from 15 to 95 % of the way from guessing to perfect, on the validation split.
+A line of a CSV is a cell on one measure. Intervals are 95 % of Student's t over runs, paired by
+seed; questions are the same for all. Of a row that was tried at several rates those runs count that
+are the most. "mean" is of the measures of which plain rows are from 15 to 95 % of the way from
+guessing to perfect, on the validation split.
 """
 
 import csv
@@ -48,8 +50,8 @@ DISTRACTORS = (0, 1, 3, 7, 11, 15)
 
 
 def read(name: str, split: str = "test") -> Scores:
-    """The scores of a file on a split, without the runs that chose the rates; rungs as measure/rung as well, and of
-    grafts the mean."""
+    """The scores of a file on a split, without the runs that chose the rates; rungs as measure/rung
+    as well, and of grafts the mean."""
     with (HERE / f"{name}.csv").open(encoding="utf-8", newline="") as text:
         lines = [line for line in csv.DictReader(text) if line["split"] == split]
     lines = [line for line in lines if int(line["seed"]) not in dose.TUNING_SEEDS]
@@ -155,7 +157,8 @@ def draw_doses() -> None:
     """The difference to the plain rows over the cap, by task and steps."""
     scores, found = read("dose"), defaultdict(dict)
     for study in dict.fromkeys(place[0] for place in scores):
-        task, cap, times = re.fullmatch(r"dose, (\w+), cap ([\w.]+), (\d) x", study).groups()  # pyright: ignore
+        # pyright: ignore
+        task, cap, times = re.fullmatch(r"dose, (\w+), cap ([\w.]+), (\d) x", study).groups()
         known = {
             row: beside for row, beside in BESIDE["dose"].items() if (study, row, task) in scores
         }
@@ -171,7 +174,8 @@ def draw_doses() -> None:
 
 
 def kept(scores: Scores, row: str) -> list[tuple[int, float]]:
-    """What is left of the score of a row without distractors, above guessing, by their number; in percent."""
+    """What is left of the score of a row without distractors, above guessing, by their number; in
+    percent."""
     means = [
         np.mean([*scores["scratch", row, f"dose/{number}"].values()]) - GUESSING["n4o1"]
         for number in DISTRACTORS
@@ -232,7 +236,8 @@ def draw_intervals(
 
 
 def draw_grafts() -> None:
-    """Grafts minus the mean of all plain rows, with the band of these; and each pair of plain rows."""
+    """Grafts minus the mean of all plain rows, with the band of these; and each pair of plain
+    rows."""
     scores, plain = read("attention"), (LORA, *SIZES)
     means = [mean(scores["attention", row, "mean"]) for row in plain]
     band = min(means) - float(np.mean(means)), max(means) - float(np.mean(means))
@@ -262,7 +267,8 @@ def draw_budget() -> None:
 
 
 def draw_text() -> None:
-    """Right answers of the language models by the number of examples in context, on the validation split."""
+    """Right answers of the language models by the number of examples in context, on the validation
+    split."""
     report, lines, bars = json.loads((HERE / "text.json").read_text(encoding="utf-8")), {}, {}
     for row in [row for row in report["rows"] if "×" not in row]:
         ladders = np.array(

@@ -1,8 +1,9 @@
-"""One self-contained page: template, style, script, pictures and maps in a file that needs no server and no network.
+"""One self-contained page: template, style, script, pictures and maps in a file that needs no
+server and no network.
 
-In: `Case`s. Out: HTML. The maps are quantized to 8 bits; a token's maps are one gzipped block for the means over heads
-and one for the single heads. What does not fit into the bound of the file is left out, and the page says so: first
-single heads of the last tokens, then their means.
+In: `Case`s. Out: HTML. The maps are quantized to 8 bits; a token's maps are one gzipped block for
+the means over heads and one for the single heads. What does not fit into the bound of the file is
+left out, and the page says so: first single heads of the last tokens, then their means.
 """
 
 import base64
@@ -26,10 +27,11 @@ TEMPLATE = Path(__file__).parent
 def quantized(
     maps: np.ndarray, slots: np.ndarray, prompt: int, signed: bool
 ) -> tuple[bytes, bytes]:
-    """Maps (…, S) as 6 float32 numbers and S bytes each: byte q is the weight scale·q/255, scale·q/127 if signed. The
-    numbers: the scale of the picture's keys, that of the others, which a sink among them would make coarse; and, since
-    small weights are rounded to nothing, the exact sums over picture, prompt (its first `prompt` keys) and answer, and
-    the weight of the first key. slots (S,): the picture's keys."""
+    """Maps (…, S) as 6 float32 numbers and S bytes each: byte q is the weight scale·q/255,
+    scale·q/127 if signed. The numbers: the scale of the picture's keys, that of the others, which a
+    sink among them would make coarse; and, since small weights are rounded to nothing, the exact
+    sums over picture, prompt (its first `prompt` keys) and answer, and the weight of the first key.
+    slots (S,): the picture's keys."""
     is_prompt = ~slots & (np.arange(len(slots)) < prompt)
     parts = [maps[..., keys] for keys in (slots, is_prompt, ~slots & ~is_prompt)]
     scales = [np.abs(maps[..., keys]).max(-1) for keys in (slots, ~slots)]
@@ -101,7 +103,8 @@ def fill(title: str, entries: Sequence[dict]) -> str:
 
 
 def page(cases: Sequence[Case], title: str, most_bytes: int = MOST_BYTES) -> str:
-    """The HTML of the cases. Single heads, then means, are left out where the file would be larger than the bound."""
+    """The HTML of the cases. Single heads, then means, are left out where the file would be larger
+    than the bound."""
     entries = [case_entry(case) for case in cases]
     answers = [answer for case in cases for answer in case.answers.values()]
     models = zip((model for entry in entries for model in entry["models"]), answers, strict=True)

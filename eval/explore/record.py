@@ -1,7 +1,8 @@
 """What the explorer shows: every map that decides a token of an answer, by layer and head.
 
-In: a model, a picture and a prompt. Out: a `Case`, with the answer of each model and its `Maps`: the rows of attention
-of the positions that decide its tokens, recorded in one forward pass over prompt and answer.
+In: a model, a picture and a prompt. Out: a `Case`, with the answer of each model and its `Maps`:
+the rows of attention of the positions that decide its tokens, recorded in one forward pass over
+prompt and answer.
 """
 
 from collections.abc import Callable
@@ -31,8 +32,8 @@ ONE_MAP = {
 
 @dataclass(frozen=True)
 class Said:
-    """An answer: the prompt's batch of one row, its new ids (T,), the texts of all tokens that are not pictures, by
-    position, and which keys are the picture's, (S,) bool."""
+    """An answer: the prompt's batch of one row, its new ids (T,), the texts of all tokens that are
+    not pictures, by position, and which keys are the picture's, (S,) bool."""
 
     batch: Batch
     new: torch.Tensor
@@ -43,9 +44,10 @@ class Said:
 
 @dataclass(frozen=True)
 class Maps:
-    """Of T answer tokens, L layers, N heads and S keys. kinds: by name (T, L, N, S) float32; `plain` or `A`, or A1 and
-    A2 with `mix`, what is left of both. factor: (T, L, N), the weight of the second map. laws: by name (L,), the share
-    of the picture in the attention of all queries, mean over heads. probabilities: (T,) of the tokens."""
+    """Of T answer tokens, L layers, N heads and S keys. kinds: by name (T, L, N, S) float32;
+    `plain` or `A`, or A1 and A2 with `mix`, what is left of both. factor: (T, L, N), the weight of
+    the second map. laws: by name (L,), the share of the picture in the attention of all queries,
+    mean over heads. probabilities: (T,) of the tokens."""
 
     kinds: dict[str, np.ndarray]
     laws: dict[str, np.ndarray]
@@ -56,9 +58,9 @@ class Maps:
 
 @dataclass
 class Case:
-    """One question about one picture: the answer and the maps of each model by its name. truths: the right answers,
-    none where nobody knows. Of the first model: hit, whether its answer is right, and the boxes (left, top, right,
-    bottom) in it, in pixels."""
+    """One question about one picture: the answer and the maps of each model by its name. truths:
+    the right answers, none where nobody knows. Of the first model: hit, whether its answer is
+    right, and the boxes (left, top, right, bottom) in it, in pixels."""
 
     image: Image.Image
     prompt: str
@@ -122,14 +124,15 @@ def decoder_maps(
     keep: int = 1,
     **batch,
 ) -> tuple[dict[Attention, list], torch.Tensor]:
-    """What `reduce` makes of the one or two maps (B, N, Sq, Sk) of each decoder layer, A₁ first, in a forward pass; and
-    the logits of the last `keep` positions. batch: the model's arguments. Each map is reduced at once: whole maps of a
-    long prompt would fill the memory. Raises UserError for a decoder without attention, and NonFiniteError, which
-    `name`s the question."""
+    """What `reduce` makes of the one or two maps (B, N, Sq, Sk) of each decoder layer, A₁ first, in
+    a forward pass; and the logits of the last `keep` positions. batch: the model's arguments. Each
+    map is reduced at once: whole maps of a long prompt would fill the memory. Raises UserError for
+    a decoder without attention, and NonFiniteError, which `name`s the question."""
     layers = decoder_layers(model)
     if not layers:
         raise UserError(
-            f"{name}: the model has no attention in its decoder, and no maps: take a PaliGemma or a WINGS"
+            f"{name}: the model has no attention in its decoder, and no maps: take a PaliGemma or "
+            "a WINGS"
         )
     maps: dict[Attention, list] = {layer: [] for layer in layers}
     taps = {
@@ -168,7 +171,8 @@ def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
             hooks.enter_context(layer.register_forward_pre_hook(watch))
         maps, logits = decoder_maps(model, reduce, name, keep=count, **inputs)
     chosen = logits[0].float().softmax(-1).gather(-1, said.new[:, None])[:, 0].cpu().numpy()
-    # rows and shares of the first and of the last map; a layer without a second one has the first twice
+    # rows and shares of the first and of the last map; a layer without a second one has the first
+    # twice
     (first, share), (second, other) = (
         zip(*(kept[at] for kept in maps.values()), strict=True) for at in (0, -1)
     )

@@ -1,7 +1,8 @@
 """Training text: files, split and tokenized once, with a tokenizer trained on the train split.
 
-In: paths of plain text; by default the source of Python's standard library, which every machine has. Out: a `Corpus`,
-kept in a folder (tokenizer.model, tokens.safetensors, corpus.json) and read from it again while the text is unchanged.
+In: paths of plain text; by default the source of Python's standard library, which every machine
+has. Out: a `Corpus`, kept in a folder (tokenizer.model, tokens.safetensors, corpus.json) and read
+from it again while the text is unchanged.
 """
 
 import io
@@ -55,7 +56,8 @@ NOT_LIBRARY = {
 
 
 class Corpus(NamedTuple):
-    """ids (T,) int32 of each split, its documents concatenated, and where they start (documents + 1,)."""
+    """ids (T,) int32 of each split, its documents concatenated, and where they start (documents +
+    1,)."""
 
     tokenizer: sentencepiece.SentencePieceProcessor
     ids: dict[str, torch.Tensor]
@@ -64,8 +66,9 @@ class Corpus(NamedTuple):
 
 
 def read_texts(paths: Sequence[str | Path]) -> dict[str, str]:
-    """Texts by name; of no paths, Python's standard library. A folder stands for all its UTF-8 files. Fewer than
-    HELD_OUT files are cut at line ends into up to HELD_OUT parts each. Raises UserError."""
+    """Texts by name; of no paths, Python's standard library. A folder stands for all its UTF-8
+    files. Fewer than HELD_OUT files are cut at line ends into up to HELD_OUT parts each. Raises
+    UserError."""
     if not paths:
         root = Path(sysconfig.get_path("stdlib"))
         names = {path: path.relative_to(root) for path in root.rglob("*.py")}
@@ -80,7 +83,8 @@ def read_texts(paths: Sequence[str | Path]) -> dict[str, str]:
         read = {str(file): text for file in files if (text := _decoded(file))}
         if not read:
             raise UserError(
-                f"--text {path}: not found, empty, or not UTF-8 text: give files of text, or their folder"
+                f"--text {path}: not found, empty, or not UTF-8 text: give files of text, or their "
+                "folder"
             )
         if left_out := len(files) - len(read):
             print(
@@ -120,7 +124,8 @@ def open_corpus(
     vocab_size: int = 2048,
     known: Sequence[str] = (),
 ) -> Corpus:
-    """The corpus of `paths` (none: the standard library), made in `folder` unless it is there. Raises UserError."""
+    """The corpus of `paths` (none: the standard library), made in `folder` unless it is there.
+    Raises UserError."""
     texts, summary = read_texts(paths), folder / "corpus.json"
     digest = sha256(
         json.dumps([vocab_size, list(known), sorted(texts.items())]).encode()
@@ -173,7 +178,8 @@ def kept_corpus(folder: Path) -> Corpus:
     """The corpus in `folder`. Raises UserError if there is none."""
     if not (folder / "corpus.json").is_file():
         raise UserError(
-            f"{folder}: no corpus here (tokenizer.model, tokens.safetensors, corpus.json): give the run's"
+            f"{folder}: no corpus here (tokenizer.model, tokens.safetensors, corpus.json): give "
+            "the run's"
         )
     tensors = load_file(folder / "tokens.safetensors")
     tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))

@@ -42,8 +42,8 @@ BATCH = 64  # rows per forward pass
 
 
 class Scores(NamedTuple):
-    """One panel: the score of each example, its label (row of the table) and its group; examples of one group are not
-    independent."""
+    """One panel: the score of each example, its label (row of the table) and its group; examples of
+    one group are not independent."""
 
     labels: Sequence
     groups: Sequence
@@ -55,9 +55,9 @@ Panels = dict[str, Scores]
 
 @torch.no_grad()
 def nll(model: TextModel, corpus: Corpus, length: int, limit: int, split: str = SPLIT) -> Panels:
-    """Negative log-likelihood of a token, in nats, by how many tokens of its own document the model has seen, on
-    `limit` windows of `length` tokens; label: the longest context of the bin. Under "all" each bin weighs the same.
-    Raises UserError if no document is that long."""
+    """Negative log-likelihood of a token, in nats, by how many tokens of its own document the model
+    has seen, on `limit` windows of `length` tokens; label: the longest context of the bin. Under
+    "all" each bin weighs the same. Raises UserError if no document is that long."""
     rows, device = [], next(model.parameters()).device
     for number, (place, document) in enumerate(windows(corpus, length, limit, split), start=1):
         ids = torch.tensor(
@@ -74,7 +74,8 @@ def nll(model: TextModel, corpus: Corpus, length: int, limit: int, split: str = 
 
 
 def windows(corpus: Corpus, length: int, limit: int, split: str = SPLIT) -> list[tuple[int, int]]:
-    """(start, document) of up to `limit` windows of `length` tokens, evenly taken from those that lie side by side."""
+    """(start, document) of up to `limit` windows of `length` tokens, evenly taken from those that
+    lie side by side."""
     documents = enumerate(pairwise(corpus.starts[split].tolist()))
     places = [
         (place, n)
@@ -106,7 +107,8 @@ def recall(model: TextModel, corpus: Corpus, length: int, limit: int, split: str
 def needle_tests(
     corpus: Corpus, length: int, limit: int, numbers: Sequence[int] = NEEDLES, split: str = SPLIT
 ) -> list[tuple[int, float, Document]]:
-    """(N, depth, document) of `limit` tests of each number of needles that fits, every depth as often as another."""
+    """(N, depth, document) of `limit` tests of each number of needles that fits, every depth as
+    often as another."""
     tasks, dice = Tasks(corpus, split), random.Random(f"needle/{split}/{SEED}")
     drawn = [
         (n, DEPTHS[test % len(DEPTHS)]) for n in numbers if 3 * n < length for test in range(limit)
@@ -123,8 +125,9 @@ def needle(model: TextModel, corpus: Corpus, length: int, limit: int, split: str
 
 
 def attention(model: TextModel, corpus: Corpus, length: int, limit: int) -> Panels:
-    """Shares of the attention that predicts a needle's value, by the needle's depth: on its line, and on the noise,
-    which is the rest of the text and the other needles. For the largest number of needles that fits."""
+    """Shares of the attention that predicts a needle's value, by the needle's depth: on its line,
+    and on the noise, which is the rest of the text and the other needles. For the largest number of
+    needles that fits."""
     tests = needle_tests(corpus, length, limit, [max(n for n in NEEDLES if 3 * n < length)])
     shares = [
         attention_shares(model, test[-1], f"attention test {n}")
@@ -139,9 +142,10 @@ def attention(model: TextModel, corpus: Corpus, length: int, limit: int) -> Pane
 def attention_shares(
     model: TextModel, document: Document, name: str = "document"
 ) -> tuple[float, float]:
-    """Of |A|, or |A₁ − λ·A₂|, the share on the line of the first needle asked for, and on the rest of its haystack, at
-    the position that decides the answer; the mean over layers and heads. Absolute values, since a difference may be
-    negative, and the norm by head takes any factor out."""
+    """Of |A|, or |A₁ − λ·A₂|, the share on the line of the first needle asked for, and on the rest
+    of its haystack, at the position that decides the answer; the mean over layers and heads.
+    Absolute values, since a difference may be negative, and the norm by head takes any factor
+    out."""
     place, first = document.answers[0], document.needles[0]
     ids = torch.tensor([document.ids[:place]], device=next(model.parameters()).device)
     layers, _ = decoder_maps(model, lambda weights: weights[0, :, -1].float(), name, input_ids=ids)
@@ -161,8 +165,9 @@ def attention_shares(
 def examples(
     model: TextModel, corpus: Corpus, length: int, limit: int, split: str = SPLIT
 ) -> Panels:
-    """Accuracy by the number of examples that fit, over ORDERS random orders of the same examples, `limit` questions of
-    each; and the margin: how far the best order of a question is above the worst, 1 where the order decides."""
+    """Accuracy by the number of examples that fit, over ORDERS random orders of the same examples,
+    `limit` questions of each; and the margin: how far the best order of a question is above the
+    worst, 1 where the order decides."""
     tasks, dice = Tasks(corpus, split), random.Random(f"examples/{split}/{SEED}")
     counts = [count for count in EXAMPLES if count + 4 <= length for _ in range(limit)]
     episodes = [tasks.episode(dice, count) for count in counts]
@@ -184,7 +189,8 @@ def examples(
 
 @torch.no_grad()
 def hits(model: TextModel, documents: Sequence[Document], name: str) -> list[float]:
-    """For each document, 1 if its first answer is the likeliest token after those before it, else 0."""
+    """For each document, 1 if its first answer is the likeliest token after those before it, else
+    0."""
     right, device = [], next(model.parameters()).device
     for start in range(0, len(documents), BATCH):
         batch = documents[start : start + BATCH]
@@ -202,12 +208,14 @@ MEASURES = {measure.__name__: measure for measure in (nll, recall, needle, atten
 
 
 def chance(panel: str, n: int) -> float:
-    """The accuracy of repeating the value of any of n records: the right one, or another with the same value."""
+    """The accuracy of repeating the value of any of n records: the right one, or another with the
+    same value."""
     return 1 / SHOWN if panel == "examples" else 1 / n + (1 - 1 / n) / len(LETTERS)
 
 
 def table(panel: str, scores: Scores) -> list[str]:
-    """A Markdown table of a panel: a row per label, and the mean over all, with their intervals over examples."""
+    """A Markdown table of a panel: a row per label, and the mean over all, with their intervals
+    over examples."""
     body = []
     for label in [*dict.fromkeys(scores.labels), "all"]:
         chosen = [i for i, other in enumerate(scores.labels) if label in ("all", other)]
@@ -235,7 +243,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         settings = read_json(folder / "config.json")
         if "corpus" not in settings or not (folder / "model" / "config.json").is_file():
             raise UserError(
-                f"{folder}: no finished run of train.systems.text: give one, or finish it with --resume"
+                f"{folder}: no finished run of train.systems.text: give one, or finish it with "
+                "--resume"
             )
         corpus = kept_corpus(Path(settings["corpus"] or folder / "corpus"))
         model = load_model(folder / "model", device=choose_device(args.device))

@@ -1,7 +1,9 @@
-"""Language models in `eval/answer.py`: texts that a model continues, in the place of prompts about pictures.
+"""Language models in `eval/answer.py`: texts that a model continues, in the place of prompts about
+pictures.
 
-In: a model folder. Out: what a `Processor` is for other models. Tokens are as in lm-evaluation-harness: trailing spaces
-move to the answer; answer tokens = encode(prompt + answer) minus encode(prompt).
+In: a model folder. Out: what a `Processor` is for other models. Tokens are as in
+lm-evaluation-harness: trailing spaces move to the answer; answer tokens = encode(prompt + answer)
+minus encode(prompt).
 """
 
 from collections.abc import Callable, Sequence

@@ -1,16 +1,18 @@
-"""Tasks that a language model can only solve from its context: needles in a haystack, recall, and many examples.
+"""Tasks that a language model can only solve from its context: needles in a haystack, recall, and
+many examples.
 
-In: a `Corpus` and a source of random numbers. Out: documents as token ids, and the places of their answers. The same
-documents are mixed into the training text of both models; `eval/text/measures.py` asks about the test split.
+In: a `Corpus` and a source of random numbers. Out: documents as token ids, and the places of their
+answers. The same documents are mixed into the training text of both models; `eval/text/measures.py`
+asks about the test split.
 
-A *record* is a key and its value in one token, such as «Lisbon=C»; «Lisbon?» asks for it, and «C» is the answer. One
-layer of attention can find it. Three kinds of documents:
+A *record* is a key and its value in one token, such as «Lisbon=C»; «Lisbon?» asks for it, and «C»
+is the answer. One layer of attention can find it. Three kinds of documents:
 
-- Needles (Ye et al. 2024, 3.4): records on lines of their own, between the lines of a text. The first one asked for
-  lies at a chosen depth, the others anywhere.
+- Needles (Ye et al. 2024, 3.4): records on lines of their own, between the lines of a text. The
+  first one asked for lies at a chosen depth, the others anywhere.
 - Recall (Arora et al. 2023, "Zoology"): records without text.
-- Examples: many records of each of a few keys, whose values are right in `RELIABLE` of all cases. The answer is the
-  value that the key has most often, in whatever order.
+- Examples: many records of each of a few keys, whose values are right in `RELIABLE` of all cases.
+  The answer is the value that the key has most often, in whatever order.
 """
 
 import random
@@ -32,8 +34,8 @@ Record = tuple[str, str]  # a key and a value
 
 
 class Document(NamedTuple):
-    """Token ids, and positions in them: the answers; for needles their records, in the order in which they are asked
-    for, and the haystack around them, (start, end)."""
+    """Token ids, and positions in them: the answers; for needles their records, in the order in
+    which they are asked for, and the haystack around them, (start, end)."""
 
     ids: list[int]
     answers: Sequence[int]
@@ -74,8 +76,8 @@ class Tasks:
     def needles(
         self, dice: random.Random, length: int, needles: int, asked: int, depth: float | None = None
     ) -> Document:
-        """A haystack with so many `needles`, at most `length` tokens in total. depth: of the needle asked first, 0 at
-        the start of the text, 1 at its end, None at random."""
+        """A haystack with so many `needles`, at most `length` tokens in total. depth: of the needle
+        asked first, 0 at the start of the text, 1 at its end, None at random."""
         drawn = self.draw(dice, needles, asked)
         text = self._lines(dice, length - 2 * needles - 2 * min(asked, needles) - 3)
         gaps = [0, *(place + 1 for place, token in enumerate(text) if token == self.newline)]
@@ -111,7 +113,8 @@ class Tasks:
         return self.listed(dice.sample(drawn, records), drawn[:asked])
 
     def episode(self, dice: random.Random, examples: int) -> tuple[list[Record], list[Record]]:
-        """Examples, of SHOWN keys in turn, in random order; and each key that has one with the value that is right."""
+        """Examples, of SHOWN keys in turn, in random order; and each key that has one with the
+        value that is right."""
         right = dict(zip(dice.sample(CITIES, SHOWN), dice.sample(LETTERS, SHOWN), strict=True))
         keys = [list(right)[number % SHOWN] for number in range(examples)]
         wrong = {

@@ -61,8 +61,8 @@ def workplace(tmp_path, monkeypatch):
 
 @pytest.fixture
 def new_page():
-    """A function that opens an address in this system's headless Chromium, without which the test is skipped. Errors
-    that the page logs, and what it requests from elsewhere, fail the test."""
+    """A function that opens an address in this system's headless Chromium, without which the test
+    is skipped. Errors that the page logs, and what it requests from elsewhere, fail the test."""
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="no browser: pip install playwright"
     )

@@ -1,4 +1,5 @@
-"""`eval.ask`: many pictures and prompts are asked in batches, and each answer is of its picture and prompt."""
+"""`eval.ask`: many pictures and prompts are asked in batches, and each answer is of its picture and
+prompt."""
 
 import itertools
 import json
@@ -57,7 +58,8 @@ def test_many_pictures_are_asked_in_batches(workplace, monkeypatch, capsys):
 
 
 def test_the_toy_and_no_other_says_what_it_knows(workplace):
-    """Breaks when the embedded base answers a photograph without a warning, or a model of own data gets the warning."""
+    """Breaks when the embedded base answers a photograph without a warning, or a model of own data
+    gets the warning."""
     for name, base, data in (
         ("toy", "embedded", "embedded"),
         ("own", "embedded", "csv:a"),
@@ -81,7 +83,8 @@ def test_the_toy_and_no_other_says_what_it_knows(workplace):
 
 @pytest.mark.parametrize(("seconds", "shares"), [(1, range(10, 101, 10)), (0, [100])])
 def test_a_log_file_gets_a_line_for_a_tenth(seconds, shares, monkeypatch):
-    """Breaks when a log is filled by a bar, by lines of work that ends at once, or never says that work has ended."""
+    """Breaks when a log is filled by a bar, by lines of work that ends at once, or never says that
+    work has ended."""
     file, clock = StringIO(), itertools.count(step=seconds)
     monkeypatch.setattr("sys.stderr", file)
     monkeypatch.setattr(tqdm.std, "time", lambda: next(clock))

@@ -1,4 +1,5 @@
-"""Multiple choice by likelihood: against transformers, the harness's prompts and its measures worked out by hand."""
+"""Multiple choice by likelihood: against transformers, the harness's prompts and its measures
+worked out by hand."""
 
 import csv
 import itertools
@@ -26,7 +27,8 @@ from weights.export import export_model
 @pytest.mark.long
 @torch.no_grad()
 def test_likelihoods_are_those_of_transformers(model, processor, source):
-    """Breaks when a choice is read with an end token, with other tokens, or after another question's prompt."""
+    """Breaks when a choice is read with an end token, with other tokens, or after another
+    question's prompt."""
     hf = PaliGemmaForConditionalGeneration.from_pretrained(
         source, attn_implementation="eager"
     ).eval()
@@ -71,7 +73,8 @@ def test_likelihoods_are_those_of_transformers(model, processor, source):
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["gemma2", "qwen2"])
 def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
-    """Breaks when blanks, bos or the space before a choice are read otherwise, or a long prompt is cut and scored."""
+    """Breaks when blanks, bos or the space before a choice are read otherwise, or a long prompt is
+    cut and scored."""
     words = language_folder(tmp_path / kind, kind, 128, seed=1)
     words.save_pretrained(tmp_path / kind)
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / kind, attn_implementation="eager").eval()
@@ -108,7 +111,8 @@ def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
 
 @pytest.mark.parametrize("scored", [True, False])
 def test_a_choice_that_is_too_long_is_left_out(scored, model):
-    """Breaks when one choice of a user's file takes the memory of all, or one with a control token ends the command."""
+    """Breaks when one choice of a user's file takes the memory of all, or one with a control token
+    ends the command."""
     processor, choices_of = (
         Processor.from_source("embedded", max_length=40),
         [("yes", "no"), ("yes", "no " * 99)],
@@ -128,7 +132,8 @@ def test_a_choice_that_is_too_long_is_left_out(scored, model):
 
 
 def test_a_tokenizer_with_more_pieces_than_rows_is_refused(tmp_path):
-    """Breaks when an id beyond the embedding ends a command of our own text models with a traceback."""
+    """Breaks when an id beyond the embedding ends a command of our own text models with a
+    traceback."""
     export_model(new_model("nano", False, 0), tmp_path / "nano", companions=[TOKENIZER])
     refused(
         lambda: choices.main(["--model", f"{tmp_path}/nano", "--out", f"{tmp_path}/out"]),
@@ -137,7 +142,8 @@ def test_a_tokenizer_with_more_pieces_than_rows_is_refused(tmp_path):
 
 
 def test_accuracies_by_hand():
-    """Breaks when the longer choice is not given its length, a tie takes the last, or subjects weigh as questions."""
+    """Breaks when the longer choice is not given its length, a tie takes the last, or subjects
+    weigh as questions."""
     rows = [
         (["no", "maybe"], 0, "a", [-4.0, -6.0]),  # by character −2 against −1.2: right, wrong
         (["no", "maybe"], 1, "a", [-4.0, -6.0]),  # wrong, right
@@ -223,7 +229,8 @@ def questions_of(flags, template="answer {question}"):
 
 
 def test_prompts_by_hand(files):
-    """Breaks when a space or a newline is not where the harness has it, or a shot is not the dev file's first."""
+    """Breaks when a space or a newline is not where the harness has it, or a shot is not the dev
+    file's first."""
 
     def asked(task, data, *flags):
         return questions_of(["--task", task, "--data", str(files / data), *flags])
@@ -271,7 +278,8 @@ def test_prompts_by_hand(files):
 
 @pytest.mark.long
 def test_results_are_read_back(files, source, workplace, capsys):
-    """Breaks when results.json does not hold what was asked, with which picture, and how likely each choice is."""
+    """Breaks when results.json does not hold what was asked, with which picture, and how likely
+    each choice is."""
     flags = [
         "--task",
         "jsonl",

@@ -25,7 +25,8 @@ def rows(scores: dict[int, float], *measures: str) -> list[Row]:
 
 
 def test_bootstrap_by_hand():
-    """Breaks when a benchmark's interval is of another level, parts a picture's questions, or weighs them alike."""
+    """Breaks when a benchmark's interval is of another level, parts a picture's questions, or
+    weighs them alike."""
     half = [0.0, 1.0] * 50  # scipy.stats.binom.ppf((0.025, 0.975), 100, 0.5) / 100
     assert bootstrap(half) == pytest.approx((0.5, 0.4, 0.6))
     assert bootstrap(np.repeat(half, 3), np.repeat(np.arange(100), 3)) == pytest.approx(
@@ -35,7 +36,8 @@ def test_bootstrap_by_hand():
 
 
 def test_differences_are_paired():
-    """Questions that one model was not asked count, or a difference is of two means, or of another's blind answers."""
+    """Questions that one model was not asked count, or a difference is of two means, or of
+    another's blind answers."""
     half, better = {n: float(n % 2) for n in range(40)}, {n: 1.0 for n in range(20, 40)}
     blind = rows({20: 0.0, 21: 1.0}, "exact")
     results = {"a": rows(half, "exact"), "b": rows(better, "exact", "vqa"), "b, blind": blind}
@@ -64,7 +66,8 @@ def test_differences_are_paired():
 
 @pytest.mark.long
 def test_several_models_are_one_table(source, twin, workplace, monkeypatch, capsys):
-    """A base and its adapter are asked as one model, or share files; --quantize forgets the adapter."""
+    """A base and its adapter are asked as one model, or share files; --quantize forgets the
+    adapter."""
     opened, original = [], open.open_model
     monkeypatch.setattr(
         open, "open_model", lambda *args, **text: opened.append(original(*args)) or opened[-1]

@@ -1,4 +1,5 @@
-"""Readers: the published layouts are read as published, and a file that breaks its format is named."""
+"""Readers: the published layouts are read as published, and a file that breaks its format is
+named."""
 
 import json
 from dataclasses import replace
@@ -28,7 +29,8 @@ def test_names_of_pictures(tmp_path, subset, image_id, image):
 
 
 def test_vqav2_annotations(tmp_path):
-    """The ten records stay whole, since the scorer compares them whole; a question without answers is named."""
+    """The ten records stay whole, since the scorer compares them whole; a question without answers
+    is named."""
     answers = [
         {"answer": "net", "answer_confidence": "maybe", "answer_id": n} for n in range(1, 11)
     ]
@@ -164,7 +166,8 @@ def test_needle_tests(tmp_path):
 
 
 def test_captions_of_coco_the_last_counts(tmp_path):
-    """MMNeedle's caption of a picture is the last one that COCO lists; another one is another test."""
+    """MMNeedle's caption of a picture is the last one that COCO lists; another one is another
+    test."""
     value = {
         "images": [{"id": number, "file_name": f"{name}.jpg"} for number, name in enumerate("abc")]
     }
@@ -189,7 +192,8 @@ LOST = [
 
 @pytest.mark.parametrize("change", LOST)
 def test_contradicting_needle_files_are_named(tmp_path, change):
-    """Metadata, annotations and captions of different releases are run together and score at chance."""
+    """Metadata, annotations and captions of different releases are run together and score at
+    chance."""
     refused(lambda: read(tmp_path, [TEST | change]), "annotations.json[0]: ")
     refused(
         lambda: read(tmp_path, [TEST], grids={"s.jpg": {"0_0": "a.jpg", "0_1": "b.jpg"}}),

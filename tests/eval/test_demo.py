@@ -1,4 +1,5 @@
-"""The local page, also in a real browser: it answers, asks nobody else, keeps nothing, and refuses what is no picture.
+"""The local page, also in a real browser: it answers, asks nobody else, keeps nothing, and refuses
+what is no picture.
 
 The page needs gradio, which is no requirement: without it that test is skipped.
 """
@@ -28,8 +29,8 @@ def test_without_gradio_nothing_is_loaded(monkeypatch):
 
 
 def test_the_page_answers_and_refuses(processor, new_page, tmp_path, monkeypatch):
-    """Breaks when the example question gets a wrong answer or no boxes, the explorer does not open, a hostile upload is
-    taken or kept, or the page loads a font or a script from elsewhere."""
+    """Breaks when the example question gets a wrong answer or no boxes, the explorer does not open,
+    a hostile upload is taken or kept, or the page loads a font or a script from elsewhere."""
     pytest.importorskip("gradio", reason="no gradio: pip install 'gradio>=6,<7'")
     monkeypatch.setenv("GRADIO_TEMP_DIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

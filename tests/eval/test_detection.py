@@ -1,4 +1,5 @@
-"""Detection: COCO's measures against its own evaluation code, the answers that are parsed, and the command."""
+"""Detection: COCO's measures against its own evaluation code, the answers that are parsed, and the
+command."""
 
 import json
 import random
@@ -25,7 +26,8 @@ def sides(box: Box | Found) -> list[float]:
 
 
 def drawn_case(seed: int) -> tuple[list[list[Box]], list[list[Found]]]:
-    """Pictures with truths and detections near them, on a coarse raster, with few scores: overlaps and scores tie."""
+    """Pictures with truths and detections near them, on a coarse raster, with few scores: overlaps
+    and scores tie."""
     dice = random.Random(seed)
     labels = [f"c{number}" for number in range(dice.choice((1, 2, 5, 12)))]
     raster, scores = dice.choice((1, 4, 10)), dice.choice(([1.0], [0.2, 0.5, 0.9], None))
@@ -84,7 +86,8 @@ def by_pycocotools(truths, found) -> list[float]:
 
 
 def test_the_measures_are_those_of_coco(capsys):
-    """Any rule of COCO's is another: ties, crowds, sizes, ranks, classes without truth, empty pictures."""
+    """Any rule of COCO's is another: ties, crowds, sizes, ranks, classes without truth, empty
+    pictures."""
     compared, pair = 0, [Box("a", x, 0, 10, 10, 100) for x in (0, 2)]
     ties = [
         ([pair], [[Found("a", x, 0, 10, 10, 1 / (1 + n)) for n, x in enumerate((1, x))]])
@@ -151,7 +154,8 @@ def parsed(text: str, scores=()) -> tuple[list[Found], dict]:
     ],
 )
 def test_answers_are_parsed_strictly(text, boxes, problems):
-    """A malformed answer raises, is drawn somewhere, or is not counted; or a place is not y1 x1 y2 x2 of 1023."""
+    """A malformed answer raises, is drawn somewhere, or is not counted; or a place is not y1 x1 y2
+    x2 of 1023."""
     found, counts = parsed(text)
     assert [(f.label, *map(round, sides(f))) for f in found] == [
         (b[0], *map(round, b[1:])) for b in boxes
@@ -166,7 +170,8 @@ def test_scores_of_a_results_file_are_those_of_its_boxes():
 
 
 def test_the_command_on_the_embedded_scenes(source, workplace, monkeypatch, capsys):
-    """Right answers do not score 100, or the results file scores otherwise than the command has printed."""
+    """Right answers do not score 100, or the results file scores otherwise than the command has
+    printed."""
     records = embedded_records(("detect",), "test", 14)
     right = {record.name: record.suffix for record in records}
     wrong = {record.name: "no such thing" for record in records[:3]} | {records[3].name: ""}

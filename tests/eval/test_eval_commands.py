@@ -1,4 +1,5 @@
-"""Asking random tiny models about drawn pictures: answers in batches, choices, the log, and the models of flags."""
+"""Asking random tiny models about drawn pictures: answers in batches, choices, the log, and the
+models of flags."""
 
 import json
 from argparse import ArgumentParser
@@ -44,7 +45,8 @@ def one_by_one(model, processor, questions, max_new_tokens=6) -> list[str]:
 def test_batched_answers_are_those_of_one_by_one(
     model, processor, monkeypatch, batch_size, is_compiled
 ):
-    """An answer depends on its batch's rows, padding or pictures, or an earlier prompt; a small batch compiles anew."""
+    """An answer depends on its batch's rows, padding or pictures, or an earlier prompt; a small
+    batch compiles anew."""
     asked, options = vqa.embedded(30), {}
     single = one_by_one(model, processor, asked)
     if is_compiled:
@@ -65,7 +67,8 @@ def test_batched_answers_are_those_of_one_by_one(
 
 
 def test_several_pictures_in_one_prompt(model, processor):
-    """MMNeedle's ten pictures are shuffled, or those of another test; or an id that occurs twice mixes up answers."""
+    """MMNeedle's ten pictures are shuffled, or those of another test; or an id that occurs twice
+    mixes up answers."""
     pictures = [[noise(3 * number + part) for part in range(3)] for number in range(4)]
     asked = [Question("same", str(n), p, f"count {'dog ' * n}cat") for n, p in enumerate(pictures)]
     asked += [
@@ -78,7 +81,8 @@ def test_several_pictures_in_one_prompt(model, processor):
 
 
 def test_a_picture_is_encoded_once_for_all_its_questions(model, processor, monkeypatch):
-    """Six questions a picture cost six encodings: the vision tower is most of the work of a large model."""
+    """Six questions a picture cost six encodings: the vision tower is most of the work of a large
+    model."""
     encoded, drawn = [], []
     encode = model.encode_images
     monkeypatch.setattr(
@@ -107,7 +111,8 @@ def likelihood_by_hand(model, processor, picture, prefix, choice) -> float:
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [None, "twin", "split"])
 def test_the_likeliest_choice_is_the_answer(processor, kind, monkeypatch):
-    """Likelihoods are of other tokens, without the end token, of another prompt; or the last of equals counts."""
+    """Likelihoods are of other tokens, without the end token, of another prompt; or the last of
+    equals counts."""
     model = random_model(2)
     if kind is not None:
         graft(model, kind)
@@ -154,7 +159,8 @@ def count_asked(monkeypatch, batches: int = 99) -> list[int]:
 
 @pytest.mark.long
 def test_an_interrupted_run_goes_on(source, workplace, capsys, monkeypatch):
-    """A resumed evaluation asks all again, or gives other answers than an uninterrupted one; --no-resume keeps some."""
+    """A resumed evaluation asks all again, or gives other answers than an uninterrupted one;
+    --no-resume keeps some."""
     flags = ["--model", source, "--limit", "30", *FAST, "--json"]
     vqa.main([*flags, "--out", "whole"])
     whole = capsys.readouterr().out
@@ -177,7 +183,8 @@ def test_an_interrupted_run_goes_on(source, workplace, capsys, monkeypatch):
 def test_answers_of_another_model_prompt_or_picture_are_not_taken(
     model, processor, tmp_path, monkeypatch
 ):
-    """The log of one model is scored as another's, or that of another tokenizer, strength of LoRA or picture."""
+    """The log of one model is scored as another's, or that of another tokenizer, strength of LoRA
+    or picture."""
     log, file = tmp_path / "log.jsonl", tmp_path / "a.png"
     noise(3).save(file)
     asked = [Question(n, str(n), file, f"count {'dog ' * n}cat") for n in range(2)]
@@ -210,7 +217,8 @@ def test_answers_of_another_model_prompt_or_picture_are_not_taken(
 
 
 def test_a_log_has_one_writer_and_is_no_other_file(model, processor, source, tmp_path):
-    """Two commands mix their lines, a file of something else is overwritten, or likelihoods come back as text."""
+    """Two commands mix their lines, a file of something else is overwritten, or likelihoods come
+    back as text."""
     log, asked = (
         tmp_path / "log.jsonl",
         [Question(1, "1", noise(1), "count", ("top", "dog"), scored=True)],
@@ -237,7 +245,8 @@ def subjects(flags: str) -> list[open.Subject]:
 
 @pytest.mark.long
 def test_default_is_the_newest_run_or_the_embedded_base(source, workplace, monkeypatch, capsys):
-    """Without flags another model than the last one trained is measured, or nobody says which one it was."""
+    """Without flags another model than the last one trained is measured, or nobody says which one
+    it was."""
     monkeypatch.setattr("model.source.BUNDLED_FOLDER", Path(source))
     assert subjects("") == [open.Subject("embedded", None, "embedded")]
     runs = {
@@ -298,7 +307,8 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(command, workplace,
 
 
 def test_a_question_that_cannot_be_asked_is_left_out(source, workplace, capsys):
-    """A broken picture ends the evaluation, or counts as wrong without a word; or none is asked, and all is 0 %."""
+    """A broken picture ends the evaluation, or counts as wrong without a word; or none is asked,
+    and all is 0 %."""
     Image.new("RGB", (9, 9)).save("good.png")
     (workplace / "bad.png").write_bytes(b"no picture")
     rows = [

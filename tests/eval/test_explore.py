@@ -1,4 +1,5 @@
-"""The explorer's maps and its file: what is recorded is what the model computes, and the page holds it safely."""
+"""The explorer's maps and its file: what is recorded is what the model computes, and the page holds
+it safely."""
 
 import json
 import re
@@ -28,7 +29,8 @@ PICTURE = scenes.sample("vqa", "test", 192).image
     ("kind", "options"), [("twin", {}), ("v2", {}), ("split", {"norm": False}), ("softmax", {})]
 )
 def test_maps_are_what_the_model_computes(processor, kind, options, seeded):
-    """Breaks when a map is of another query, head or layer, or what multiplies the values is not the difference."""
+    """Breaks when a map is of another query, head or layer, or what multiplies the values is not
+    the difference."""
     model = random_model()
     graft(model, kind, **options)
     with torch.no_grad():
@@ -78,7 +80,8 @@ def test_dex_has_one_map_and_says_so(processor):
 
 
 def random_case(tokens: int, models: int = 1, layers=18, heads=8, slots=256) -> Case:
-    """A case of the geometry of PaliGemma 3B at 224 pixels, with random attention, which compresses worst."""
+    """A case of the geometry of PaliGemma 3B at 224 pixels, with random attention, which compresses
+    worst."""
     dice, length = np.random.default_rng(0), slots + 24
     keys, case = length + tokens - 1, Case(Image.new("RGB", (300, 200)), HOSTILE)
     for number in range(models):
@@ -106,7 +109,8 @@ def data_of(text: str) -> dict:
 
 @pytest.mark.parametrize(("kind", "dtype", "top"), [("A1", "u1", 255), ("mix", "i1", 127)])
 def test_quantized_maps_come_back(kind, dtype, top):
-    """Breaks when a sink among the words rounds the picture to nothing, sums are rounded, or signs are lost."""
+    """Breaks when a sink among the words rounds the picture to nothing, sums are rounded, or signs
+    are lost."""
     said, maps = random_case(1, layers=2, heads=3, slots=16).answers["m0"]
     rows = maps.kinds[kind][0].reshape(6, -1)
     rows[:, 20] = 30  # one word takes far more than all patches
@@ -121,8 +125,9 @@ def test_quantized_maps_come_back(kind, dtype, top):
 
 
 def test_a_page_of_3b_is_small_and_safe_and_longer_answers_lose_their_end():
-    """Breaks when a file cannot be sent by mail, its maps are dropped without need, or those of the first tokens; or a
-    prompt ends the script that holds it, or becomes HTML in the title or a mark of the template."""
+    """Breaks when a file cannot be sent by mail, its maps are dropped without need, or those of the
+    first tokens; or a prompt ends the script that holds it, or becomes HTML in the title or a mark
+    of the template."""
     text = page.page([random_case(2, models=2)], HOSTILE)
     assert data_of(text)["cases"][0]["prompt"] == data_of(text)["title"] == HOSTILE
     assert text.count("<script") == 2 and "alert(1)</" not in text and text.count("<!--") == 0
@@ -142,7 +147,8 @@ def test_a_page_of_3b_is_small_and_safe_and_longer_answers_lose_their_end():
 
 @pytest.mark.long
 def test_explore_command(twin, workplace, capsys):
-    """Breaks when a page is of another model than asked, lacks the base beside an adapter, or mixes hits and misses."""
+    """Breaks when a page is of another model than asked, lacks the base beside an adapter, or mixes
+    hits and misses."""
     PICTURE.save("p.png")
     main(["--adapter", twin, "--image", "p.png", "--prompt", PROMPT, "--max-new-tokens", "3"])
     assert "runs/eval/twin/explore.html" in capsys.readouterr().out

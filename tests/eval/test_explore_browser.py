@@ -17,7 +17,8 @@ HOSTILE = "</script><script>document.title='run'</script>"
 
 @pytest.fixture(scope="module")
 def case(processor) -> Case:
-    """A question, its answers by a twin whose branches differ, with the base beside it, and by the base."""
+    """A question, its answers by a twin whose branches differ, with the base beside it, and by the
+    base."""
     torch.manual_seed(0)
     model, base = load_model("embedded"), load_model("embedded")
     graft(model, "twin")
@@ -55,7 +56,8 @@ def changes(shown, before: str = "", number: int = 0) -> str:
 
 
 def test_the_explorer_shows_what_is_pointed_at(case, shown):
-    """Breaks when another token, layer, head or map than the chosen one is shown, or a number is not the model's."""
+    """Breaks when another token, layer, head or map than the chosen one is shown, or a number is
+    not the model's."""
     shown = shown(case)
     twin, first = shown.locator("article").first, changes(shown)
     said, maps = case.answers["twin"]
@@ -102,7 +104,8 @@ def test_the_explorer_shows_what_is_pointed_at(case, shown):
 
 @pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1400, "dark")])
 def test_the_page_fits_and_links_hits_and_misses(case, shown, width, scheme):
-    """Breaks when a phone scrolls sideways, the dark page is light, HTML is run, or a miss stands among the hits."""
+    """Breaks when a phone scrolls sideways, the dark page is light, HTML is run, or a miss stands
+    among the hits."""
     hostile = Case(case.image, HOSTILE, answers=case.answers, hit=True)
     shown = shown(hostile, case, anchor="#2", title=HOSTILE, width=width, scheme=scheme)
     assert (

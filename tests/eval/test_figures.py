@@ -60,7 +60,8 @@ def test_boxes_are_drawn_at_their_pixels():
 
 
 def test_text_is_printable_and_cut_where_it_does_not_fit():
-    """Breaks when accents, dashes or λ come out as empty boxes, or a long caption runs into its neighbor."""
+    """Breaks when accents, dashes or λ come out as empty boxes, or a long caption runs into its
+    neighbor."""
     text, font = (
         figures.printable("café – naïve — 4×4, λ ≥ ½ °, 猫 “x”…\n\tÅ−1·±"),
         ImageFont.load_default(20),

@@ -1,4 +1,5 @@
-"""Every evaluation stops at logits that are NaN or infinite and names the question: no such answer is scored."""
+"""Every evaluation stops at logits that are NaN or infinite and names the question: no such answer
+is scored."""
 
 from functools import partial
 
@@ -21,7 +22,8 @@ PICTURE = Image.new("RGB", (112, 112), (10, 200, 90))
 
 
 def damage(model, token: int, value: float) -> None:
-    """Make every sequence that reads `token` non-finite: its hidden state, not the tied head, gets the value."""
+    """Make every sequence that reads `token` non-finite: its hidden state, not the tied head, gets
+    the value."""
     embed = model.language_model.embed_tokens
     embed.register_forward_hook(
         lambda _, given, out: out.masked_fill((given[0] == token)[..., None], value)
@@ -31,7 +33,8 @@ def damage(model, token: int, value: float) -> None:
 @pytest.mark.parametrize("choices", [(), ("1", "2")])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
 def test_the_question_is_named_and_no_other(processor, choices, value):
-    """Breaks when a non-finite row of a batch is answered, or another question of the batch is blamed."""
+    """Breaks when a non-finite row of a batch is answered, or another question of the batch is
+    blamed."""
     model = load_model("embedded").eval()
     asked = [
         Question(f"of {name}", "one", PICTURE, f"count {name}", choices)
@@ -49,7 +52,8 @@ def test_the_question_is_named_and_no_other(processor, choices, value):
 
 
 def test_a_later_token_counts_and_none_after_the_end(processor):
-    """Breaks when only the first step is checked, sampling from NaN is a traceback, or padding stops a whole batch."""
+    """Breaks when only the first step is checked, sampling from NaN is a traceback, or padding
+    stops a whole batch."""
     model, batch = (
         load_model("embedded").eval(),
         processor([PICTURE, PICTURE.copy()], ["count dog", "caption en"]),

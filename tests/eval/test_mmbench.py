@@ -1,4 +1,5 @@
-"""MMBench: 30 questions worked out by hand, its prompts, the table for the server, and files that are broken."""
+"""MMBench: 30 questions worked out by hand, its prompts, the table for the server, and files that
+are broken."""
 
 import base64
 import csv
@@ -27,8 +28,8 @@ HEAD = [
     "l2-category",
     "split",
 ]
-# By rule: first answer → the option of FOUR that it names, or none: undecided. B is right; other rotations are answered
-# rightly, by letter.
+# By rule: first answer → the option of FOUR that it names, or none: undecided. B is right; other
+# rotations are answered rightly, by letter.
 RULES = {
     "a letter of the last four words": """
         B → B | B. → B | (B) → B | B is what fits → B | The answer is B → B | A dog → A""",
@@ -72,7 +73,8 @@ def picture(color):
 
 
 def rows_of(questions=BY_HAND):
-    """The file's rows, as official ones are: in rotation k option i stands where option i + k stood."""
+    """The file's rows, as official ones are: in rotation k option i stands where option i + k
+    stood."""
     rows, red, blue = [], picture("red"), picture("blue")
     for number, (_, options, *_) in enumerate(questions):
         for turn in range(len(options)):
@@ -97,7 +99,8 @@ def write(path, rows, head=HEAD):
 
 
 def test_thirty_questions_by_hand(workplace, capsys):
-    """Breaks when an answer names another option than VLMEvalKit's rules say, or one rotation is enough."""
+    """Breaks when an answer names another option than VLMEvalKit's rules say, or one rotation is
+    enough."""
     for text, options, named, _ in BY_HAND:
         assert (mmbench.choose(text, dict(zip("ABCD", options, strict=False))) or "") == named, text
     said = []
@@ -122,7 +125,8 @@ def test_thirty_questions_by_hand(workplace, capsys):
 
 
 def test_questions_on_one_picture_belong_together(workplace):
-    """An interval is too narrow, since questions on one picture, which may stand in another's row, count alone."""
+    """An interval is too narrow, since questions on one picture, which may stand in another's row,
+    count alone."""
     flags = Namespace(tsv=write(workplace / "T", rows_of()), limit=None, wording="llava")
     groups = {q.id: q.group for q in mmbench.MMBench().questions(flags)}
     assert groups[2] == groups[3] != groups[1] == groups[0] == groups[mmbench.BASE]
@@ -131,7 +135,8 @@ def test_questions_on_one_picture_belong_together(workplace):
 
 @pytest.mark.parametrize("text", ["None", "none", "nan", "N/A", "null", "", "#N/A N/A"])
 def test_what_pandas_reads_as_nothing_is_no_option(text, workplace):
-    """An option "None" is taken for none, and the file refused whose right answer it is; "N/A" is one."""
+    """An option "None" is taken for none, and the file refused whose right answer it is; "N/A" is
+    one."""
     is_option = text.lower() == "none"
     rows = (
         rows_of([("B", ("cat", text, "a red bus", "hat"))])
@@ -163,7 +168,8 @@ def test_prompts_by_hand():
 
 @pytest.mark.long
 def test_a_model_is_asked(source, workplace, capsys, monkeypatch):
-    """Breaks when a picture is not the row's, the submission lacks a row, or a row without an answer has one."""
+    """Breaks when a picture is not the row's, the submission lacks a row, or a row without an
+    answer has one."""
     asked, ask_all = [], answer.ask_all
     monkeypatch.setattr(
         answer,

@@ -1,4 +1,5 @@
-"""MMNeedle's command: what is asked about the embedded scenes and COCO's pictures, and the responses it writes."""
+"""MMNeedle's command: what is asked about the embedded scenes and COCO's pictures, and the
+responses it writes."""
 
 import json
 from argparse import Namespace
@@ -21,7 +22,8 @@ FAST = ["--max-new-tokens", "3", "--batch-size", "8", "--json"]
 @pytest.mark.parametrize("kind", scenes.NEEDLES)
 @pytest.mark.parametrize(("needles", "absent"), [(1, False), (2, False), (2, True)])
 def test_embedded_trials_ask_what_is_trained(kind, needles, absent):
-    """A model is asked in other words than it learned, right answers do not count, or half a place does."""
+    """A model is asked in other words than it learned, right answers do not count, or half a place
+    does."""
     for number, test in enumerate(needle.embedded_tests(kind, 20, needles=needles, absent=absent)):
         samples = scenes.needle(kind, "test", number, needles=needles, negative=absent).samples
         free, said = needle.asks_of([test], "paper"), [s.suffix for s in samples]
@@ -66,7 +68,8 @@ def test_needle_command(source, workplace, capsys, protocol):
 
 
 def test_the_embedded_accuracy_of_a_training_run(model, processor):
-    """The constrained protocol does not always name a place, or answers of one test are counted for another."""
+    """The constrained protocol does not always name a place, or answers of one test are counted for
+    another."""
     asked = needle.asks_of(needle.embedded_tests("n2o1", 4), "constrained")
     rows = needle.Needle().rows(asked, answer.ask_all(model, processor, asked))
     assert len(rows) == 4 and not any("-1" in row.answer["response"] for row in rows)
@@ -90,7 +93,8 @@ def coco(tmp_path):
 
 @pytest.fixture
 def ask(coco, source, capsys):
-    """A function that runs the command on COCO's pictures: what it prints, and the response file of a kind."""
+    """A function that runs the command on COCO's pictures: what it prints, and the response file of
+    a kind."""
 
     def run(flags: str, kind: str = "1_2_2"):
         files = ["--coco", str(coco), "--captions", str(coco / "C"), "--out", str(coco / "out")]
@@ -105,7 +109,8 @@ def ask(coco, source, capsys):
 
 @pytest.mark.long
 def test_official_and_drawn_tests(ask):
-    """MMNeedle's own tests are read, sampled or written otherwise than published; drawn ones are not as balanced."""
+    """MMNeedle's own tests are read, sampled or written otherwise than published; drawn ones are
+    not as balanced."""
     corners = dict.fromkeys(("1, 1, 1", "1, 1, 2", "1, 2, 1", "1, 2, 2"), 1)
     printed, records = ask("META --limit 4")
     assert printed["measures"]["exact, 1_2_2"]["questions"] == 4
@@ -169,7 +174,8 @@ def test_a_needle_test_without_its_picture_has_no_response(ask, coco):
 
 
 def test_pictures_and_haystacks_are_counted_once(coco):
-    """A picture that lies flat and in val2014 is drawn as two, or tests of one haystack count as independent."""
+    """A picture that lies flat and in val2014 is drawn as two, or tests of one haystack count as
+    independent."""
     name = "COCO_val2014_000000000001.jpg"
     (coco / name).write_bytes((coco / "val2014" / name).read_bytes())
     tests = needle.drawn_tests(coco, coco / "C", 8)

@@ -64,7 +64,8 @@ def test_verdicts_by_hand(truth, verdict, responses):
 
 
 def test_a_missing_response_leaves_the_denominator():
-    """Counting a failed request as a miss is not what MMNeedle publishes; or without any a long run ends in a crash."""
+    """Counting a failed request as a miss is not what MMNeedle publishes; or without any a long run
+    ends in a crash."""
     pairs = [("1, 1, 1", "1, 1, 1"), ("1, 1, 1", None), ("1, 1, 2", "1, 1, 1")]
     pairs += [("0, 0, 0", "-1"), ("0, 0, 0", "2, 1, 1")]
     values = needle.score_responses(record(*pair) for pair in pairs)
@@ -73,7 +74,8 @@ def test_a_missing_response_leaves_the_denominator():
 
 
 def test_accuracy_by_place():
-    """A cell of the heatmap counts another place or needle, swaps rows and columns, or counts negatives or silence."""
+    """A cell of the heatmap counts another place or needle, swaps rows and columns, or counts
+    negatives or silence."""
     pairs = [
         ("1, 1, 2", "1, 1, 2"),
         ("1, 1, 2", "1, 2, 1"),
@@ -96,7 +98,8 @@ SAID |= dict.fromkeys(("row 2 column 5", "it is row 2 column 3", "none", ""), "-
 
 @pytest.mark.parametrize("said", SAID)
 def test_strict_parse(said):
-    """The paper accepts just the word; one invalid answer makes the place -1. Leniency would hide format failures."""
+    """The paper accepts just the word; one invalid answer makes the place -1. Leniency would hide
+    format failures."""
     response, said = SAID[said], said.split(",")
     side, count = (4, 1) if len(said) == 1 else (2, len(said) // 2)
     test = NeedleTest(0, (("a",) * side**2,), (ABSENT,) * count, ("a",) * count, ("x",) * count)
@@ -105,7 +108,8 @@ def test_strict_parse(said):
 
 
 def test_prompts():
-    """MMNeedle's and the paper's words, with singular, plural and a format for each needle, are what is measured."""
+    """MMNeedle's and the paper's words, with singular, plural and a format for each needle, are
+    what is measured."""
     asked = [
         f"Caption: A dog. Where is the caption? {sides}?"
         for sides in ("Top or Bottom", "Left or Right")
@@ -122,14 +126,15 @@ def test_prompts():
         "Given 10 images indexed from 1 to 10, each divided into 8*8 subimages, identify the "
     )
     assert (
-        "provided 2 captions. Respond in the format: index_1, row_1, column_1; index_2, row_2, column_2. Only"
-        in two
+        "provided 2 captions. Respond in the format: index_1, row_1, column_1; index_2, row_2, "
+        "column_2. Only" in two
     )
     assert two.endswith("respond with '-1' for that caption.\nCaption_1: A dog.\nCaption_2: A cat.")
 
 
 def test_stitch_is_row_major_and_square(tmp_path):
-    """The needle's picture is not at its row and column, or aspect is kept, or the size is not 256 px a sub-image."""
+    """The needle's picture is not at its row and column, or aspect is kept, or the size is not 256
+    px a sub-image."""
     colors, corners = (
         [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)],
         [(0, 0), (511, 0), (0, 511), (511, 511)],
@@ -142,7 +147,8 @@ def test_stitch_is_row_major_and_square(tmp_path):
 
 
 def test_sample_has_each_place_equally_often():
-    """The paper draws 50 of each quadrant with a seed; of larger grids, and of negatives, a plain sample."""
+    """The paper draws 50 of each quadrant with a seed; of larger grids, and of negatives, a plain
+    sample."""
     places = [(0, n // 2 % 2, n % 2) for n in range(80)]
     tests = [
         NeedleTest(n, (tuple("abcd"),), (place,), ("a",), ("x",)) for n, place in enumerate(places)
@@ -162,7 +168,8 @@ def test_sample_has_each_place_equally_often():
 
 
 def test_drawn_tests_are_true(tmp_path):
-    """A needle drawn from a user's own pictures is not where the truth says, or the same seed gives other haystacks."""
+    """A needle drawn from a user's own pictures is not where the truth says, or the same seed gives
+    other haystacks."""
     captions = {f"{n}.jpg": f"caption {n}" for n in range(60)}
     (tmp_path / "val2014").mkdir()
     for name in captions:
@@ -185,7 +192,8 @@ def test_drawn_tests_are_true(tmp_path):
 
 
 def test_response_records_are_mmneedles_own():
-    """The field names, the 1-based truth and the bare file names that MMNeedle's evaluators read."""
+    """The field names, the 1-based truth and the bare file names that MMNeedle's evaluators
+    read."""
     one = NeedleTest(7, (tuple("abcd"),), ((0, 1, 0),), ("val2014/c.jpg",), ("a cat",))
     expected = {
         "id": 7,

@@ -12,7 +12,8 @@ from eval.question import Question
 from tests.runs import refused
 
 PARSED = {
-    # only the first sentence counts; "noyes" is a word, since the comma goes; three spellings; words end at spaces
+    # only the first sentence counts; "noyes" is a word, since the comma goes; three spellings;
+    # words end at spaces
     "no": [
         "No",
         "No, there is not.",
@@ -80,7 +81,8 @@ def score(workplace, capsys):
 
 
 def test_a_file_of_answers(score):
-    """Answers are matched by place, CRLF (in one file of POPE) matters, or the script's files without ids fail."""
+    """Answers are matched by place, CRLF (in one file of POPE) matters, or the script's files
+    without ids fail."""
     values = score(ANSWERS)  # right: 1 and 4; said yes: 1 and 2; are yes: 1 and 3
     assert values["summary"] == {
         "Q": dict.fromkeys(("accuracy", "precision", "recall", "F1", "yes"), 50)
@@ -96,7 +98,8 @@ def test_a_file_of_answers(score):
 
 
 def test_probabilities_sets_and_limits_by_hand(score):
-    """P(yes) is read as P(no), or a tie as no; sets are mixed, or their mean is another; or --limit is not of each."""
+    """P(yes) is read as P(no), or a tie as no; sets are mixed, or their mean is another; or --limit
+    is not of each."""
     benchmark, likely = (
         pope.Pope(),
         Question("q", "k", (), "p", ("yes", "no"), scored=True, kind="A"),
@@ -127,7 +130,8 @@ def test_probabilities_sets_and_limits_by_hand(score):
 
 @pytest.mark.long
 def test_the_embedded_scenes_and_files(score, source, workplace, capsys):
-    """A strategy is missing, the results are not those that were printed, or two files of a name become one set."""
+    """A strategy is missing, the results are not those that were printed, or two files of a name
+    become one set."""
     flags = ["--model", source, *"--max-new-tokens 2 --json --probability".split()]
     pope.main([*flags, *"--limit 18".split()])
     printed = json.loads(capsys.readouterr().out)["random"]

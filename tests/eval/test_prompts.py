@@ -1,4 +1,5 @@
-"""Prompt templates are filled literally, and a model is asked with the prompt that it was trained with."""
+"""Prompt templates are filled literally, and a model is asked with the prompt that it was trained
+with."""
 
 import json
 
@@ -26,7 +27,8 @@ FAST = "--limit 1 --max-new-tokens 1 --json".split()
 
 
 def test_templates_are_filled_literally():
-    """Breaks when a template reads attributes, takes 4 GiB, or without {question} makes all prompts one."""
+    """Breaks when a template reads attributes, takes 4 GiB, or without {question} makes all prompts
+    one."""
     template = check_prompt("{question} {question.__class__} { {0} {question:>10000000000}")
     assert (
         fill_prompt(template, "Is {it}?")
@@ -38,7 +40,8 @@ def test_templates_are_filled_literally():
 @pytest.mark.long
 @pytest.mark.parametrize(("data", "stored", "prompt"), RUNS)
 def test_a_run_is_asked_as_it_was_trained(data, stored, prompt, workplace, monkeypatch):
-    """Breaks when a run is asked in other words than it learned, by a benchmark, a question, or as a whole model."""
+    """Breaks when a run is asked in other words than it learned, by a benchmark, a question, or as
+    a whole model."""
     asked, layout = set(), Processor.layout
     monkeypatch.setattr(
         Processor, "layout", lambda self, n, *text: asked.add(text[0]) or layout(self, n, *text)

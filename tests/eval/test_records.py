@@ -1,4 +1,5 @@
-"""A user's own data: what is read, what is shown to the model, what is learned of it, and what is held out."""
+"""A user's own data: what is read, what is shown to the model, what is learned of it, and what is
+held out."""
 
 import json
 from dataclasses import replace
@@ -60,7 +61,8 @@ def chat(*contents):
 
 
 def shown(processor, record):
-    """What the model reads of a record: (piece, whether it is learned, its type); P is a whole picture."""
+    """What the model reads of a record: (piece, whether it is learned, its type); P is a whole
+    picture."""
     micro = collate([record], processor)
     assert not micro.bad, micro.bad
     rows = micro.batch.input_ids, micro.batch.labels, micro.batch.token_type_ids
@@ -90,7 +92,8 @@ def shown(processor, record):
 
 
 def marked(text):
-    """What `shown` returns, by hand: pieces after blanks, types as 0 or 1 before a colon, learned ones with a star."""
+    """What `shown` returns, by hand: pieces after blanks, types as 0 or 1 before a colon, learned
+    ones with a star."""
     return [
         (piece.lstrip("*").replace("\\n", "\n"), piece.startswith("*"), int(kind))
         for kind, piece in (word.split(":", 1) for word in text.split())
@@ -127,7 +130,8 @@ LATER = " 1:*top 1:*▁left 1:*<eos> 1:count 1:▁cat 1:\\n 1:*2 1:*<eos>"
 
 
 def test_every_answer_and_its_end_are_learned_and_nothing_else(processors, tmp_path):
-    """Breaks when a prompt, picture or bos carries loss, an answer's end does not, or a picture is elsewhere."""
+    """Breaks when a prompt, picture or bos carries loss, an answer's end does not, or a picture is
+    elsewhere."""
     draw(tmp_path, "a.png", "b.png")
     system = {"from": "system", "value": "Be brief."}
     rows = [
@@ -164,7 +168,8 @@ def test_every_answer_and_its_end_are_learned_and_nothing_else(processors, tmp_p
 
 
 def test_of_a_conversation_the_first_turn_is_explored(tmp_path):
-    """Breaks when answers to the last turn count for the first, or a picture is shown to a question before it."""
+    """Breaks when answers to the last turn count for the first, or a picture is shown to a question
+    before it."""
     draw(tmp_path, "a.png")
     later = {"image": "a.png", "conversations": says("count dog", "1", "<image>count cat", "2")}
     kept = {"image": "a.png", "conversations": CONVERSATION, "answers": ["2"]}
@@ -175,7 +180,8 @@ def test_of_a_conversation_the_first_turn_is_explored(tmp_path):
 
 
 def test_a_later_question_is_asked_as_it_is_learned(processors, tmp_path):
-    """Breaks when a conversation is scored without its earlier turns, or its picture is elsewhere than in training."""
+    """Breaks when a conversation is scored without its earlier turns, or its picture is elsewhere
+    than in training."""
     draw(tmp_path, "a.png")
     (record,) = read_examples(
         write(tmp_path, "own.jsonl", [{"image": "a.png", "conversations": CONVERSATION}])
@@ -221,7 +227,8 @@ def test_a_later_question_is_asked_as_it_is_learned(processors, tmp_path):
     ids=lambda record: str(record)[:40],
 )
 def test_a_malformed_record_is_named_left_out_and_counted(record, processor, tmp_path):
-    """Breaks when a conversation that cannot be learned is learned in part, or ends the run, or goes unnoticed."""
+    """Breaks when a conversation that cannot be learned is learned in part, or ends the run, or
+    goes unnoticed."""
     draw(tmp_path, "a.png")
     good, bad = b'{"prefix": "count dog", "suffix": "2"}', record
     bad = bad if type(bad) is bytes else json.dumps(bad).encode()
@@ -236,7 +243,8 @@ def test_a_malformed_record_is_named_left_out_and_counted(record, processor, tmp
 
 
 def test_layouts_of_other_tools_are_read_as_ours(tmp_path):
-    """Breaks when a file of TRL, ms-swift or a spreadsheet gives other turns or pictures than it shows."""
+    """Breaks when a file of TRL, ms-swift or a spreadsheet gives other turns or pictures than it
+    shows."""
     draw(tmp_path, "x/a.png", "x/b.png")
     (tmp_path / "link.png").symlink_to(tmp_path / "x/b.png")
     a, b, none = tmp_path / "x/a.png", tmp_path / "link.png", {"image": None, "conversations": None}
@@ -250,7 +258,9 @@ def test_layouts_of_other_tools_are_read_as_ours(tmp_path):
         {"type": "image_url", "image_url": {"url": f"file://{b}"}},
         A,
     ]
-    cases = [  # ms-swift's documentation: marks in texts, absolute paths; TRL's llava-instruct-mix-vsft; others
+    # ms-swift's documentation: marks in texts, absolute paths; TRL's llava-instruct-mix-vsft;
+    # others
+    cases = [
         (chat("<image><image>a", "b", "c", "d"), [a, b], (("<image><image>a", "b"), ("c", "d"))),
         (chat(parts, [A]), [a], (("dog\n<image>", "a"),)),
         (chat("cat", "1"), [a, b], (("cat", "1"),)),
@@ -278,7 +288,8 @@ def test_layouts_of_other_tools_are_read_as_ours(tmp_path):
 
 @pytest.mark.parametrize(("kind", "name"), [("csv", "own.txt"), ("jsonl", "own.csv")])
 def test_a_table_is_read_as_its_rows(kind, name, tmp_path):
-    """Breaks when a comma ends a text in quotes, a row with too many cells loses one, or an empty cell is a picture."""
+    """Breaks when a comma ends a text in quotes, a row with too many cells loses one, or an empty
+    cell is a picture."""
     draw(tmp_path, "a.png")
     table = 'image,prefix,suffix,type\r\na.png,"Is it red, or blue?",red,colour\r\n,a,2,\r\na.png,a,b,c,d\r\n'
     (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + table.encode())  # as Excel writes it
@@ -293,7 +304,8 @@ def test_a_table_is_read_as_its_rows(kind, name, tmp_path):
 
 
 def test_pictures_from_python_are_those_of_their_files(tmp_path, processor):
-    """Breaks when an image or array in memory becomes another picture, or equal ones have two keys."""
+    """Breaks when an image or array in memory becomes another picture, or equal ones have two
+    keys."""
     draw(tmp_path, "a.png", "b.png")
     other, image = (Image.open(tmp_path / name) for name in ("a.png", "b.png"))
     pictures = [tmp_path / "b.png", image, np.asarray(image), other, np.zeros((8, 8, 3))]
@@ -308,7 +320,8 @@ def test_pictures_from_python_are_those_of_their_files(tmp_path, processor):
 
 
 def test_several_answers(tmp_path):
-    """Breaks when the answer to learn is not the most frequent one, or one that is given beside them is not taken."""
+    """Breaks when the answer to learn is not the most frequent one, or one that is given beside
+    them is not taken."""
     rows = [
         {"answers": ["two", "2", "2"]},
         {"suffix": "two", "answers": ["2", "2"]},
@@ -344,13 +357,15 @@ def coco(folder):
 
 
 def test_coco_s_boxes_are_paligemma_s(tmp_path, processor):
-    """Breaks when a box has another order or rounding, a crowd is to be answered, or the truth for scoring is lost."""
+    """Breaks when a box has another order or rounding, a crowd is to be answered, or the truth for
+    scoring is lost."""
     file = write(tmp_path, "instances.json", coco(tmp_path))
     (record,) = read_data(f"coco:{file}")  # of the others, one has a crowd only, and one nothing
     assert record.prefix == "detect dog ; traffic light" and record.pictures == (
         tmp_path / "a.png",
     )
-    # 1023 · (10/480, 500.5/640, 30/480, 1), 1023 · (0.1, 0.1, 0.6, 0.6), 1023 · (0.5, 0.5, 1, 1): halves to even
+    # 1023 · (10/480, 500.5/640, 30/480, 1), 1023 · (0.1, 0.1, 0.6, 0.6), 1023 · (0.5, 0.5, 1, 1):
+    # halves to even
     assert record.suffix == (
         "<loc0021><loc0800><loc0064><loc1023> dog ; <loc0102><loc0102><loc0614><loc0614> dog ; "
         "<loc0512><loc0512><loc1023><loc1023> traffic light"
@@ -370,7 +385,8 @@ UNSOUND = [
 
 
 def test_coco_s_ids_names_and_boxes_are_sound(tmp_path):
-    """Breaks when a picture is counted twice, or an answer's name cannot be read; of one usable entry, none is left."""
+    """Breaks when a picture is counted twice, or an answer's name cannot be read; of one usable
+    entry, none is left."""
     for part, number, change, *parts in UNSOUND:
         value = coco(tmp_path)
         value[part][number] |= change
@@ -402,7 +418,8 @@ def test_boxes_in_other_units_are_refused(change, message, tmp_path):
 
 
 def test_embedded_boxes_are_the_squares_of_the_answer():
-    """Breaks when the truth that eval.detect scores is not what the answer says, or tasks do not come in turn."""
+    """Breaks when the truth that eval.detect scores is not what the answer says, or tasks do not
+    come in turn."""
     mixed, alone = (
         embedded_records(("detect", "vqa"), count=6),
         embedded_records(("detect",), count=3),
@@ -421,7 +438,8 @@ def test_embedded_boxes_are_the_squares_of_the_answer():
 
 
 def test_no_picture_is_on_both_sides(tmp_path):
-    """Breaks when a picture is learned and held out: by another name, or in a record with several pictures."""
+    """Breaks when a picture is learned and held out: by another name, or in a record with several
+    pictures."""
     names = [f"{number}.png" for number in range(40)]
     draw(tmp_path, *names)
     (tmp_path / "link.png").symlink_to(tmp_path / "0.png")
@@ -451,7 +469,8 @@ def test_no_picture_is_on_both_sides(tmp_path):
 
 
 def test_a_source_without_its_kind_or_records_is_refused(tmp_path):
-    """Breaks when a user who gives a file is not told how to name it, or a run can learn nothing."""
+    """Breaks when a user who gives a file is not told how to name it, or a run can learn
+    nothing."""
     (tmp_path / "own.jsonl").write_bytes(b"{\n[]")
     refused(
         lambda: read_examples(tmp_path / "own.jsonl"),

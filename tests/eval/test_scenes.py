@@ -1,6 +1,8 @@
-"""The embedded benchmark and its tokenizer: true answers, disjoint splits, the same bytes everywhere.
+"""The embedded benchmark and its tokenizer: true answers, disjoint splits, the same bytes
+everywhere.
 
-Answers are checked by a second reading of the scene: from where objects are drawn, in pixels, with rules of its own.
+Answers are checked by a second reading of the scene: from where objects are drawn, in pixels, with
+rules of its own.
 """
 
 import hashlib
@@ -114,7 +116,8 @@ def test_every_composition_belongs_to_one_split():
 
 
 def test_the_benchmark_and_its_pixels_are_the_published_ones():
-    """Breaks when test scenes, questions, pixels or tokens change: figures measured before are of another benchmark."""
+    """Breaks when test scenes, questions, pixels or tokens change: figures measured before are of
+    another benchmark."""
     samples = [s for task in scenes.TASKS for s in stream(task, "test", 50)]
     texts = [repr((s.prefix, s.suffix, s.scene.objects, s.scene.ground)) for s in samples]
     digest = hashlib.sha256(
@@ -139,7 +142,8 @@ def test_the_benchmark_and_its_pixels_are_the_published_ones():
 
 
 def test_vqa_answers_are_true_and_the_only_true_ones():
-    """Breaks when an answer is wrong, a question has two right answers, or a picture gets a question twice."""
+    """Breaks when an answer is wrong, a question has two right answers, or a picture gets a
+    question twice."""
     for image_id in range(150):
         samples = scenes.vqa_picture("test", image_id)
         assert (
@@ -171,7 +175,8 @@ def test_short_probes_are_true():
 
 
 def test_scan_and_caption_say_what_is_there():
-    """Breaks when the names of squares, which the alignment loss uses too, or a caption disagree with the picture."""
+    """Breaks when the names of squares, which the alignment loss uses too, or a caption disagree
+    with the picture."""
     for s in stream("scan", "train", 40):
         names = s.suffix.split()
         assert names == list(s.scene.squares) and len(names) == 16
@@ -187,7 +192,8 @@ def test_scan_and_caption_say_what_is_there():
 
 
 def test_detection_boxes_hold_the_objects():
-    """Breaks when a box is not the object's square, or the order of its numbers is not PaliGemma's y1 x1 y2 x2."""
+    """Breaks when a box is not the object's square, or the order of its numbers is not PaliGemma's
+    y1 x1 y2 x2."""
     assert scenes.box(6) == "<loc0256><loc0512><loc0511><loc0767>"
     for s in stream("detect", "train", 100):
         name = s.prefix.removeprefix("detect ")
@@ -213,7 +219,8 @@ def nouns(caption: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", scenes.NEEDLES)
 def test_needles_are_in_one_place_and_take_turns(kind):
-    """Breaks when a caption fits no or two sub-images, one object tells the place, or a quadrant comes more often."""
+    """Breaks when a caption fits no or two sub-images, one object tells the place, or a quadrant
+    comes more often."""
     n, objects, _ = scenes.NEEDLES[kind]
     turns = Counter()
     for index in range(4 * n**2):
@@ -243,7 +250,8 @@ def test_needles_are_in_one_place_and_take_turns(kind):
 
 @pytest.mark.parametrize("kind", scenes.NEEDLES)
 def test_absent_and_several_needles(kind):
-    """Breaks when an absent needle can be found, or the second needle is not where it is said to be."""
+    """Breaks when an absent needle can be found, or the second needle is not where it is said to
+    be."""
     for index in range(20):
         absent = scenes.needle(kind, "test", index, needles=2, negative=True)
         wanted, parts = (
@@ -265,7 +273,8 @@ def test_absent_and_several_needles(kind):
 
 
 def test_pope_asks_about_present_and_absent_objects_in_turn():
-    """Breaks when labels are wrong or unbalanced, or the strategies differ in more than the absent objects."""
+    """Breaks when labels are wrong or unbalanced, or the strategies differ in more than the absent
+    objects."""
     polls = {strategy: scenes.pope(strategy, images=60) for strategy in scenes.STRATEGIES}
     frequency, company = scenes.object_statistics()
     fame, closeness = Counter(), Counter()

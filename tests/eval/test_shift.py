@@ -27,7 +27,8 @@ EXAMPLES = [
 
 @pytest.mark.parametrize("kind", ["paligemma", "wings", "twin"])
 def test_laws_are_sums_of_the_attention_weights(processor, kind):
-    """Breaks when a group takes another's keys, queries or heads are weighed, or the groups do not add up to them."""
+    """Breaks when a group takes another's keys, queries or heads are weighed, or the groups do not
+    add up to them."""
     model = load_model("embedded")
     if kind == "wings":
         model = randomized(attach(model, 4, routed=True)).eval()
@@ -49,7 +50,8 @@ def test_laws_are_sums_of_the_attention_weights(processor, kind):
 
 
 def test_the_shift_is_one_minus_the_correlation_over_layers():
-    """Breaks when curves are correlated over anything but layers, or an undefined one is counted as a number."""
+    """Breaks when curves are correlated over anything but layers, or an undefined one is counted as
+    a number."""
     laws = np.random.default_rng(0).random((5, 6, 3))
     laws[1, :, 2] = 3 * laws[1, :, 0] + 1  # the same course: no shift
     laws[2, :, 2] = 2 - laws[2, :, 0]  # the opposite one: all of it
@@ -61,7 +63,8 @@ def test_the_shift_is_one_minus_the_correlation_over_layers():
 
 
 def test_the_command(workplace, capsys):
-    """Breaks when the command does not measure, write or tell what it says, for PaliGemma, WINGS and a user's file."""
+    """Breaks when the command does not measure, write or tell what it says, for PaliGemma, WINGS
+    and a user's file."""
     for text in ("Where is<image> the dog?", "dog<image>", "locate<image> dog", "a<image> b c"):
         assert put_slot(text) == text and (
             text[0] == "a" or put_slot(text.replace("<image>", "")) == text

@@ -1,4 +1,5 @@
-"""The suite on files of the official layouts: the rows of two models, the plan, what is missing; VizWiz and POPE."""
+"""The suite on files of the official layouts: the rows of two models, the plan, what is missing;
+VizWiz and POPE."""
 
 import json
 import shutil
@@ -92,7 +93,8 @@ def test_the_rows_of_two_models(root, source, twin, workplace, capsys):
 
 
 def test_prompts_of_the_families_and_what_is_missing(root, source, capsys, monkeypatch, workplace):
-    """Breaks when a model is asked in another's words, a plan opens one, or missing files show after an hour."""
+    """Breaks when a model is asked in another's words, a plan opens one, or missing files show
+    after an hour."""
     monkeypatch.setattr("eval.open.load_model", None)
     (workplace / "wings").mkdir()
     (workplace / "wings/config.json").write_text(
@@ -128,8 +130,10 @@ def test_prompts_of_the_families_and_what_is_missing(root, source, capsys, monke
 
 
 def test_answerability_by_hand():
-    """Breaks when the positives are the answerable ones, ties are broken by place, or ½ counts as called."""
-    # from high to low: hit | miss, hit | miss | hit: precision 1/1, 2/3, –, 3/5 at recall steps of 1/3
+    """Breaks when the positives are the answerable ones, ties are broken by place, or ½ counts as
+    called."""
+    # from high to low: hit | miss, hit | miss | hit: precision 1/1, 2/3, –, 3/5 at recall steps of
+    # 1/3
     found = answerability([True, False, True, False, True], [0.9, 0.6, 0.6, 0.5, 0.2])
     assert found == {
         "AP": round(100 * (1 + 2 / 3 + 3 / 5) / 3, 2),

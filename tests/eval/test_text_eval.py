@@ -1,4 +1,5 @@
-"""What the language models are asked: corpus, tasks and measurements, against rules worked out by hand."""
+"""What the language models are asked: corpus, tasks and measurements, against rules worked out by
+hand."""
 
 import itertools
 import math
@@ -37,7 +38,8 @@ def decode(corpus: Corpus, ids) -> str:
 
 
 def test_a_corpus_is_the_text_token_by_token(text_folder, corpus):
-    """Breaks when the tokenizer loses a character, documents run together, or held-out text is learned from."""
+    """Breaks when the tokenizer loses a character, documents run together, or held-out text is
+    learned from."""
     texts = {str(path): path.read_text() for path in text_folder.iterdir()}
     parts, seen = split(texts), []
     for name, documents in parts.items():
@@ -53,7 +55,8 @@ def test_a_corpus_is_the_text_token_by_token(text_folder, corpus):
 
 
 def test_a_corpus_is_made_once(text_folder, tmp_path):
-    """Breaks when every run trains a tokenizer again, or goes on with one of other text, or of half a folder."""
+    """Breaks when every run trains a tokenizer again, or goes on with one of other text, or of half
+    a folder."""
     first = open_corpus(tmp_path, [text_folder], 512)
     stamp = (tmp_path / "tokenizer.model").stat().st_mtime_ns
     assert (
@@ -78,7 +81,8 @@ def test_a_corpus_is_made_once(text_folder, tmp_path):
 @pytest.mark.parametrize("number", measures.NEEDLES)
 @pytest.mark.parametrize("depth", [*measures.DEPTHS, None])
 def test_a_needle_document_says_what_it_asks_for(corpus, number, depth):
-    """Breaks when an answer is not in the text, another record has its key, or a place or the depth is another."""
+    """Breaks when an answer is not in the text, another record has its key, or a place or the depth
+    is another."""
     tasks, dice = Tasks(corpus, "train"), random.Random(1)
     for _ in range(5):
         document = tasks.needles(dice, 250, number, 3, depth)
@@ -108,7 +112,8 @@ def test_a_needle_document_says_what_it_asks_for(corpus, number, depth):
 
 @pytest.mark.parametrize("number", measures.RECALL)
 def test_recall_asks_for_records_that_are_unique(corpus, number):
-    """Breaks when keys repeat in what is asked, every answer is of the first records, or a record is several tokens."""
+    """Breaks when keys repeat in what is asked, every answer is of the first records, or a record
+    is several tokens."""
     places, tasks = set(), Tasks(corpus, "train")
     assert all(len(corpus.tokenizer.encode(symbol)) == 1 for symbol in SYMBOLS)
     for seed in range(20):
@@ -127,7 +132,8 @@ def test_recall_asks_for_records_that_are_unique(corpus, number):
 
 @pytest.mark.parametrize("count", measures.EXAMPLES)
 def test_examples_decide_the_answer(corpus, count):
-    """Breaks when a key has two right values, examples are right or wrong too often, or a key has too few of them."""
+    """Breaks when a key has two right values, examples are right or wrong too often, or a key has
+    too few of them."""
     tasks, dice, right = Tasks(corpus, "train"), random.Random(3), []
     for _ in range(20):
         shown, asked = tasks.episode(dice, count)
@@ -142,7 +148,8 @@ def test_examples_decide_the_answer(corpus, count):
 
 
 class Oracle(nn.Module):
-    """A model that says what `next_ids`, a function of ids (B, S), tells; certain of it from the position `sure`."""
+    """A model that says what `next_ids`, a function of ids (B, S), tells; certain of it from the
+    position `sure`."""
 
     def __init__(self, next_ids, sure: int = 0):
         super().__init__()
@@ -158,7 +165,8 @@ class Oracle(nn.Module):
 
 
 def test_likelihood_by_context(corpus):
-    """Breaks when windows leave their document or overlap, or a position is counted in another bin."""
+    """Breaks when windows leave their document or overlap, or a position is counted in another
+    bin."""
     assert context_bins(100) == [(0, 16), (16, 32), (32, 64), (64, 100)] and context_bins(16) == [
         (0, 16)
     ]
@@ -204,7 +212,8 @@ def test_recall_and_needle_scores(corpus):
 
 
 def test_scores_of_examples_by_order(corpus):
-    """Breaks when accuracy is not the mean over orders, or the margin not best minus worst; the last value is said."""
+    """Breaks when accuracy is not the mean over orders, or the margin not best minus worst; the
+    last value is said."""
     answer = {
         corpus.tokenizer.piece_to_id(name): corpus.tokenizer.piece_to_id(f"«{name[-2]}»")
         for name in RECORDS
@@ -225,7 +234,8 @@ def test_scores_of_examples_by_order(corpus):
 
 @pytest.mark.parametrize("differential", [True, False])
 def test_attention_shares_by_hand(differential):
-    """Breaks when shares are of other keys or queries, not normalised, or the second map is not weighed by λ."""
+    """Breaks when shares are of other keys or queries, not normalised, or the second map is not
+    weighed by λ."""
     model: TextModel = new_model("nano", differential).eval()
     document = Document(list(range(2, 32)), [24, 28], [5, 12], (1, 20))
     layers, maps, shares = [layer.self_attn for layer in model.language_model.layers], [], []

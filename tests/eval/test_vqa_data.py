@@ -1,4 +1,5 @@
-"""`eval.vqa` on official files and on a user's own: what is asked, scored, left out, resumed, and asked blind."""
+"""`eval.vqa` on official files and on a user's own: what is asked, scored, left out, resumed, and
+asked blind."""
 
 import json
 
@@ -12,7 +13,8 @@ from tests.runs import refused
 
 
 def test_every_question_is_scored_by_what_its_data_has(tmp_path):
-    """Questions with one truth and with ten are averaged in one measure, or an empty answer is right."""
+    """Questions with one truth and with ten are averaged in one measure, or an empty answer is
+    right."""
 
     def score(said, suffix, answers=()):
         record = Record("a", "a", (), (("what?", suffix),), answers)
@@ -37,7 +39,8 @@ def test_every_question_is_scored_by_what_its_data_has(tmp_path):
 
 
 def test_own_examples(source, workplace, monkeypatch, capsys):
-    """The pictures, prompts and truths of a JSONL file are mixed up, or blind answers depend on the picture."""
+    """The pictures, prompts and truths of a JSONL file are mixed up, or blind answers depend on the
+    picture."""
     lines = []
     for number in range(6):
         noise(90 + number).save(f"{number // 2}.png")
@@ -72,7 +75,8 @@ def test_own_examples(source, workplace, monkeypatch, capsys):
 def test_official_files_without_annotations_and_with_a_broken_picture(
     tmp_path, source, capsys, monkeypatch
 ):
-    """One broken file of 40,000 ends a run of hours, or is passed over in silence, or not asked when it is repaired."""
+    """One broken file of 40,000 ends a run of hours, or is passed over in silence, or not asked
+    when it is repaired."""
     (tmp_path / "val2014").mkdir()
     paths = [tmp_path / f"val2014/COCO_val2014_{number:012d}.jpg" for number in (1, 2, 3)]
     for number, path in enumerate(paths):

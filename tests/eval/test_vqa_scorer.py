@@ -1,4 +1,5 @@
-"""The VQA scorers against cases worked out by hand from the published rules, and the files they read and refuse."""
+"""The VQA scorers against cases worked out by hand from the published rules, and the files they
+read and refuse."""
 
 import json
 import subprocess
@@ -18,7 +19,8 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def annotation(answers, ids=True, **fields):
-    """An annotation from {answer: how many annotators gave it}, in that order, with VQAv2's answer_id or without."""
+    """An annotation from {answer: how many annotators gave it}, in that order, with VQAv2's
+    answer_id or without."""
     given = [answer for answer, count in answers.items() for _ in range(count)]
     records = [{"answer": answer, "answer_confidence": "yes"} for answer in given]
     if ids:
@@ -51,7 +53,8 @@ NORMALISED = {
 
 @pytest.mark.parametrize("rule", NORMALISED)
 def test_normalisation_by_hand(rule):
-    """A rule of the official normaliser is missing or applied to the wrong text: published scores are not reached."""
+    """A rule of the official normaliser is missing or applied to the wrong text: published scores
+    are not reached."""
     for case in NORMALISED[rule].replace("\n", "|").split("|"):
         if case.strip():
             text, clean = (part.strip() for part in case.split("→"))
@@ -76,21 +79,24 @@ def check(scorer, answers, said: str, ids=True):
     ("matches", "accuracy"), [(0, 0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1), (9, 1)]
 )
 def test_leave_one_out(matches, accuracy):
-    """Accuracy is min(1, matches / 3) without leaving annotators out: 3 of 10 would count 1 instead of 0.9."""
+    """Accuracy is min(1, matches / 3) without leaving annotators out: 3 of 10 would count 1 instead
+    of 0.9."""
     answers = {"red": matches, "blue": 9 - matches, "green": 1}
     given = annotation({name: count for name, count in answers.items() if count})
     assert vqa_scoring.official(given, "red") == pytest.approx(accuracy, abs=1e-12)
 
 
 def test_unanimous_answers_are_not_normalised():
-    """Upstream compares strings without space at the ends where all ten agree; normalising inflates yes/no scores."""
+    """Upstream compares strings without space at the ends where all ten agree; normalising inflates
+    yes/no scores."""
     for answers in ({"yes": 10}, {"yes": 5, " yes\n": 5}):
         said = 'yes → 1 | "yes\\n" → 1 | " yes" → 1 | Yes → 0 | Yes. → 0 | yes. → 0 | no → 0'
         check(vqa_scoring.official, answers, said)
 
 
 def test_both_sides_are_normalised_where_annotators_differ():
-    """Ground truths or predictions stay raw: every answer with an article, a digit word or a period is lost."""
+    """Ground truths or predictions stay raw: every answer with an article, a digit word or a period
+    is lost."""
     for case in """yes: Yes. → 1 / Yes!: yes → 1 / 1,000: 1000 → 1 / two: 2 → 1 / none: 0 → 1 / the dog: a dog → 1 /
         t-shirt: t shirt → 1 | tshirt → 0 / 3.5: 35 → 0 / dog's: dogs → 0""".split("/"):
         truth, said = case.strip().split(": ")
@@ -98,7 +104,8 @@ def test_both_sides_are_normalised_where_annotators_differ():
 
 
 def test_equal_records_are_left_out_together():
-    """Without answer_id, upstream's `!=` leaves out all equal records, normalised: 4 of 10 then count 0.6, not 1."""
+    """Without answer_id, upstream's `!=` leaves out all equal records, normalised: 4 of 10 then
+    count 0.6, not 1."""
     # four equal records see no other match (0), the six others see four (1): 6 / 10
     check(vqa_scoring.official, {"yes": 4, "no": 6}, "yes → 0.6", ids=False)
     check(vqa_scoring.official, {"yes": 4, "no": 6}, "yes → 1")
@@ -122,7 +129,8 @@ OTHERS = {
         ({"the net": 10}, "net → 0 | the net. → 0"),
         ({"2": 10}, "two → 0"),
     ],
-    # TextVQA's tokens differ from VQAv2's; unanimous answers are normalised too; equal ones are still ten annotators
+    # TextVQA's tokens differ from VQAv2's; unanimous answers are normalised too; equal ones are
+    # still ten annotators
     "textvqa": [
         ({"yes": 10}, "Yes. → 1"),
         ({"Joe's": 10}, "joe 's → 1"),  # "'s" is a word of its own
@@ -150,7 +158,8 @@ OTHERS = {
 
 @pytest.mark.parametrize("scoring", OTHERS)
 def test_the_other_scorers(scoring):
-    """Another normalisation, or another rule of leaving out, cannot reproduce published accuracies."""
+    """Another normalisation, or another rule of leaving out, cannot reproduce published
+    accuracies."""
     for answers, said in OTHERS[scoring]:
         check(vqa_scoring.SCORERS[scoring], answers, said, ids=False)
 
@@ -168,7 +177,8 @@ def test_exact_match_ignores_case_and_outer_space_only():
 
 
 def test_own_examples_are_scored_as_vqav2_where_four_or_more_have_answered():
-    """Equal answers of several people count as one, three people make an accuracy, or a right answer is not taken."""
+    """Equal answers of several people count as one, three people make an accuracy, or a right
+    answer is not taken."""
     given = Record("r", "k", (), (("q", "red"),), ("red", "blue", "blue", "blue"))
     assert vqa_scoring.record_scores(given, "blue") == {
         "exact_match": 1,
@@ -185,7 +195,8 @@ def test_summary_by_type_rounds_once():
     one = annotation({"yes": 10}, answer_type="yes/no", question_type="is the")
     other = replace(one, answer_type="other", question_type=None)
     summary = vqa_scoring.summarize([(one, 1), (one, 0.3), (one, 0), (other, 0.9)])
-    # 100 · 2.2 / 4; 100 · 1.3 / 3 = 43.333…; a question without a type counts in the overall mean only
+    # 100 · 2.2 / 4; 100 · 1.3 / 3 = 43.333…; a question without a type counts in the overall mean
+    # only
     assert summary == {
         "overall": 55.0,
         "per_answer_type": {"yes/no": 43.33, "other": 90.0},
@@ -235,8 +246,9 @@ def values(found: dict, title: str = "R") -> dict:
 
 
 def test_a_results_file(scores, workplace):
-    """The percents have changed: 1, 3 matches of ten (0.9), 2 matches (0.6) make 100 · 2.5 / 3. --scoring is not passed
-    on; or a file with one answer a question, where no other annotator agrees, scores 0."""
+    """The percents have changed: 1, 3 matches of ten (0.9), 2 matches (0.6) make 100 · 2.5 / 3.
+    --scoring is not passed on; or a file with one answer a question, where no other annotator
+    agrees, scores 0."""
     types = {"yes/no": 100.0, "number": 90.0, "other": 60.0}
     questions = {"  is it": 100.0, "  how many": 90.0, "  what is": 60.0}
     assert values(scores()) == {"overall": 83.33} | types | questions
@@ -308,7 +320,8 @@ def test_text_only_guesses_by_hand(scores, workplace):
         ("How many?", "how", "x"),
         ("Why?", "why", "x"),
     ]
-    # the question; its type (no 3, yes 2); a tie goes to the first in the alphabet; all (no 3, yes 2, …)
+    # the question; its type (no 3, yes 2); a tie goes to the first in the alphabet; all (no 3, yes
+    # 2, …)
     assert vqa.text_only_guesses(questions(*test), train) == ["yes", "no", "1", "no"]
     # without training questions the best constant of each type
     assert vqa.text_only_guesses(train, []) == ["no"] * 5 + ["1"] * 2

@@ -1,4 +1,5 @@
-"""LoRA against PEFT on tiny transformers models: the same numbers, the same files, and what each refuses."""
+"""LoRA against PEFT on tiny transformers models: the same numbers, the same files, and what each
+refuses."""
 
 import copy
 import json
@@ -30,14 +31,16 @@ from tests.reference import batch, hf_forward, hf_model, ours, relative_error
 from tests.runs import refused
 
 EXACT = 1e-6
-ROUNDED = 2e-5  # fp32 rounding of weights or updates by themselves, amplified by the reference's sharp attention
+# fp32 rounding of weights or updates by themselves, amplified by the reference's sharp attention
+ROUNDED = 2e-5
 SENSITIVE = 4  # times `sensitivity`: the largest ratio found is 0.8
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 DECODER_LAYER = "language_model.layers.0."
 
 
 def randomize(model, seed: int = 0, std: float = 0.2):
-    """Give every parameter of the adapter a value that matters: B starts at zero, where half of the mistakes hide."""
+    """Give every parameter of the adapter a value that matters: B starts at zero, where half of the
+    mistakes hide."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in adapter.adapter_parameters(model).values():
@@ -82,9 +85,11 @@ def peft_gradients(theirs, inputs):
 
 
 def sensitivity(theirs, inputs, logits, gradients):
-    """How far the reference moves when each of its weights moves by at most one unit in the last place.
+    """How far the reference moves when each of its weights moves by at most one unit in the last
+    place.
 
-    No computation in fp32 can be expected to be nearer, on any processor and with any number of threads.
+    No computation in fp32 can be expected to be nearer, on any processor and with any number of
+    threads.
     """
     changes = []
     for seed in range(3):
@@ -125,7 +130,8 @@ def model(hf):
     return ours(hf)
 
 
-# PEFT scales an update behind B, we between A and B: the same to the bit where alpha / r is a power of two
+# PEFT scales an update behind B, we between A and B: the same to the bit where alpha / r is a power
+# of two
 PEFT_CONFIGS = {
     "the paper's scale": {"target_modules": SEVEN, "lora_alpha": 8},
     "list of endings, which reaches both towers": {"target_modules": ["q_proj", "v_proj", "fc1"]},
@@ -160,7 +166,8 @@ PEFT_CONFIGS = {
 @pytest.mark.parametrize("generation", [1, 2])
 @pytest.mark.parametrize("name", PEFT_CONFIGS)
 def test_what_peft_saved_computes_the_same_here(tmp_path, generation, name):
-    """Breaks when a key, rank or scale of PEFT's files is read otherwise, or forward, backward or merge differ."""
+    """Breaks when a key, rank or scale of PEFT's files is read otherwise, or forward, backward or
+    merge differ."""
     hf = hf_model(generation)
     inputs = batch(hf)
     theirs = peft_adapter(hf, tmp_path, **PEFT_CONFIGS[name])
@@ -197,7 +204,8 @@ def test_what_peft_saved_computes_the_same_here(tmp_path, generation, name):
 @pytest.mark.long
 @pytest.mark.parametrize("generation", [1, 2])
 def test_what_is_saved_here_computes_the_same_in_peft(tmp_path, generation):
-    """Breaks when PEFT cannot read our files, warns about them, or puts LoRA on other layers than ours."""
+    """Breaks when PEFT cannot read our files, warns about them, or puts LoRA on other layers than
+    ours."""
     hf = hf_model(generation)
     inputs = batch(hf)
     mine = ours(hf)
@@ -246,7 +254,8 @@ def test_files_of_older_transformers(tmp_path, hf, inputs, model, rename):
 
 
 def test_one_layer_is_pefts_with_dropout_too():
-    """Breaks when the draw of A, the scale, or the place of dropout (x of the update, never the base) differs."""
+    """Breaks when the draw of A, the scale, or the place of dropout (x of the update, never the
+    base) differs."""
     base, x, outputs = nn.Linear(24, 40), torch.randn(3, 5, 24), []
     config = peft.LoraConfig(r=4, lora_alpha=6, lora_dropout=0.5)
     for make in (
@@ -268,7 +277,8 @@ def test_one_layer_is_pefts_with_dropout_too():
 
 
 def test_targets_are_matched_as_in_peft(model):
-    """Breaks when targets are matched otherwise than PEFT does: endings at dots, or a regex over the whole path."""
+    """Breaks when targets are matched otherwise than PEFT does: endings at dots, or a regex over
+    the whole path."""
     layers = adapter.free_layers(model)
     decoder = [f"language_model.layers.{n}.self_attn.q_proj" for n in range(3)]
     tower = [f"vision_tower.encoder.layers.{n}.self_attn.q_proj" for n in range(2)]
@@ -307,7 +317,8 @@ def test_targets_are_matched_as_in_peft(model):
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_merge_and_unmerge(hf, inputs, dtype):
-    """Breaks when a merge is not the sum rounded once, is applied twice, or cannot be taken back to the bit."""
+    """Breaks when a merge is not the sum rounded once, is applied twice, or cannot be taken back to
+    the bit."""
     model = ours(hf, dtype=dtype)
     inject(model, SEVEN, r=4, alpha=6)
     randomize(model)
@@ -325,7 +336,8 @@ def test_merge_and_unmerge(hf, inputs, dtype):
         lora = model.get_submodule(name.removesuffix(".base_layer.weight")).lora
         delta = 6 / 4 * lora.lora_B.weight.double() @ lora.lora_A.weight.double()
         exact = before[name].double() + delta
-        # half a unit in the last place, plus what the product in fp32 leaves: rounding twice would exceed it
+        # half a unit in the last place, plus what the product in fp32 leaves: rounding twice would
+        # exceed it
         bound = torch.finfo(dtype).eps / 2 * exact.abs() + 1e-6 * delta.abs().max()
         assert ((tensor.double() - exact).abs() <= bound).all() and not torch.equal(
             tensor, before[name]
@@ -369,7 +381,8 @@ def test_what_is_trained_beside_the_adapter_is_not_dropped(tmp_path, model):
 
 @pytest.mark.parametrize("kind", ["twin", "v2", "split", "dex"])
 def test_merge_of_grafts(inputs, model, kind):
-    """Breaks when a merge moves the second branch of the attention too, or one that keeps the function is refused."""
+    """Breaks when a merge moves the second branch of the attention too, or one that keeps the
+    function is refused."""
     graft(model, kind)
     shared = {"twin": ["q_proj", "k_proj"], "v2": ["q_proj"]}.get(kind, [])
     inject(model, [name for name in SEVEN if name not in shared], 2, 4)
@@ -386,7 +399,8 @@ def test_merge_of_grafts(inputs, model, kind):
 @pytest.mark.parametrize("kind", [None, "twin"])
 @torch.no_grad()  # with gradients PyTorch computes by other kernels
 def test_disabled(kind, inputs, model):
-    """Breaks when a fresh adapter moves the model, or an update is added in the block or missing after it."""
+    """Breaks when a fresh adapter moves the model, or an update is added in the block or missing
+    after it."""
     base = model(**inputs)
     if kind:
         graft(model, kind)
@@ -420,7 +434,8 @@ def test_disabled(kind, inputs, model):
     ids=lambda options: options.get("kind", "plain"),
 )
 def test_saved_and_loaded_here_is_the_same_to_the_bit(tmp_path, hf, inputs, model, options):
-    """Breaks when a rank, an alpha, the dropout, or a variant's options or parameters are lost in the files."""
+    """Breaks when a rank, an alpha, the dropout, or a variant's options or parameters are lost in
+    the files."""
     if options:
         graft(model, **options)
     if options.get("where") == "vision":  # a second call, in another order
@@ -458,7 +473,8 @@ def test_saved_and_loaded_here_is_the_same_to_the_bit(tmp_path, hf, inputs, mode
 
 @pytest.mark.long
 def test_fingerprint_names_the_base_and_nothing_else(hf, model):
-    """Breaks when an adapter, its merge, or bf16 makes a base look like another one, or another one looks the same."""
+    """Breaks when an adapter, its merge, or bf16 makes a base look like another one, or another one
+    looks the same."""
     mark = fingerprint(model)
     assert fingerprint(ours(hf, dtype=torch.bfloat16)) == mark
     inject(model, SEVEN, 2, 4)
@@ -479,7 +495,8 @@ def test_fingerprint_names_the_base_and_nothing_else(hf, model):
 
 
 def test_tensors_that_do_not_fit(tmp_path, hf, model):
-    """Breaks when another base, or a missing, unexpected, misshaped or broken tensor is passed over."""
+    """Breaks when another base, or a missing, unexpected, misshaped or broken tensor is passed
+    over."""
     graft(model, "twin")
     inject(model, DECODER_TARGETS, 2, 4)
     save(model, tmp_path, base="some/base")
@@ -499,7 +516,8 @@ def test_tensors_that_do_not_fit(tmp_path, hf, model):
 
 
 def test_what_is_no_adapter(tmp_path, hf, model):
-    """Breaks when a feature is dropped, a rank that PEFT refuses is taken, or a pickle is opened."""
+    """Breaks when a feature is dropped, a rank that PEFT refuses is taken, or a pickle is
+    opened."""
     refused(lambda: load(model, tmp_path), "adapter_config.json: not found")
     peft_adapter(hf, tmp_path, target_modules=["q_proj"])
     path = tmp_path / "adapter_config.json"
@@ -527,7 +545,8 @@ def test_what_is_no_adapter(tmp_path, hf, model):
 
 
 def test_half_precision(hf, inputs):
-    """Breaks when a bf16 base or autocast casts the adapter, or the adapter widens what the base returns."""
+    """Breaks when a bf16 base or autocast casts the adapter, or the adapter widens what the base
+    returns."""
     for base_dtype, autocast in (
         (torch.bfloat16, False),
         (torch.bfloat16, True),

@@ -1,4 +1,5 @@
-"""Weights in 8 and 4 bits: how far off they are, that LoRA learns around them, and that its adapter fits the base."""
+"""Weights in 8 and 4 bits: how far off they are, that LoRA learns around them, and that its adapter
+fits the base."""
 
 import copy
 
@@ -46,7 +47,8 @@ def move(model) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("rows", "columns"), [(96, 200), (1, 7), (300, 2048), (64, 63)])
 def test_nf4_is_that_of_bitsandbytes(rows, columns, dtype):
-    """Breaks when a code, a nibble, a block, a scale or the table of scales is another than theirs."""
+    """Breaks when a code, a nibble, a block, a scale or the table of scales is another than
+    theirs."""
     functional = pytest.importorskip("bitsandbytes").functional
     torch.manual_seed(0)
     linear = Linear(columns, rows, bias=False).to(dtype)
@@ -72,7 +74,8 @@ def test_nf4_is_that_of_bitsandbytes(rows, columns, dtype):
 
 
 def test_int4_groups_by_hand(monkeypatch):
-    """Breaks when a code, a nibble, a group's scale or zero, or what fills up rows and columns is another."""
+    """Breaks when a code, a nibble, a group's scale or zero, or what fills up rows and columns is
+    another."""
     codes = (torch.arange(100 * 200) * 7919 % 1009 % 16).view(100, 200)
     codes[:, ::64], codes[:, 1::64] = 0, 15  # each group has its smallest and its largest
     scale = 2.0 ** (torch.arange(100)[:, None] % 5 - torch.arange(200) // 64)
@@ -96,7 +99,8 @@ def test_int4_groups_by_hand(monkeypatch):
 
 
 def test_int4_takes_the_nearest_of_the_sixteen_values(seeded):
-    """Breaks when a code beyond them spills into the other row of its byte: both ends are rounded to bf16, too."""
+    """Breaks when a code beyond them spills into the other row of its byte: both ends are rounded
+    to bf16, too."""
     linear = Linear(64, 64, bias=False).requires_grad_(False)
     linear.weight.mul_(8).add_(100.2)  # the nearest of bf16 is off by more than a step
     layer = Int4Linear(linear)
@@ -110,7 +114,8 @@ def test_int4_takes_the_nearest_of_the_sixteen_values(seeded):
 
 
 def test_each_weight_is_off_by_at_most_half_a_step_of_its_channel():
-    """Breaks when a scale belongs to another channel, a value wraps around, or rounding is not to the nearest."""
+    """Breaks when a scale belongs to another channel, a value wraps around, or rounding is not to
+    the nearest."""
     torch.manual_seed(0)
     linear = Linear(64, 48).requires_grad_(False)
     linear.weight *= torch.logspace(-6, 3, 48)[:, None]  # channels of very different size
@@ -138,7 +143,8 @@ def test_each_weight_is_off_by_at_most_half_a_step_of_its_channel():
 @pytest.mark.parametrize("kind", packing.KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_are_those_of_the_stored_weights(kind, dtype, monkeypatch):
-    """Breaks when few rows, many rows, a block of the weight, the plain way or a cast computes by other numbers."""
+    """Breaks when few rows, many rows, a block of the weight, the plain way or a cast computes by
+    other numbers."""
     torch.manual_seed(0)
     tolerance = 1e-6 if dtype == torch.float32 else 5e-3
     for width, out in ((128, 300), (70, 64), (192, 17)):
@@ -172,7 +178,8 @@ def test_products_are_those_of_the_stored_weights(kind, dtype, monkeypatch):
 @pytest.mark.parametrize("kind", packing.KINDS)
 @torch.no_grad()
 def test_a_quantized_model_is_transformers_with_these_weights(kind, inputs, tmp_path, monkeypatch):
-    """Breaks when a layer is quantized that computes otherwise, or one that is quantized while it is read."""
+    """Breaks when a layer is quantized that computes otherwise, or one that is quantized while it
+    is read."""
     monkeypatch.setattr("model.linear.BLOCK_ELEMENTS", 1 << 12)
     hf = hf_model(1)
     hf.save_pretrained(tmp_path, max_shard_size="100KB")
@@ -195,7 +202,8 @@ def test_a_quantized_model_is_transformers_with_these_weights(kind, inputs, tmp_
 
 
 def test_what_is_quantized_and_what_cannot_be(model):
-    """Breaks when what learns, the embedding or a norm goes to 8 bits, a frozen layer stays, or a mistake passes."""
+    """Breaks when what learns, the embedding or a norm goes to 8 bits, a frozen layer stays, or a
+    mistake passes."""
     refused(lambda: quantize(model, "int3"), "int3", "int8, int4, nf4")
     refused(lambda: quantize(QMamba(QMAMBA), "int4"), "QMamba")
     adapter.inject(model, TARGETS, 3, 6.0)
@@ -256,7 +264,8 @@ def test_nothing_is_kept_for_the_backward_pass_but_the_8_bits():
 @pytest.mark.parametrize("kind", packing.KINDS)
 @torch.no_grad()
 def test_the_adapter_belongs_to_the_whole_base(kind, tmp_path, inputs):
-    """Breaks when an adapter is refused by its base, computes otherwise than in training, or is merged elsewhere."""
+    """Breaks when an adapter is refused by its base, computes otherwise than in training, or is
+    merged elsewhere."""
     hf = hf_model(1)
     whole, quantized, later = (ours(hf, "sdpa").requires_grad_(False) for _ in range(3))
     adapter.inject(quantized, TARGETS, 3, 6.0)
@@ -277,7 +286,8 @@ def test_the_adapter_belongs_to_the_whole_base(kind, tmp_path, inputs):
 
 @pytest.mark.long
 def test_the_command(tmp_path):
-    """Breaks when --quantize cannot train, opens another base, or takes weights that learn or are sharded."""
+    """Breaks when --quantize cannot train, opens another base, or takes weights that learn or are
+    sharded."""
     flags = "--attention twin --steps 4 --lr 1e-2"
     plain, packed = (run(flags, more, out=tmp_path / more[-4:]) for more in ("", "--quantize int8"))
     losses = [r["loss"] for r in plain]

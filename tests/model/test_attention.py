@@ -22,7 +22,8 @@ def mask_by_loops(valid, types, window):
 
 @pytest.mark.parametrize("window", [None, 1, 3])
 def test_mask_is_the_rule(window):
-    """Breaks when a query attends to a later suffix token or to padding, or the prefix hides a token from itself."""
+    """Breaks when a query attends to a later suffix token or to padding, or the prefix hides a
+    token from itself."""
     valid = torch.tensor(
         [[0, 0, 1, 1, 1, 1, 1, 1], [1] * 8, [1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 1, 1]],
         dtype=torch.bool,

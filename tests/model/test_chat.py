@@ -1,4 +1,5 @@
-"""The tokenizers of Gemma and Qwen and their turns: ids equal those of transformers and its chat template."""
+"""The tokenizers of Gemma and Qwen and their turns: ids equal those of transformers and its chat
+template."""
 
 import json
 import shutil
@@ -19,14 +20,17 @@ from weights.load import load_text
 # as published with gemma-2-2b-it and Qwen2-7B-Instruct, without checks of the roles
 GEMMA = (
     "{{ bos_token }}{% for message in messages %}"
-    "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}"
-    "{% endif %}{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if (message['role'] == 'assistant') %}{% set role = 'model' %}{% else %}{% set role = "
+    "message['role'] %}"
+    "{% endif %}{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' "
+    "}}{% endfor %}"
     "{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
 )
 QWEN = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
     "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
-    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% "
+    "endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 TEMPLATES = {"gemma2": GEMMA, "qwen2": QWEN}
@@ -65,7 +69,8 @@ def rendered(theirs, turns, **options) -> list[int]:
 
 
 def test_texts_and_turns_have_the_ids_of_transformers(both):
-    """Breaks when text is normalised, cut or merged otherwise, or bos, a turn, a newline or a blank is another."""
+    """Breaks when text is normalised, cut or merged otherwise, or bos, a turn, a newline or a blank
+    is another."""
     ours, theirs = both
     for text in TEXTS + [" ".join(TEXTS)]:
         ids = ours.encode(text)
@@ -84,7 +89,8 @@ def test_texts_and_turns_have_the_ids_of_transformers(both):
 
 @pytest.mark.parametrize("folder", ["qwen2"], indirect=True)
 def test_the_system_turn_is_the_models(folder, both, tmp_path):
-    """Breaks when a model, such as Qwen2.5, is asked after a system text that it was not trained with."""
+    """Breaks when a model, such as Qwen2.5, is asked after a system text that it was not trained
+    with."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").unlink()
     template = QWEN.replace(
@@ -100,7 +106,8 @@ def test_the_system_turn_is_the_models(folder, both, tmp_path):
 
 
 def test_what_cannot_be_asked_is_refused(both):
-    """Breaks when a text forges a turn or is cut, or a model is asked in turns that it does not have."""
+    """Breaks when a text forges a turn or is cut, or a model is asked in turns that it does not
+    have."""
     ours, config, tokenizer = both[0], both[0].config, both[0].tokenizer
     refused(
         lambda: ours.prompt(f"a {MARKS[config.text.model_type][0]} b", chat=True), "control token"
@@ -113,7 +120,8 @@ def test_what_cannot_be_asked_is_refused(both):
 
 
 def test_a_language_model_is_asked_without_a_picture(folder, capsys):
-    """Breaks when a prompt is not continued as the model does it, or --chat asks without the turns."""
+    """Breaks when a prompt is not continued as the model does it, or --chat asks without the
+    turns."""
     model, tokenizer, answers = load_text(folder), load_text_tokenizer(folder), {}
     for flag in ("--json", "--json --chat"):
         main(f"--model {folder} --prompt dog? a --max-new-tokens 6 {flag}".split())

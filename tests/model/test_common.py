@@ -1,4 +1,5 @@
-"""Mistakes of the user are one clear line, files are written whole or not at all, and devices exist."""
+"""Mistakes of the user are one clear line, files are written whole or not at all, and devices
+exist."""
 
 import errno
 import os
@@ -18,7 +19,8 @@ from tests.runs import refused
 
 
 def test_names_are_one_short_printable_line():
-    """Breaks when a file name moves the cursor, hides its ending, breaks the line of an error or fills the terminal."""
+    """Breaks when a file name moves the cursor, hides its ending, breaks the line of an error or
+    fills the terminal."""
     for text in (
         "\x1b[2Jred\x07",
         "two\nlines\t",
@@ -60,7 +62,8 @@ def test_what_cannot_be_read(tmp_path):
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):
-    """Breaks when a full disk ends in a traceback, a half-written file, or the loss of the one before."""
+    """Breaks when a full disk ends in a traceback, a half-written file, or the loss of the one
+    before."""
     path = tmp_path / "a.txt"
     common.write_text(path, "before \ud800")
     full = (
@@ -105,7 +108,8 @@ LINES = {
 
 @pytest.mark.parametrize("line", LINES)
 def test_commands_end_in_one_line(line, capsys):
-    """Breaks when an error of the system, or a name in a message, becomes several lines or a traceback."""
+    """Breaks when an error of the system, or a name in a message, becomes several lines or a
+    traceback."""
 
     def main():
         print("half \ud800")
@@ -123,7 +127,8 @@ def test_commands_end_in_one_line(line, capsys):
 
 
 def test_a_lost_stream_or_ctrl_c_leaves_no_traceback(tmp_path):
-    """Breaks when `| head -1`, a full disk behind a stream, or Ctrl-C before a command begins prints a traceback."""
+    """Breaks when `| head -1`, a full disk behind a stream, or Ctrl-C before a command begins
+    prints a traceback."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
     start = "from model.common import UserError, run_command\ndef main():\n    print('x')\n"
 

@@ -14,7 +14,8 @@ from model.common import UserError
 from model.config import PRESETS, PaliGemmaConfig, TextConfig, VisionConfig
 from model.linear import ACTIVATIONS
 
-# what the hub's files hold, shortened to what matters; both leave out whatever equalled the defaults of their day
+# what the hub's files hold, shortened to what matters; both leave out whatever equalled the
+# defaults of their day
 IDS = {"image_token_index": 257152, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
 TOWER = {
     "hidden_size": 1152,
@@ -74,7 +75,8 @@ def changed(raw: dict, part: str, **values) -> dict:
 
 
 def test_published_files_are_the_presets():
-    """Breaks when a field that a published file leaves out gets another value than the model was trained with."""
+    """Breaks when a field that a published file leaves out gets another value than the model was
+    trained with."""
     assert PaliGemmaConfig.from_dict(PUBLISHED_1) == PRESETS["paligemma-3b-224"]
     assert PaliGemmaConfig.from_dict(PUBLISHED_2) == PRESETS["paligemma2-3b-224"]
 
@@ -154,7 +156,8 @@ def test_what_a_file_says_otherwise_than_it_means():
 @pytest.mark.parametrize("hidden_act", ["gelu", "silu", None])
 @pytest.mark.parametrize("hidden_activation", ["gelu", "silu", None])
 def test_the_activation_is_that_of_transformers(kind, hidden_act, hidden_activation):
-    """Breaks when the name that a family ignores is read, or "gelu" of Gemma 1, which means the tanh, is believed."""
+    """Breaks when the name that a family ignores is read, or "gelu" of Gemma 1, which means the
+    tanh, is believed."""
     names = {"hidden_act": hidden_act, "hidden_activation": hidden_activation}
     raw = {"model_type": kind, "hidden_size": 16, "num_attention_heads": 2} | {
         k: v for k, v in names.items() if v
@@ -168,7 +171,8 @@ def test_the_activation_is_that_of_transformers(kind, hidden_act, hidden_activat
     "name", ["hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
 )
 def test_a_size_that_is_left_out_is_that_of_transformers(name):
-    """Breaks when a tower of 12 heads, which older versions leave out as the default, is cut into 16: no shape says so.
+    """Breaks when a tower of 12 heads, which older versions leave out as the default, is cut into
+    16: no shape says so.
 
     So of a SigLIP by itself, whose published files leave out more."""
     tower = {key: value for key, value in TOWER.items() if key != name}
@@ -235,7 +239,8 @@ REFUSED = [
 
 @pytest.mark.parametrize(("raw", "word"), REFUSED)
 def test_other_architectures_and_contradictions_are_refused(raw, word, tmp_path):
-    """Breaks when a file that this code cannot honour is read as if it could, or ends in a traceback."""
+    """Breaks when a file that this code cannot honour is read as if it could, or ends in a
+    traceback."""
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(UserError, match=word) as caught:
         configs.read_config(tmp_path / "config.json")

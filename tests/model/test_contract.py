@@ -1,5 +1,5 @@
-"""What every model promises: a cache, other rows, the side of the padding, checkpointing and the choice of positions
-change nothing. One contract for all models that answer."""
+"""What every model promises: a cache, other rows, the side of the padding, checkpointing and the
+choice of positions change nothing. One contract for all models that answer."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -95,7 +95,8 @@ def alone(inputs: dict, row: int) -> dict:
 
 
 def test_cached_is_uncached(model):
-    """Breaks when a token read with a cache, in training too, sees other keys, positions or states than without."""
+    """Breaks when a token read with a cache, in training too, sees other keys, positions or states
+    than without."""
     inputs = batch(model)
     logits, valid = model(**inputs), inputs["attention_mask"].bool()
     checkpoint(model, True)
@@ -141,7 +142,8 @@ def test_answers_alone_together_and_padded_on_the_right(model):
 @pytest.mark.long
 @torch.no_grad()
 def test_choices_are_weighed_as_if_each_were_read_alone(model):
-    """Breaks when choices that share a prompt's cache move each other, or a shorter one's padding reaches its state."""
+    """Breaks when choices that share a prompt's cache move each other, or a shorter one's padding
+    reaches its state."""
     inputs, choices, pictures = batch(model), [[[5, 6], [7, 8, 9]], [[10]], [[11, 12], [13]]], ()
     if inputs["pixel_values"] is not None:
         pictures = model.encode_images(inputs["pixel_values"]), torch.arange(len(ROWS))
@@ -187,7 +189,8 @@ def test_checkpointed_gradients_are_the_same(model):
 
 @torch.no_grad()
 def test_positions_to_keep_are_rows_of_all_logits(model, monkeypatch):
-    """Breaks when head or loss, whole or in chunks, are of other positions than those to keep; −100 is no target."""
+    """Breaks when head or loss, whole or in chunks, are of other positions than those to keep; −100
+    is no target."""
     for inputs in (batch(model), right_padded(batch(model))):
         logits, mask = (
             model(**inputs),
@@ -217,7 +220,8 @@ def test_positions_to_keep_are_rows_of_all_logits(model, monkeypatch):
     ("rows", "n", "side"), [((3, 5), 2, 28), ((4, 4), 1, 28), ((4, 0), 2, 28), ((4, 4), 2, 42)]
 )
 def test_image_tokens_that_do_not_fit_the_pictures_are_refused(rows, n, side):
-    """Breaks when a picture is read at a part of its slots, by the next row, or not at all, exit code 0."""
+    """Breaks when a picture is read at a part of its slots, by the next row, or not at all, exit
+    code 0."""
     ids = torch.tensor([[IMAGE] * count + [5] * (6 - count) for count in rows])
     with pytest.raises(ValueError, match="image tokens" if side == 28 else "pictures"):
         PaliGemma(BASE)(ids, torch.zeros(n, 3, side, side), torch.zeros_like(ids))

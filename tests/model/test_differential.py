@@ -1,4 +1,5 @@
-"""Every variant against its equation written out in fp64, and what makes a graft safe: exact starts, caches, names."""
+"""Every variant against its equation written out in fp64, and what makes a graft safe: exact
+starts, caches, names."""
 
 import contextlib
 import math
@@ -22,7 +23,8 @@ from tests.runs import refused
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
-# Each way to compute a head. Adding a variant adds its line here and its equation to `heads_by_equation`.
+# Each way to compute a head. Adding a variant adds its line here and its equation to
+# `heads_by_equation`.
 VARIANTS = {
     "softmax": ("softmax", {}),
     "shared": ("shared", {}),
@@ -60,7 +62,8 @@ def stir(model: nn.Module, plain_names: set[str]) -> None:
 def sibling(
     variant: str, layer: int = 2, lora: bool = False, **sizes
 ) -> tuple[Attention, Attention]:
-    """A plain attention and its sibling with every new parameter, and LoRA on q and k, off its starting value."""
+    """A plain attention and its sibling with every new parameter, and LoRA on q and k, off its
+    starting value."""
     plain = plain_attention(**sizes)
     kind, options = VARIANTS[variant]
     module = KINDS[kind](plain, layer, **options)
@@ -85,7 +88,8 @@ def inputs(rows=2, width=9, hidden=24, start=1) -> tuple[torch.Tensor, Rope, tor
 
 
 def tiny(generation: int = 1, dtype=torch.float32) -> PaliGemma:
-    """Two layers a tower; heads of 20 in the vision tower, so that their halves (10) need filling up."""
+    """Two layers a tower; heads of 20 in the vision tower, so that their halves (10) need filling
+    up."""
     text = TextConfig("gemma", 128, 72, 96, 2, 4, 1, head_dim=16)
     if generation == 2:
         caps = {"attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 24, "sliding_window": 6}
@@ -112,7 +116,8 @@ def grafted(variant: str, where="both", stirred=True, **kwargs) -> PaliGemma:
 
 
 def turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """RoPE as multiplication of complex numbers, channel i with channel i + width/2; x (S, width)."""
+    """RoPE as multiplication of complex numbers, channel i with channel i + width/2; x (S,
+    width)."""
     half = x.shape[-1] // 2
     angle = positions[:, None] * THETA ** -(torch.arange(half, dtype=torch.float64) / half)
     z = torch.complex(x[:, :half], x[:, half:]) * torch.polar(torch.ones_like(angle), angle)
@@ -120,7 +125,8 @@ def turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> torch.Tensor:  # noqa: C901  # every variant, written a second time
-    """The output of `module` for one row x (S, H) in fp64, head by head, from its parameters and the papers alone."""
+    """The output of `module` for one row x (S, H) in fp64, head by head, from its parameters and
+    the papers alone."""
     kind, options = VARIANTS[variant]
     p = {name: value.double() for name, value in module.state_dict().items()}
     width, groups = module.head_dim, module.num_heads // module.num_key_value_heads
@@ -207,7 +213,8 @@ def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> to
 )
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_each_variant_is_its_equation(variant, sizes, backend):
-    """Breaks when a variant computes something else, pairs a query half with another head's key, or drops LoRA."""
+    """Breaks when a variant computes something else, pairs a query half with another head's key, or
+    drops LoRA."""
     assert {kind for kind, _ in VARIANTS.values()} == set(KINDS)
     _, module = sibling(variant, lora=True, **sizes)
     set_attention_backend(module, backend)
@@ -224,7 +231,8 @@ def test_each_variant_is_its_equation(variant, sizes, backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", EXACT)
 def test_exact_variants_start_at_the_base_to_the_bit(variant, dtype, backend, generation):
-    """Breaks when a graft shifts the pretrained model before the first step, LoRA beside it or not."""
+    """Breaks when a graft shifts the pretrained model before the first step, LoRA beside it or
+    not."""
     model = tiny(generation, dtype)
     set_attention_backend(model, backend)
     kind, options = VARIANTS[variant]
@@ -278,7 +286,8 @@ def test_shared_is_one_scaled_attention(monkeypatch):
 
 
 def test_the_norm_takes_lambda_its_gradient():
-    """Breaks when Eq. 5 with Eq. 6 is presented as learning λ: the norm leaves a thousandth of it."""
+    """Breaks when Eq. 5 with Eq. 6 is presented as learning λ: the norm leaves a thousandth of
+    it."""
     x, rope, mask = inputs()
     target = torch.randn(2, 9, 24)
     norms = {}
@@ -327,7 +336,8 @@ def test_lambda_is_scheduled_from_layer_one():
 
 
 def test_kept_halves_add_up_and_ignore_the_shift():
-    """Breaks when the halves tear rotation pairs apart: then logits depend on absolute positions."""
+    """Breaks when the halves tear rotation pairs apart: then logits depend on absolute
+    positions."""
     module = KINDS["split"](plain_attention(n=1, k=1, d=32, hidden=16), 1)
     q, k = torch.randn(2, 1, 1, 6, 32, dtype=torch.float64)
 
@@ -387,7 +397,8 @@ def test_the_difference_is_taken_in_fp32(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_new_parameters_are_fp32_drawn_by_the_seed_and_trained(variant):
-    """Breaks when λ trains in bf16, two runs of a seed differ, or LoRA freezes λ, as in the paper's published code."""
+    """Breaks when λ trains in bf16, two runs of a seed differ, or LoRA freezes λ, as in the paper's
+    published code."""
     models, (kind, options) = [tiny(dtype=torch.bfloat16) for _ in range(3)], VARIANTS[variant]
     state = torch.get_rng_state()
     names, *_ = [
@@ -414,7 +425,8 @@ def test_new_parameters_are_fp32_drawn_by_the_seed_and_trained(variant):
 
 
 def test_the_branches_of_twin_part_by_themselves():
-    """Breaks when the branches get equal gradients, so that they would stay equal, or when μ never wakes up."""
+    """Breaks when the branches get equal gradients, so that they would stay equal, or when μ never
+    wakes up."""
     module = KINDS["twin"](plain_attention(), 1, r=3)
     for name, second in (("q_proj", module.q2), ("k_proj", module.k2)):
         lora = LoRALinear(getattr(module, name), 3, 32.0)
@@ -469,7 +481,8 @@ def test_mistakes_are_named_and_change_nothing():
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "o_proj"])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_variant_says_which_lora_may_be_merged(variant, name):
-    """Breaks when a merge would silently change what a second branch computes, or is refused for nothing."""
+    """Breaks when a merge would silently change what a second branch computes, or is refused for
+    nothing."""
     _, module = sibling(variant)
     setattr(module, name, LoRALinear(getattr(module, name), 3, 6.0))
     nn.init.normal_(getattr(module, name).lora.lora_B.weight)
@@ -483,7 +496,8 @@ def test_a_variant_says_which_lora_may_be_merged(variant, name):
 @pytest.mark.long
 @pytest.mark.parametrize("variant", ["dex", "dex-heads"])
 def test_lora_can_be_removed_after_folding(variant):
-    """Breaks when `unmerge` or `disabled` restores an output projection without the fold, or a merge adds twice."""
+    """Breaks when `unmerge` or `disabled` restores an output projection without the fold, or a
+    merge adds twice."""
     model = grafted(variant)
     adapter.inject(model, TARGETS, 2, 4.0)
     stir(model, {name for name, _ in model.named_parameters() if "lora_B" not in name})
@@ -504,7 +518,8 @@ def test_lora_can_be_removed_after_folding(variant):
 
 
 def test_folding_refuses_what_no_plain_model_computes():
-    """Breaks when an export drops a second branch or a new feed-forward, or rounds a fold into integers of 8 bits."""
+    """Breaks when an export drops a second branch or a new feed-forward, or rounds a fold into
+    integers of 8 bits."""
     for kind, feed_forward in (
         *((kind, "mlp") for kind in ("shared", "split", "twin", "v2")),
         ("dex", "swiglu-new"),
@@ -532,7 +547,8 @@ def swiglu(x, gate, up, down):
 
 
 def test_feed_forwards_of_table_1():
-    """Breaks when swiglu loses the pretrained weights, or swiglu-new has another shape than Eq. 7 or is not trained."""
+    """Breaks when swiglu loses the pretrained weights, or swiglu-new has another shape than Eq. 7
+    or is not trained."""
     x, model = torch.randn(2, 5, 72), tiny()
     weights = {name: p.clone() for name, p in model.named_parameters()}
     assert graft(model, "softmax", feed_forward="swiglu") == []
@@ -565,7 +581,8 @@ def test_feed_forwards_of_table_1():
 
 
 def test_map_distance_is_total_variation():
-    """Breaks when the logged distance is another one, counts padding, or leaves the model changed."""
+    """Breaks when the logged distance is another one, counts padding, or leaves the model
+    changed."""
     model = grafted("twin", stirred=False)
     assert list(map_distance(model, **batch())) == list(lambdas(model))
     assert all(value == 0 for value in map_distance(model, **batch()).values())

@@ -1,4 +1,5 @@
-"""Ours equals transformers: every layer, the logits and the gradients, in both generations and geometries."""
+"""Ours equals transformers: every layer, the logits and the gradients, in both generations and
+geometries."""
 
 import pytest
 import torch
@@ -27,7 +28,8 @@ ROWS = {
 
 
 def layers_of(model) -> list[str]:
-    """Every module whose output has a meaning of its own: each block, attention, MLP, norm, tower and the projector."""
+    """Every module whose output has a meaning of its own: each block, attention, MLP, norm, tower
+    and the projector."""
     leaves = ("self_attn", "mlp", "multi_modal_projector", "norm", "post_layernorm", "embeddings")
     return [
         name
@@ -45,7 +47,8 @@ def is_valid(inputs) -> torch.Tensor:
 @pytest.mark.parametrize("generation", [1, 2])
 @pytest.mark.parametrize(("path", "bound"), [("torch", SAME_BACKEND), ("onednn", OTHER_BACKEND)])
 def test_every_layer_and_the_logits(path, bound, generation, rows, monkeypatch):
-    """Breaks when any block, norm, mask, position or scale departs from the published computation. -s prints errors."""
+    """Breaks when any block, norm, mask, position or scale departs from the published computation.
+    -s prints errors."""
     monkeypatch.setattr(cpu, "ways", cpu.choose("", "", False, path))
     hf = hf_model(generation)
     model, inputs = ours(hf), batch(hf, ROWS[rows])
@@ -56,7 +59,8 @@ def test_every_layer_and_the_logits(path, bound, generation, rows, monkeypatch):
     mine = outputs_by_layer(model, names, lambda: results.update(ours=model(**inputs)))
     valid = is_valid(inputs)
     print(
-        f"\nPaliGemma {generation}, rows {rows}, products by {path}: relative error of each module, at most {bound}"
+        f"\nPaliGemma {generation}, rows {rows}, products by {path}: relative error of each "
+        f"module, at most {bound}"
     )
     for name in names:
         a, b = mine[name], theirs[name]
@@ -79,7 +83,8 @@ def test_every_layer_and_the_logits(path, bound, generation, rows, monkeypatch):
     ],
 )
 def test_backends_agree(ours_backend, hf_backend, bound):
-    """Breaks when the fused kernel gets another mask, scale or head grouping than the written-out equations."""
+    """Breaks when the fused kernel gets another mask, scale or head grouping than the written-out
+    equations."""
     hf = hf_model(1, backend=hf_backend)
     inputs = batch(hf, ROWS["padded"])
     valid = is_valid(inputs)
@@ -115,7 +120,8 @@ def test_gradients(path, generation, monkeypatch):
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
 @pytest.mark.parametrize("generation", [1, 2])
 def test_bf16_is_equal_to_the_bit(generation, backend, monkeypatch):
-    """Breaks when an operation is reordered or a cast moves: fp32 islands, the √H factor, the RoPE tables."""
+    """Breaks when an operation is reordered or a cast moves: fp32 islands, the √H factor, the RoPE
+    tables."""
     monkeypatch.setattr(cpu, "ways", frozenset())
     if generation == 2 and backend == "sdpa":
         pytest.skip(
@@ -172,8 +178,10 @@ def test_the_head_runs_only_at_positions_to_keep(monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize(("pixels", "generation"), [(224, 1), (448, 1), (896, 1), (896, 2)])
 def test_published_geometries(pixels, generation):
-    """Breaks when a sequence of 256, 1024 or 4096 image tokens is laid out, masked or windowed wrongly."""
-    # 896 px and Gemma 2: the suffix reaches past the window of 4096, and must lose sight of the first patches
+    """Breaks when a sequence of 256, 1024 or 4096 image tokens is laid out, masked or windowed
+    wrongly."""
+    # 896 px and Gemma 2: the suffix reaches past the window of 4096, and must lose sight of the
+    # first patches
     window = {"sliding_window": 4096} if generation == 2 else {}
     # a head more at 4096 tokens takes a second more, and no other place
     heads = (

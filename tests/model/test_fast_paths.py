@@ -1,4 +1,5 @@
-"""Every faster way to compute gives what the plain way gives: products, the loss, and compiled steps."""
+"""Every faster way to compute gives what the plain way gives: products, the loss, and compiled
+steps."""
 
 from functools import partial
 
@@ -27,7 +28,8 @@ from weights.load import load_model
 
 @pytest.fixture
 def onednn(monkeypatch):
-    """oneDNN takes every product in fp32, however small; for each, whether its weight has no gaps: 40 times faster."""
+    """oneDNN takes every product in fp32, however small; for each, whether its weight has no gaps:
+    40 times faster."""
     if cpu.onednn_linear is None or not torch.backends.mkldnn.is_available():
         pytest.skip("this PyTorch has no oneDNN")
     original, calls = cpu.onednn_linear, []
@@ -51,7 +53,8 @@ def gradients(output: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]
 
 
 def test_the_processor_chooses_and_a_typing_error_is_reported(monkeypatch):
-    """Breaks when a processor gets another's products, or a misspelt way silently means something."""
+    """Breaks when a processor gets another's products, or a misspelt way silently means
+    something."""
     assert cpu.choose("AuthenticAMD", "AVX512", False) == set(cpu.ONEDNN)
     assert (
         cpu.choose("GenuineIntel", "AVX512", True) == {"bf16"}
@@ -95,7 +98,8 @@ def test_bf16_where_the_processor_cannot_multiply_it(monkeypatch):
 @pytest.mark.parametrize(("shape", "out"), [((7, 24), 40), ((2, 5, 40), 24), ((1, 3, 2, 8), 8)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_onednn_multiplies_as_f_linear_does(shape, out, bias, onednn):
-    """Breaks when x, weight or bias get another gradient, the transposed product is mixed up, or a view is misread."""
+    """Breaks when x, weight or bias get another gradient, the transposed product is mixed up, or a
+    view is misread."""
     torch.manual_seed(0)
     x = torch.randn(shape, requires_grad=True)
     for weight in (
@@ -114,7 +118,8 @@ def test_onednn_multiplies_as_f_linear_does(shape, out, bias, onednn):
 
 @pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "silu"])
 def test_an_activation_within_the_product_is_the_activation(activation, onednn):
-    """Breaks when oneDNN computes another GELU, a bias is lost, or gradients, LoRA or 8 bits are bypassed."""
+    """Breaks when oneDNN computes another GELU, a bias is lost, or gradients, LoRA or 8 bits are
+    bypassed."""
     torch.manual_seed(0)
     layer, x = Linear(24, 40), torch.randn(3, 5, 24)
     exact = ACTIVATIONS[activation](
@@ -139,7 +144,8 @@ def test_an_activation_within_the_product_is_the_activation(activation, onednn):
 @pytest.mark.long
 @pytest.mark.parametrize("shape", [(1, 24), (1, 1, 24), (2, 2, 24), (3, 24), (5, 24)])
 def test_few_rows_are_multiplied_the_other_way_round(shape, monkeypatch):
-    """Breaks when the doubled vector's copy is returned, rows are exchanged, or the result has gaps in memory."""
+    """Breaks when the doubled vector's copy is returned, rows are exchanged, or the result has gaps
+    in memory."""
     monkeypatch.setattr(cpu, "MIN_WEIGHT_ELEMENTS", 0)
     monkeypatch.setattr(cpu, "ways", frozenset({"reversed"}))
     torch.manual_seed(0)
@@ -165,7 +171,8 @@ def test_few_rows_are_multiplied_the_other_way_round(shape, monkeypatch):
 
 
 def test_norms_stay_in_fp32_under_autocast():
-    """Breaks when a mean of squares is rounded to bf16, and every hidden state with it, because a product would be."""
+    """Breaks when a mean of squares is rounded to bf16, and every hidden state with it, because a
+    product would be."""
     norm, (_, shared) = RMSNorm(64, 1e-6), sibling("shared")
     for function, value in (
         (norm, torch.randn(4, 64)),
@@ -233,7 +240,8 @@ def test_a_compiled_training_step_learns_the_same(processor):
 @pytest.mark.long
 @pytest.mark.parametrize("generation", [1, 2])
 def test_compiled_decoding_equals_the_plain_one_and_compiles_once(generation):
-    """Breaks when the static cache shows what is not written yet, keeps an old prompt, or a length compiles anew."""
+    """Breaks when the static cache shows what is not written yet, keeps an old prompt, or a length
+    compiles anew."""
     torch._dynamo.reset()
     hf, counter = hf_model(generation, num_hidden_layers=2), CompileCounter()
     model = ours(hf, "sdpa")

@@ -1,4 +1,5 @@
-"""Decoding equals transformers' generate and our own uncached forward, batched or alone, on either padding side."""
+"""Decoding equals transformers' generate and our own uncached forward, batched or alone, on either
+padding side."""
 
 import math
 
@@ -35,8 +36,9 @@ def answered(inputs, row: int, ids) -> dict[str, torch.Tensor]:
     "rows", [PROMPTS[:1], PROMPTS, ((2, 0), (30, 0))], ids=["single", "short", "long"]
 )
 def test_greedy_equals_transformers(generation, rows):
-    """Breaks when cache, masks, positions or the stop differ from HF generate; 20 tokens pass Gemma 2's window, which
-    counts tokens, not padding behind a prompt. transformers pads on the left alone."""
+    """Breaks when cache, masks, positions or the stop differ from HF generate; 20 tokens pass Gemma
+    2's window, which counts tokens, not padding behind a prompt. transformers pads on the left
+    alone."""
     hf = hf_model(generation)
     model, inputs = ours(hf), prompt(hf, rows)
     theirs = hf.generate(**inputs, max_new_tokens=20, do_sample=False)[
@@ -63,7 +65,8 @@ def test_greedy_equals_transformers(generation, rows):
 
 
 def test_what_is_generated_can_be_trained_on():
-    """Breaks when the new tokens carry the mark of inference mode: then no backward pass may meet them."""
+    """Breaks when the new tokens carry the mark of inference mode: then no backward pass may meet
+    them."""
     hf = hf_model(1)
     model = ours(hf)
     (ids,) = generate(model, **batch(hf, ((4, 0),)), max_new_tokens=3)
@@ -73,7 +76,8 @@ def test_what_is_generated_can_be_trained_on():
 
 
 def test_it_stops_when_every_row_has_ended(monkeypatch):
-    """Breaks when decoding goes on after the last row's end token, or stops before every row has ended."""
+    """Breaks when decoding goes on after the last row's end token, or stops before every row has
+    ended."""
     hf = hf_model(1)
     model, inputs = ours(hf), prompt(hf, PROMPTS[:2])
     eos, calls = model.config.eos_token_id, []
@@ -90,7 +94,8 @@ def test_it_stops_when_every_row_has_ended(monkeypatch):
 
 
 def test_sampling_follows_the_distribution():
-    """Breaks when temperature or the nucleus change the probabilities that tokens are drawn with."""
+    """Breaks when temperature or the nucleus change the probabilities that tokens are drawn
+    with."""
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).expand(40000, -1)
     generator = torch.Generator().manual_seed(0)
 
@@ -114,7 +119,8 @@ def test_sampling_follows_the_distribution():
 @pytest.mark.parametrize("temperature", [1e-300, 1e-45, 1e-39, 1e-38, 1e-20, 1e38, 1e300])
 @pytest.mark.parametrize("top_p", [1.0, 0.5])
 def test_extreme_temperatures_are_their_limits(temperature, top_p):
-    """Breaks when a quotient overflows: near 0 only the largest logit is drawn, far above 1 all alike."""
+    """Breaks when a quotient overflows: near 0 only the largest logit is drawn, far above 1 all
+    alike."""
     logits = torch.tensor([[3.0, -80.0, 50.0, 49.0], [-1e30, 1e30, -1e30, 0.0]]).repeat(500, 1)
     drawn = pick(logits, temperature, top_p, torch.Generator().manual_seed(0)).view(-1, 2)
     if temperature < 1:
@@ -154,7 +160,8 @@ def test_an_image_token_is_never_an_answer(temperature, monkeypatch):
 
 
 def test_a_question_with_a_mark_is_asked_as_it_is_learned(processor, monkeypatch):
-    """Breaks when `ask` puts a picture into the middle of PaliGemma's prompt, where training has put it first."""
+    """Breaks when `ask` puts a picture into the middle of PaliGemma's prompt, where training has
+    put it first."""
     asked = []
     monkeypatch.setattr(
         generation, "generate", lambda model, ids, *_, **__: asked.append(ids) or ids[:, :0]

@@ -31,7 +31,8 @@ SIZES = (40, 30), (1, 1), (1, 900), (500, 7), (56, 56), (57, 55), (640, 427)
     "image", [EVERY_BYTE, *(picture(*size) for size in SIZES)], ids=lambda image: str(image.size)
 )
 def test_pixels_equal_transformers(image):
-    """Breaks when filter, rounding, or the order of x/255·2-1, not x·(2/255)-1, differs by one bit from training."""
+    """Breaks when filter, rounding, or the order of x/255·2-1, not x·(2/255)-1, differs by one bit
+    from training."""
     pixels = to_pixels(image, SIDE)
     assert (
         pixels.dtype == torch.float32
@@ -63,7 +64,8 @@ def palette(transparency: bytes | int) -> Image.Image:
 
 
 def png(depth: int, colour_type: int, pixels: np.ndarray, transparency: bytes) -> Image.Image:
-    """A PNG whose tRNS chunk is `transparency`, as Pillow opens it; pixels (H, W) or (H, W, channels)."""
+    """A PNG whose tRNS chunk is `transparency`, as Pillow opens it; pixels (H, W) or (H, W,
+    channels)."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
         return (
@@ -118,7 +120,8 @@ MODES |= {
 @pytest.mark.parametrize("name", MODES)
 @pytest.mark.filterwarnings("error:Palette")
 def test_modes_equal_transformers(name):
-    """Breaks when a mode comes out differently, or alpha is dropped or blended with another background or rounding."""
+    """Breaks when a mode comes out differently, or alpha is dropped or blended with another
+    background or rounding."""
     image = MODES[name]()
     assert torch.equal(to_pixels(image.copy(), SIDE), theirs(image))
 
@@ -166,7 +169,8 @@ def test_the_first_frame_of_an_animation(tmp_path, ending):
 
 
 def test_what_is_no_picture_is_one_line(tmp_path):
-    """Breaks when one bad file among thousands ends in a traceback that does not name it, or runs a program."""
+    """Breaks when one bad file among thousands ends in a traceback that does not name it, or runs a
+    program."""
     eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
     header = b"IHDR" + struct.pack(">IIBBBBB", 40000, 40000, 8, 2, 0, 0, 0)
     bomb = (

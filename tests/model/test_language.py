@@ -1,4 +1,5 @@
-"""Gemma, Gemma 2, Qwen1.5 and Qwen2 as language models for text alone equal transformers' `*ForCausalLM`."""
+"""Gemma, Gemma 2, Qwen1.5 and Qwen2 as language models for text alone equal transformers'
+`*ForCausalLM`."""
 
 import json
 import shutil
@@ -104,7 +105,8 @@ def theirs(hf, inputs) -> torch.Tensor:
 
 @torch.no_grad()
 def test_every_layer_and_the_logits(hf, model):
-    """Breaks when a bias, norm, scale, position, window or head departs from the published computation."""
+    """Breaks when a bias, norm, scale, position, window or head departs from the published
+    computation."""
     names = [
         name
         for name, _ in model.language_model.named_modules()
@@ -132,7 +134,8 @@ def test_every_layer_and_the_logits(hf, model):
 @pytest.mark.long
 @torch.no_grad()
 def test_bf16_is_equal_to_the_bit(kind, hf, folder, monkeypatch):
-    """Breaks when a cast moves: the norm's factor before or after it, the √H, the RoPE tables, the first position."""
+    """Breaks when a cast moves: the norm's factor before or after it, the √H, the RoPE tables, the
+    first position."""
     monkeypatch.setattr("model.cpu.ways", frozenset())
     for backend in (
         ("eager",) if kind == "gemma2" else ("eager", "sdpa")
@@ -167,7 +170,8 @@ def test_gradients_and_the_loss(hf, model):
 @pytest.mark.long
 @torch.no_grad()
 def test_greedy_tokens_are_those_of_transformers(hf, tmp_path):
-    """Breaks when cache, positions, or one of several end tokens differ from transformers' `generate`."""
+    """Breaks when cache, positions, or one of several end tokens differ from transformers'
+    `generate`."""
     inputs = batch(rows=(7, 4, 1))
     free = hf.generate(**inputs, max_new_tokens=16, do_sample=False, eos_token_id=127)[:, 7:]
     ends = [1, int(free[0, 5])]  # as in published chat models, the second ends a turn
@@ -214,7 +218,8 @@ def change(folder: Path, **changes) -> None:
 
 @torch.no_grad()
 def test_files_of_all_layouts_are_opened(folder, hf, tmp_path):
-    """Breaks when a weight file of several, an older spelling of config.json, or a stored tied head is misread."""
+    """Breaks when a weight file of several, an older spelling of config.json, or a stored tied head
+    is misread."""
     several, stored = tmp_path / "several", tmp_path / "stored"
     hf.save_pretrained(several, max_shard_size="60KB")
     raw = json.loads((several / "config.json").read_text())
@@ -237,7 +242,8 @@ def test_files_of_all_layouts_are_opened(folder, hf, tmp_path):
 
 @torch.no_grad()
 def test_no_stop_token(folder, tmp_path):
-    """Breaks when `eos_token_id: null`, which means that an answer ends at its limit alone, is refused."""
+    """Breaks when `eos_token_id: null`, which means that an answer ends at its limit alone, is
+    refused."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").unlink()
     change(tmp_path, eos_token_id=None)
@@ -269,7 +275,8 @@ def test_an_export_is_opened_by_transformers(hf, folder, tmp_path):
 
 
 def test_what_is_not_computed_is_refused(kind, folder, tmp_path):
-    """Breaks when a model of other sizes is opened, or one without a vision tower is asked for one."""
+    """Breaks when a model of other sizes is opened, or one without a vision tower is asked for
+    one."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     change(tmp_path, **({"vocab_size": 129} if kind == "qwen2" else {"tie_word_embeddings": False}))
     problem = "2 tensors do not fit" if kind == "qwen2" else "missing language_model.lm_head"

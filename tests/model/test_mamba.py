@@ -1,4 +1,5 @@
-"""The scan equals a loop in fp64, the language model equals transformers, and its state is all that it remembers."""
+"""The scan equals a loop in fp64, the language model equals transformers, and its state is all that
+it remembers."""
 
 import math
 from functools import partial
@@ -18,7 +19,8 @@ from tests.reference import hf_mamba, our_mamba, relative_error
 
 
 def loop(x, delta, A, B, C, state):
-    """The recurrence as the paper writes it, one step after the other, in the dtype of its inputs."""
+    """The recurrence as the paper writes it, one step after the other, in the dtype of its
+    inputs."""
     state, outputs = state.mT, []  # (B, E, N)
     for t in range(x.shape[1]):
         state = (
@@ -66,7 +68,8 @@ def run_with_gradients(function, inputs, dtype):
 
 
 def errors(function, inputs, dtype=torch.float32) -> list[float]:
-    """Of y, the last state, and the gradients of x, Δ, A, B, C and the first state, against the loop in fp64."""
+    """Of y, the last state, and the gradients of x, Δ, A, B, C and the first state, against the
+    loop in fp64."""
     mine, exact = (
         run_with_gradients(function, inputs, dtype),
         run_with_gradients(loop, inputs, torch.float64),
@@ -78,21 +81,24 @@ def errors(function, inputs, dtype=torch.float32) -> list[float]:
 @pytest.mark.parametrize("chunk", [None, 1, 5, BLOCK, BLOCK + 3, 1000])
 @pytest.mark.parametrize("length", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5])
 def test_scan_equals_a_loop_in_fp64(length, chunk):
-    """Breaks when outputs, last state or any gradient depart at any length, on a block's or a chunk's border too."""
+    """Breaks when outputs, last state or any gradient depart at any length, on a block's or a
+    chunk's border too."""
     assert max(errors(partial(selective_scan, chunk=chunk), scan_inputs(length))) <= 2e-6
 
 
 @pytest.mark.parametrize("chunk", [None, 8])
 @pytest.mark.parametrize("scale", [1e-4, 30.0, 1e4])
 def test_large_and_small_steps_are_exact(scale, chunk):
-    """Breaks when decay is divided by or taken apart in logarithms: exp(Δ A) underflows here, and 1/exp(Δ A) is ∞."""
+    """Breaks when decay is divided by or taken apart in logarithms: exp(Δ A) underflows here, and
+    1/exp(Δ A) is ∞."""
     inputs = scan_inputs(50, scale=scale)
     inputs[1][:, ::3] = 0.0  # steps that keep the state whole among others that wipe it out
     assert max(errors(partial(selective_scan, chunk=chunk), inputs)) <= 1e-5
 
 
 def test_a_large_batch_is_read_by_rows(monkeypatch):
-    """Breaks when the rows that share a cache are put together in another order, or lose a part of A's gradient."""
+    """Breaks when the rows that share a cache are put together in another order, or lose a part of
+    A's gradient."""
     monkeypatch.setattr(scan, "CACHE_SIZE", 2 * BLOCK * 6 * 5)  # two rows at a time
     assert max(errors(selective_scan, scan_inputs(20, batch=5), torch.float64)) <= 1e-12
 
@@ -123,7 +129,8 @@ def prompts(lengths=(9, 4, 1), seed: int = 1) -> dict[str, torch.Tensor]:
     "lengths", [(20, 20), (9, 4, 1), (37,)], ids=["unpadded", "padded", "single"]
 )
 def test_logits_and_gradients_equal_transformers(lengths):
-    """Breaks when convolution, scan, gate, norm, residual, padding or head depart from the published computation."""
+    """Breaks when convolution, scan, gate, norm, residual, padding or head depart from the
+    published computation."""
     hf = hf_mamba()
     model, inputs = our_mamba(hf), prompts(lengths)
     valid = inputs["attention_mask"].bool()
@@ -139,7 +146,8 @@ def test_logits_and_gradients_equal_transformers(lengths):
 
 @torch.no_grad()
 def test_a_bf16_layer_rounds_only_what_it_must(monkeypatch):
-    """Breaks when residual, step size, or the convolution's sum are rounded to bf16, or the norm rounds elsewhere."""
+    """Breaks when residual, step size, or the convolution's sum are rounded to bf16, or the norm
+    rounds elsewhere."""
     hf, inputs, seen = hf_mamba(conv_kernel=4), prompts((24, 24)), []
     model, h = (
         our_mamba(hf, torch.bfloat16),
@@ -170,7 +178,8 @@ def test_a_bf16_layer_rounds_only_what_it_must(monkeypatch):
 
 @pytest.mark.parametrize("places", [[4, 5], [0, 1], [0, 5]], ids=["left", "right", "middle"])
 def test_padding_within_what_follows_changes_nothing(places):
-    """Breaks when a state fades over the padding of a later part, or the last inputs before it are lost."""
+    """Breaks when a state fades over the padding of a later part, or the last inputs before it are
+    lost."""
     model, generator = our_mamba(hf_mamba()), torch.Generator().manual_seed(5)
     first, second, last = (
         torch.randint(0, 60, (1, width), generator=generator) for width in (6, 2, 3)
@@ -187,7 +196,8 @@ def test_padding_within_what_follows_changes_nothing(places):
 
 @pytest.mark.long
 def test_greedy_equals_transformers():
-    """Breaks when the state after a padded prompt is not that of the tokens alone, or the stop differs."""
+    """Breaks when the state after a padded prompt is not that of the tokens alone, or the stop
+    differs."""
     hf, inputs = hf_mamba(), prompts()
     theirs = hf.generate(**inputs, max_new_tokens=15, do_sample=False)[
         :, inputs["input_ids"].shape[1] :
@@ -220,7 +230,8 @@ def test_memory_and_work_of_a_step_are_constant():
 
 
 def test_initialization_is_the_published_one():
-    """Breaks when a fresh model starts elsewhere: A = −1 … −N, steps from 0.001 to 0.1, out_proj scaled by depth."""
+    """Breaks when a fresh model starts elsewhere: A = −1 … −N, steps from 0.001 to 0.1, out_proj
+    scaled by depth."""
     model = Mamba(MambaConfig(vocab_size=500, hidden_size=64, num_hidden_layers=4))
     initialize_mamba(model, seed=3)
     assert abs(model.embeddings.weight.std().item() - 0.02) < 1e-3

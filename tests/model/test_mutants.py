@@ -1,7 +1,8 @@
 """The equivalence gate rejects each known mistake, made on purpose: it proves something.
 
-The gate is a relative error of 1e-6 in fp32 on the valid logits, or, for mistakes of a cast, equality to the bit in
-bf16. An absolute tolerance of 1e-4, as is common, would let most of the small ones pass.
+The gate is a relative error of 1e-6 in fp32 on the valid logits, or, for mistakes of a cast,
+equality to the bit in bf16. An absolute tolerance of 1e-4, as is common, would let most of the
+small ones pass.
 """
 
 import pytest
@@ -155,7 +156,8 @@ BOTH = {
     ),
 }
 GEMMA2 = {
-    # query head i reads key head i mod K instead of i // (N/K): the order that `repeat` gives instead of expand
+    # query head i reads key head i mod K instead of i // (N/K): the order that `repeat` gives
+    # instead of expand
     "key heads tiled": replaced(
         torch.Tensor,
         "repeat_interleave",
@@ -220,7 +222,8 @@ CASTS = {
 @pytest.mark.parametrize("name", CASTS)
 @cpu.using("torch")
 def test_the_bf16_gate_rejects(name, monkeypatch):
-    """Breaks when a misplaced cast would go unnoticed: fp32 cannot see it, bf16 equality to the bit can."""
+    """Breaks when a misplaced cast would go unnoticed: fp32 cannot see it, bf16 equality to the bit
+    can."""
     hf = reload_hf(hf_model(1), "eager", torch.bfloat16)
     model, inputs = ours(hf_model(1), dtype=torch.bfloat16), batch(hf, ROWS)
     valid = inputs["attention_mask"].bool()

@@ -1,6 +1,7 @@
 """The processor against transformers' PaliGemmaProcessor, bit for bit, and what it refuses.
 
-The tokenizer is a sentencepiece model trained here on a few sentences, with Gemma's settings and PaliGemma's
+The tokenizer is a sentencepiece model trained here on a few sentences, with Gemma's settings and
+PaliGemma's
 location pieces; transformers' GemmaTokenizer is built from its pieces.
 """
 
@@ -84,7 +85,8 @@ def assert_same_batch(batch: Batch, expected) -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("with_suffix", [False, True])
 def test_batch_equals_transformers(folder, hf, side, with_suffix, monkeypatch):
-    """Breaks when layout, padding, types, labels or pixels differ from what PaliGemma was trained on."""
+    """Breaks when layout, padding, types, labels or pixels differ from what PaliGemma was trained
+    on."""
     monkeypatch.setattr(hf.tokenizer, "padding_side", side)
     images = [picture(seed=i) for i in range(len(TEXTS))]
     suffixes = TEXTS[::-1] if with_suffix else None
@@ -98,7 +100,8 @@ def test_batch_equals_transformers(folder, hf, side, with_suffix, monkeypatch):
 
 @pytest.mark.parametrize("mark", ["", "<image>"])
 def test_rows_of_several_pictures_equal_transformers(processor, hf, mark):
-    """Breaks when a row of two pictures gets one block of image tokens, or `<image>` before a text two."""
+    """Breaks when a row of two pictures gets one block of image tokens, or `<image>` before a text
+    two."""
     images = [[picture(seed=0), picture(seed=1)][: 1 if mark else 2], [picture(seed=2)]]
     prompts = [mark + text for text in TEXTS[:2]]
     expected = hf(
@@ -112,7 +115,8 @@ def test_rows_of_several_pictures_equal_transformers(processor, hf, mark):
 
 
 def test_layout_by_hand(processor):
-    """Breaks when a part of the sequence moves: image, bos, prompt and newline | answer, eos; and turns after them."""
+    """Breaks when a part of the sequence moves: image, bos, prompt and newline | answer, eos; and
+    turns after them."""
     encode, config = processor.tokenizer.encode, processor.config
     batch = processor([picture(), None], ["caption en"] * 2, ["a cow"] * 2)
     prompt, answer = [2, *encode("caption en\n")], [*encode("a cow"), 1]
@@ -132,7 +136,8 @@ def test_layout_by_hand(processor):
 
 
 def test_random_text_encodes_as_transformers_does(processor, hf):
-    """Breaks when spaces, newlines, bytes or location tokens come out as other ids than in training."""
+    """Breaks when spaces, newlines, bytes or location tokens come out as other ids than in
+    training."""
     rng = random.Random(0)
     parts = [
         *"abcdeghnotw 12,.?'\n\t<>é日🐮ß",
@@ -146,7 +151,9 @@ def test_random_text_encodes_as_transformers_does(processor, hf):
     for _ in range(300):
         text = "".join(rng.choices(parts, k=rng.randint(1, 25)))
         if " " * 4 in text:
-            continue  # runs of spaces are pieces up to 3 here, up to 31 in Gemma; beyond, the two libraries differ
+            # runs of spaces are pieces up to 3 here, up to 31 in Gemma; beyond, the two libraries
+            # differ
+            continue
         ids = processor.encode(text)
         assert ids == hf.tokenizer(text, add_special_tokens=False)["input_ids"], repr(text)
         assert (
@@ -160,7 +167,8 @@ def test_random_text_encodes_as_transformers_does(processor, hf):
 
 
 def test_bad_rows(processor):
-    """Breaks when a text ends a sequence, adds a picture or is cut, or a bad row does not say which it is."""
+    """Breaks when a text ends a sequence, adds a picture or is cut, or a bad row does not say which
+    it is."""
     for arguments, *parts in (
         (([None], ["read <bos> here"]), "row 0: ", "<bos>"),
         (([None, None], ["x", " \n"]), "row 1: ", "prefix"),
@@ -194,7 +202,8 @@ def test_a_picture_given_twice_is_opened_once(processor, tmp_path, monkeypatch):
 
 
 def test_boxes_by_hand():
-    """Breaks when x and y are swapped, the last place is not the far side, or a malformed answer is drawn."""
+    """Breaks when x and y are swapped, the last place is not the far side, or a malformed answer is
+    drawn."""
     text = (
         "<loc0256><loc0000><loc0512><loc1023> brown cow ; <loc0000><loc0512><loc1023><loc0768>dog"
     )
@@ -214,7 +223,8 @@ def test_boxes_by_hand():
 def test_presets_use_the_bundled_tokenizer_and_folders_win_over_names(
     folder, tmp_path, monkeypatch
 ):
-    """Breaks when a big preset gets a small tokenizer, or a user's folder is ignored because it is called like it."""
+    """Breaks when a big preset gets a small tokenizer, or a user's folder is ignored because it is
+    called like it."""
     assert Processor.from_source("tiny").config == PRESETS["tiny"]
     refused(lambda: Processor.from_source("paligemma-3b-224"), "paligemma-3b-224: ", "tokenizer")
     monkeypatch.chdir(tmp_path)
@@ -238,7 +248,8 @@ FOREIGN = [
 
 @pytest.mark.parametrize(("file", "change", "part"), FOREIGN)
 def test_folders_that_hold_no_processor(folder, tmp_path, file, change, part):
-    """Breaks when a missing or foreign tokenizer, or other pixels in training, are found out only by bad answers."""
+    """Breaks when a missing or foreign tokenizer, or other pixels in training, are found out only
+    by bad answers."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     if change is None:
         (tmp_path / file).unlink()
@@ -251,7 +262,8 @@ def test_folders_that_hold_no_processor(folder, tmp_path, file, change, part):
 
 
 def test_what_is_asked_of_the_hub(folder, processor, monkeypatch):
-    """Breaks when a typing error or a processor downloads gigabytes, or a refusal is a traceback of its library."""
+    """Breaks when a typing error or a processor downloads gigabytes, or a refusal is a traceback of
+    its library."""
     asked = []
 
     def download(repo, revision, allow_patterns):
@@ -290,7 +302,8 @@ def test_what_is_asked_of_the_hub(folder, processor, monkeypatch):
     reason="needs PALIGEMMA_WEIGHTS: a published model's folder",
 )
 def test_ids_of_the_published_tokenizer():
-    """Breaks when the tokenizer's settings are overridden: ids written down from Gemma's published model."""
+    """Breaks when the tokenizer's settings are overridden: ids written down from Gemma's published
+    model."""
     processor = Processor.from_source(os.environ["PALIGEMMA_WEIGHTS"])
     assert processor.encode("\n") == [108] and processor.encode("a\n\n") == [235250, 109]
     assert processor.encode("answer en where is the cow?\n") == [

@@ -1,4 +1,5 @@
-"""Q-Mamba: its mask shares out the features, its parts equal other people's layers, and the whole model answers."""
+"""Q-Mamba: its mask shares out the features, its parts equal other people's layers, and the whole
+model answers."""
 
 from dataclasses import replace
 
@@ -45,7 +46,8 @@ FEATURES = torch.randn(2, 16, VISION.hidden_size, generator=torch.Generator().ma
     ("queries", "keys"), [(1, 9), (3, 8), (16, 16), (256, 729), (512, 729), (729, 729)]
 )
 def test_the_mask_shares_out_the_keys(queries, keys):
-    """Breaks when a key is seen twice or never, or spans are not contiguous, in order, and as equal as can be."""
+    """Breaks when a key is seen twice or never, or spans are not contiguous, in order, and as equal
+    as can be."""
     mask = local_mask(queries, keys)
     assert (mask.sum(0) == 1).all() and (mask.long().argmax(0).diff() >= 0).all()
     assert mask.sum(1).tolist() == [
@@ -54,7 +56,8 @@ def test_the_mask_shares_out_the_keys(queries, keys):
 
 
 def test_the_mask_of_the_paper():
-    """Breaks when the spans differ from those worked out by hand: Figure 3's Q = 4, K = 9, and 256 of 729."""
+    """Breaks when the spans differ from those worked out by hand: Figure 3's Q = 4, K = 9, and 256
+    of 729."""
     drawn = ["xxx......", "...xx....", ".....xx..", ".......xx"]
     assert local_mask(4, 9).tolist() == [[cell == "x" for cell in row] for row in drawn]
     assert local_mask(256, 729).sum(1).tolist() == [3] * 217 + [2] * 39
@@ -63,7 +66,8 @@ def test_the_mask_of_the_paper():
 
 
 def by_other_hands(module: QMambaProjector, x: torch.Tensor) -> torch.Tensor:
-    """The paper's equations in fp64, over transformers' mixer and torch's attention, filled with our weights."""
+    """The paper's equations in fp64, over transformers' mixer and torch's attention, filled with
+    our weights."""
     config = module.config
     width, heads = config.hidden_size, config.num_attention_heads
     sizes = transformers.MambaConfig(
@@ -121,7 +125,8 @@ CHANGES = [{}, {"local_attention": False}, {"scan_order": "forward"}, {"scan_ord
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 def test_projector_equals_the_equations(changes, backend):
-    """Breaks when connector, mask, cross-attention, fusion or feed-forward depart from the paper's description."""
+    """Breaks when connector, mask, cross-attention, fusion or feed-forward depart from the paper's
+    description."""
     module = projector(**changes)
     set_attention_backend(module, backend)
     with torch.no_grad():
@@ -132,7 +137,8 @@ def test_projector_equals_the_equations(changes, backend):
 
 @torch.no_grad()
 def test_projectors_without_queries():
-    """Breaks when a feature is lost, the parts are not those of a projector with queries, or tokens do not fit."""
+    """Breaks when a feature is lost, the parts are not those of a projector with queries, or tokens
+    do not fit."""
     x, whole = FEATURES, fresh_projector(CONFIG, 3)
     for kind in ("connector", "linear"):
         config = replace(CONFIG, projector=replace(PROJECTOR, projector=kind))
@@ -146,7 +152,8 @@ def test_projectors_without_queries():
 
 @pytest.mark.parametrize("layer", [-2, 0, 1])
 def test_features_are_those_of_the_layer_asked_for(layer):
-    """Breaks when another layer is read than transformers' hidden_states has there, or the final norm is applied."""
+    """Breaks when another layer is read than transformers' hidden_states has there, or the final
+    norm is applied."""
     sizes = {
         "hidden_size": 20,
         "intermediate_size": 28,
@@ -170,7 +177,8 @@ def test_features_are_those_of_the_layer_asked_for(layer):
 
 
 def test_pictures_take_their_places():
-    """Breaks when the projector's queries are not read at the image tokens, in order, unscaled, row by row."""
+    """Breaks when the projector's queries are not read at the image tokens, in order, unscaled, row
+    by row."""
     whole, inputs = randomized(QMamba(CONFIG)).eval(), left_padded(((6, 0), (3, 0)), 5, 60, IMAGE)
     with torch.no_grad():
         queries = whole.multi_modal_projector(whole.vision_tower(inputs["pixel_values"]))
@@ -183,7 +191,8 @@ def test_pictures_take_their_places():
 
 @pytest.mark.long
 def test_every_part_learns():
-    """Breaks when a part is cut off from the loss, or a fresh model does not learn to tell two pictures apart."""
+    """Breaks when a part is cut off from the loss, or a fresh model does not learn to tell two
+    pictures apart."""
     whole, inputs = initialize_qmamba(QMamba(CONFIG)), left_padded(((2, 0), (2, 0)), 5, 60, IMAGE)
     inputs["input_ids"][:, -2:] = torch.tensor([[7, 8], [7, 9]])  # the same question, other answers
     optimizer, losses = torch.optim.AdamW(whole.parameters(), lr=1e-2), []
@@ -204,7 +213,8 @@ def test_every_part_learns():
 
 
 def test_initialization_is_reproducible_and_of_unit_size():
-    """Breaks when a seed does not fix the weights, or a fresh projector's output overwhelms the text beside it."""
+    """Breaks when a seed does not fix the weights, or a fresh projector's output overwhelms the
+    text beside it."""
     a, b = (initialize_qmamba(QMamba(CONFIG), seed=4) for _ in range(2))
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
     projector = a.multi_modal_projector

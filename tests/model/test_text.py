@@ -1,5 +1,6 @@
-"""The Differential Transformer as a language model: against transformers' DiffLlama, and what makes it comparable with
-a plain transformer: equal parameters, equal starts, gradients of one scale. Its equations: test_differential.py."""
+"""The Differential Transformer as a language model: against transformers' DiffLlama, and what makes
+it comparable with a plain transformer: equal parameters, equal starts, gradients of one scale. Its
+equations: test_differential.py."""
 
 import math
 
@@ -43,10 +44,13 @@ def ids(rows=2, width=13) -> torch.Tensor:
 
 
 def test_the_model_is_transformers_diffllama():
-    """Breaks when the two projects' Differential Transformers differ by more than the order of heads.
+    """Breaks when the two projects' Differential Transformers differ by more than the order of
+    heads.
 
-    transformers lists heads of d and makes a differential head of i and i + N/2; ours lie side by side in one of 2d.
-    It has no gain on the norm by head, writes 1 + w of our norms as w, and does not multiply the embedding by √H.
+    transformers lists heads of d and makes a differential head of i and i + N/2; ours lie side by
+    side in one of 2d.
+    It has no gain on the norm by head, writes 1 + w of our norms as w, and does not multiply the
+    embedding by √H.
     """
     model = stirred()
     sizes = {name: getattr(PLAIN, name) for name in SIZES}
@@ -56,7 +60,8 @@ def test_the_model_is_transformers_diffllama():
     reference = DiffLlamaForCausalLM(config).eval()
 
     def parted(weight: torch.Tensor) -> torch.Tensor:
-        """Rows (pairs · 2 · d) in our order to (2 · pairs · d), theirs: first halves, then second halves."""
+        """Rows (pairs · 2 · d) in our order to (2 · pairs · d), theirs: first halves, then second
+        halves."""
         return weight.unflatten(0, (-1, 2, 8)).transpose(0, 1).flatten(0, 2)
 
     state = {}
@@ -80,7 +85,8 @@ def test_the_model_is_transformers_diffllama():
 
 
 def test_twins_have_equal_parameters():
-    """Breaks when the differential model is larger than the plain one by more than 1 %, or has other sizes."""
+    """Breaks when the differential model is larger than the plain one by more than 1 %, or has
+    other sizes."""
     for preset, plain in TEXT_PRESETS.items():
         with torch.device("meta"):
             models = [
@@ -106,7 +112,8 @@ def test_twins_have_equal_parameters():
 
 
 def test_twins_start_from_the_same_weights():
-    """Breaks when models of one seed differ in more than attention, two seeds are equal, or λ_init is of no layer."""
+    """Breaks when models of one seed differ in more than attention, two seeds are equal, or λ_init
+    is of no layer."""
     model, plain = new_model("tiny", True, seed=3), new_model("tiny", False, seed=3).state_dict()
     attention, differential = (
         [layer.self_attn for layer in model.language_model.layers],
@@ -125,8 +132,8 @@ def test_twins_start_from_the_same_weights():
 
 @pytest.mark.long
 def test_gradients_start_at_the_plain_models_scale():
-    """Breaks without the factor (1 − λ_init), or with a norm that blows the gradient up: then one learning rate does
-    not fit both (Ye et al. 2024, appendix F)."""
+    """Breaks without the factor (1 − λ_init), or with a norm that blows the gradient up: then one
+    learning rate does not fit both (Ye et al. 2024, appendix F)."""
     norms = {}
     for differential in (False, True):
         model = new_model("tiny", differential)
@@ -151,7 +158,8 @@ def test_gradients_start_at_the_plain_models_scale():
 
 @pytest.mark.parametrize("differential", [True, False])
 def test_a_packed_document_is_the_document_alone(differential):
-    """Breaks when documents of a row see each other, or positions that count on through it change what one means."""
+    """Breaks when documents of a row see each other, or positions that count on through it change
+    what one means."""
     model = stirred(differential)
     documents = torch.tensor([[0] * 5 + [1] * 6 + [2] * 2, [7] * 9 + [1] * 4])
     logits, changed = model(ids(), documents=documents), ids().clone()

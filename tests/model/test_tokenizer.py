@@ -1,4 +1,5 @@
-"""Any tokenizer.json against transformers, on any text; which of two files is read, and what needs which package."""
+"""Any tokenizer.json against transformers, on any text; which of two files is read, and what needs
+which package."""
 
 import json
 import random
@@ -38,13 +39,15 @@ RUNS = [
 
 
 def gemma(folder: Path) -> GemmaTokenizer:
-    """Gemma's settings, and its published vocabulary's way with byte 9, whose piece is a tab in place of <0x09>."""
+    """Gemma's settings, and its published vocabulary's way with byte 9, whose piece is a tab in
+    place of <0x09>."""
     file = train_pieces(folder / "drawn", SENTENCES * 3, 1900, [*RESERVED, *RUNS, *LOCATIONS])
     return gemma_tokenizer(file, [*RESERVED, *RUNS], {"<0x09>": "\t"})
 
 
 def learned(folder: Path) -> GemmaTokenizer:
-    """Merges that the package `tokenizers` has learned, and added tokens with a space, found before and after them."""
+    """Merges that the package `tokenizers` has learned, and added tokens with a space, found before
+    and after them."""
     learner = tokenizers.Tokenizer(
         tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True)
     )
@@ -93,7 +96,8 @@ def folder(request, tmp_path_factory) -> Path:
 
 
 def test_any_text_has_the_ids_of_transformers_and_any_ids_the_text(folder):
-    """Breaks when a tab, an emoji, an added token, a run of spaces or a byte is read or written otherwise."""
+    """Breaks when a tab, an emoji, an added token, a run of spaces or a byte is read or written
+    otherwise."""
     ours, theirs = load_tokenizer(folder / "tokenizer.json"), AutoTokenizer.from_pretrained(folder)
     theirs.add_bos_token = False
     for text in texts(3000, list(theirs.get_vocab())):
@@ -108,7 +112,8 @@ def test_any_text_has_the_ids_of_transformers_and_any_ids_the_text(folder):
 
 
 def test_a_batch_equals_that_of_transformers(folder):
-    """Breaks when a folder with tokenizer.json alone does not open, or its rows differ from PaliGemmaProcessor's."""
+    """Breaks when a folder with tokenizer.json alone does not open, or its rows differ from
+    PaliGemmaProcessor's."""
     pictures, theirs = (
         [np.zeros((28, 28, 3), np.uint8)] * 3,
         PaliGemmaProcessor.from_pretrained(folder),
@@ -125,7 +130,8 @@ def test_a_batch_equals_that_of_transformers(folder):
 
 
 def test_tokenizer_model_comes_first_and_needs_no_package(tmp_path, monkeypatch):
-    """Breaks when ids depend on what is installed, or the base install cannot open the embedded base."""
+    """Breaks when ids depend on what is installed, or the base install cannot open the embedded
+    base."""
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     assert Processor.from_source("embedded").encode("dog")
     shutil.copy(BUNDLED_FOLDER / "tokenizer.json", tmp_path)

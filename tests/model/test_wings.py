@@ -1,4 +1,5 @@
-"""WINGS: no learner sees later tokens, each computes the formula of the paper, and the base model stays intact."""
+"""WINGS: no learner sees later tokens, each computes the formula of the paper, and the base model
+stays intact."""
 
 import math
 import re
@@ -88,7 +89,8 @@ def test_no_query_has_a_gradient_from_what_comes_after_it(routed):
 
 
 def test_text_alone_has_no_visual_part():
-    """Breaks when the visual learner adds anything where no picture has been seen: text-only rows, text before it."""
+    """Breaks when the visual learner adds anything where no picture has been seen: text-only rows,
+    text before it."""
     model, inputs, outputs = wings(), batch(), []
     for layer in model.language_model.layers:
         layer.self_attn.visual.register_forward_hook(
@@ -104,7 +106,8 @@ def test_text_alone_has_no_visual_part():
 
 
 def rotated(vectors, positions):
-    """RoPE of vectors (n, D) in fp64: pairs (i, i + D/2) are complex numbers that turn by their position."""
+    """RoPE of vectors (n, D) in fp64: pairs (i, i + D/2) are complex numbers that turn by their
+    position."""
     half = vectors.shape[-1] // 2
     angles = positions[:, None] * 10000.0 ** -(torch.arange(half, dtype=torch.float64) / half)
     turned = torch.complex(vectors[:, :half], vectors[:, half:]) * torch.polar(
@@ -114,7 +117,8 @@ def rotated(vectors, positions):
 
 
 def test_a_learner_equals_the_formula_written_out():
-    """Breaks when the residual 1 + W, the scale, RoPE's true positions, the mask or W_o are not LoRRA's."""
+    """Breaks when the residual 1 + W, the scale, RoPE's true positions, the mask or W_o are not
+    LoRRA's."""
     generator, width = torch.Generator().manual_seed(5), HIDDEN // HEADS
     learner = randomized(Learner(HIDDEN, HEADS, 5)).double()
     h, x = (torch.randn(1, n, HIDDEN, generator=generator, dtype=torch.float64) for n in (5, 3))
@@ -146,7 +150,8 @@ def test_a_learner_equals_the_formula_written_out():
 
 @pytest.mark.parametrize("routed", [False, True])
 def test_the_start_is_the_base(routed):
-    """Breaks when a learner has a bias or another rank, or learners or routers move a logit before they learn."""
+    """Breaks when a learner has a bias or another rank, or learners or routers move a logit before
+    they learn."""
     plain, inputs = base(), batch()
     model = attach(plain, 5, routed=routed)
     assert (
@@ -164,7 +169,8 @@ def test_the_start_is_the_base(routed):
 
 
 def test_stage_2_starts_where_stage_1_ended(tmp_path):
-    """Breaks when routing halves what the visual learners learned, or a folder forgets a learner, router or size."""
+    """Breaks when routing halves what the visual learners learned, or a folder forgets a learner,
+    router or size."""
     first, inputs = wings(routed=False), batch()
     set_attention_backend(first, "eager")
     logits, valid = first(**inputs), inputs["attention_mask"].bool()
@@ -205,7 +211,8 @@ def test_what_a_layer_adds_is_the_routed_sum():
 
 
 def test_a_router_reads_octaves_of_distance():
-    """Breaks when a row of attention is not summed as documented: by distance, apart for pictures and text."""
+    """Breaks when a row of attention is not summed as documented: by distance, apart for pictures
+    and text."""
     router, size = randomized(Router()), 20
     weights = torch.rand(1, HEADS, size, size, generator=torch.Generator().manual_seed(4)).tril()
     columns, decoder, at = (
@@ -227,7 +234,8 @@ def test_a_router_reads_octaves_of_distance():
 
 
 def test_a_batch_of_text_alone_gives_every_parameter_a_gradient():
-    """Breaks when processes that train together wait for gradients that one of them does not have."""
+    """Breaks when processes that train together wait for gradients that one of them does not
+    have."""
     model = wings()
     model(**batch(((0, 0, 4), (0, 0, 2)))).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -235,7 +243,8 @@ def test_a_batch_of_text_alone_gives_every_parameter_a_gradient():
 
 
 def test_what_a_cache_keeps():
-    """Breaks when a picture's keys change after the first call, or the caches have room for tokens that never come."""
+    """Breaks when a picture's keys change after the first call, or the caches have room for tokens
+    that never come."""
     model, inputs = wings(), batch(((2, 1, 6), (0, 0, 9), (0, 1, 5)))
     ids, types, valid = inputs["input_ids"], inputs["token_type_ids"], inputs["attention_mask"]
     cache = model.new_cache(ids.shape[1])
@@ -255,7 +264,8 @@ def test_what_a_cache_keeps():
 
 @pytest.mark.long
 def test_each_stage_trains_its_parts(tmp_path):
-    """Breaks when a stage trains the vision tower, forgets a part, has another rate than the paper, or comes first."""
+    """Breaks when a stage trains the vision tower, forgets a part, has another rate than the paper,
+    or comes first."""
     projector, rest = r"multi_modal_projector\..*", r"language_model\..*"
     visual = r"language_model\.layers\.\d\.self_attn\.visual\..*"
     export_model(attach(load_model("embedded"), 4), tmp_path / "model")
@@ -294,7 +304,8 @@ def test_each_stage_trains_its_parts(tmp_path):
 
 
 def test_learners_go_beside_plain_attention_alone():
-    """Breaks when learners are put beside a graft or an adapter, whose tensors they would not take over."""
+    """Breaks when learners are put beside a graft or an adapter, whose tensors they would not take
+    over."""
     models = grafted, adapted, _ = base(), base(), wings()
     graft(grafted, "twin")
     adapter.inject(adapted, r".*q_proj", 2, 4.0)

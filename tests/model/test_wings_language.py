@@ -1,4 +1,5 @@
-"""WINGS on a language model that has read text alone: a random Qwen2 and a random SigLIP of transformers."""
+"""WINGS on a language model that has read text alone: a random Qwen2 and a random SigLIP of
+transformers."""
 
 import json
 import shutil
@@ -85,7 +86,8 @@ def reader(parts: Path, model) -> Processor:
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_start_is_the_language_model(parts, dtype):
-    """Breaks when a picture's parts move a logit of text alone before they have learned anything, in either stage."""
+    """Breaks when a picture's parts move a logit of text alone before they have learned anything,
+    in either stage."""
     text, ids = load_text(parts / "text", dtype), torch.randint(0, 256, (2, 11))
     first, valid = opened(parts).to(dtype), torch.ones_like(ids)
     valid[0, :4] = 0
@@ -99,7 +101,8 @@ def test_the_start_is_the_language_model(parts, dtype):
 
 
 def test_a_conversation_is_laid_out_and_learned_as_released(parts):
-    """Breaks when a picture is elsewhere in a turn, or another token is learned; the turns: test_chat.py."""
+    """Breaks when a picture is elsewhere in a turn, or another token is learned; the turns:
+    test_chat.py."""
     model, theirs = opened(parts), transformers.AutoTokenizer.from_pretrained(parts / "text")
     image = model.config.image_token_id
     ids, _, learned = reader(parts, model).layout(
@@ -127,7 +130,8 @@ def test_pictures_are_padded_to_squares(parts):
 
 @pytest.mark.long
 def test_both_stages_are_trained_and_opened_elsewhere(parts, tmp_path):
-    """Breaks when stage 1 changes the language model, or RUN/model needs other folders to go on or to answer."""
+    """Breaks when stage 1 changes the language model, or RUN/model needs other folders to go on or
+    to answer."""
     small = "--steps 2 --step-batch 2 --batch-size 2 --device cpu --lr 0.01 --eval-every 0".split()
     finetune.main([*flags(parts), *small, "--no-evaluate", "--out", str(tmp_path / "1")])
     model, moved = load_model(tmp_path / "1" / "model"), tmp_path / "moved"
@@ -147,7 +151,8 @@ def test_both_stages_are_trained_and_opened_elsewhere(parts, tmp_path):
 
 @torch.no_grad()
 def test_a_router_counts_distances_from_the_token_itself(parts):
-    """Breaks when queries and keys count positions from different numbers, as PaliGemma and language models do."""
+    """Breaks when queries and keys count positions from different numbers, as PaliGemma and
+    language models do."""
     model, valid = route(opened(parts)), torch.ones(1, 5, dtype=torch.bool)
     buckets = model.language_model.geometry(torch.randn(1, 5, 24), valid, valid.long())[0].buckets
     assert buckets[0, 4].tolist() == [2, 2, 1, 1, 0]  # distances 4 to 0, by octave

@@ -34,8 +34,8 @@ def records(number: int) -> list[Record]:
 
 
 def test_the_tower_alone_learns_the_answers(monkeypatch):
-    """Breaks when the stage trains the decoder, learns nothing, ends at a picture that cannot be read, shows all in one
-    order, or does not move them."""
+    """Breaks when the stage trains the decoder, learns nothing, ends at a picture that cannot be
+    read, shows all in one order, or does not move them."""
     seen = []
     monkeypatch.setattr(
         alignment, "shifted", lambda pictures: seen.extend(pictures[:, 0, 0, 0]) or pictures
@@ -54,7 +54,8 @@ def test_the_tower_alone_learns_the_answers(monkeypatch):
 
 
 def test_a_new_tower_reads_what_is_near():
-    """Breaks when a patch of a new tower attends to far ones as to near ones, or rows and columns are exchanged."""
+    """Breaks when a patch of a new tower attends to far ones as to near ones, or rows and columns
+    are exchanged."""
     model = load_model("tiny")
     alignment.new_tower(model)
     layer, side = model.vision_tower.encoder.layers[0], 8
@@ -86,7 +87,8 @@ def attention_inputs(layer) -> tuple:
 
 
 def test_pictures_are_moved_and_boxes_are_not(monkeypatch, tmp_path):
-    """Breaks when a row is moved as a column, pictures move together, a border is torn, or a box leaves its object."""
+    """Breaks when a row is moved as a column, pictures move together, a border is torn, or a box
+    leaves its object."""
     pictures = torch.arange(2 * 3 * 32 * 32.0).view(2, 3, 32, 32)
     torch.manual_seed(0)
     moved = alignment.shifted(pictures)
@@ -130,7 +132,8 @@ def test_pictures_are_moved_and_boxes_are_not(monkeypatch, tmp_path):
 
 
 def test_own_pictures_on_the_embedded_base_take_their_recipe():
-    """Breaks when a user's own data is trained as the scenes are, or a flag that asks for LoRA is overruled."""
+    """Breaks when a user's own data is trained as the scenes are, or a flag that asks for LoRA is
+    overruled."""
     own = "--data jsonl:a.jsonl --data csv:b"
     for flags in (own, f"{own} --epochs 3 --seed 1", f"{own} --base embedded"):
         settings = parse(flags.split())[0]
@@ -151,7 +154,8 @@ def test_own_pictures_on_the_embedded_base_take_their_recipe():
 
 
 def test_what_the_tower_has_learned_is_kept():
-    """Breaks when the training after it moves the tower as fast as the decoder, or a checkpoint leaves it out."""
+    """Breaks when the training after it moves the tower as fast as the decoder, or a checkpoint
+    leaves it out."""
     model, optimizer = open_model(
         parse(["--base", "tiny", "--recipe", "own"])[0], torch.device("cpu")
     )
@@ -164,8 +168,8 @@ def test_what_the_tower_has_learned_is_kept():
 
 
 def test_rare_questions_share_a_number_and_rare_answers_are_left_out(monkeypatch):
-    """Breaks when a question of one's own for each picture makes a head as large as the data, or a tower is frozen that
-    answers of its pictures, which are all different, have not taught."""
+    """Breaks when a question of one's own for each picture makes a head as large as the data, or a
+    tower is frozen that answers of its pictures, which are all different, have not taught."""
     assert alignment.is_taught(records(4)) and not alignment.is_taught([*records(4)[:2]])
     monkeypatch.setattr(alignment, "COMMON", 1)
     given = [

@@ -1,4 +1,5 @@
-"""The benchmark: both sides do the same work, each in a process of its own, and ratios follow from times."""
+"""The benchmark: both sides do the same work, each in a process of its own, and ratios follow from
+times."""
 
 import json
 from contextlib import nullcontext
@@ -14,7 +15,8 @@ SETTINGS = {"device": "cpu", "dtype": "float32", "tokens": 6, "compiled": False}
 
 
 def test_ratios_are_taken_within_a_round():
-    """Breaks when a ratio is that of medians, so that a slow minute counts for one side, or is upside down."""
+    """Breaks when a ratio is that of medians, so that a slow minute counts for one side, or is
+    upside down."""
     row = Row("train", 4, seconds=[(1.0, 2.0), (20.0, 80.0), (3.0, 4.0)], peak=(3 << 20, 4 << 20))
     assert row.ratio() == (0.5, 0.25, 0.75)
     assert row.cells()[:6] == [
@@ -35,7 +37,8 @@ def test_ratios_are_taken_within_a_round():
 
 @pytest.fixture(scope="module")
 def sides():
-    """A process of each side, whose imports take seconds; nothing is timed here, so that none waits for the other."""
+    """A process of each side, whose imports take seconds; nothing is timed here, so that none waits
+    for the other."""
     with pytest.MonkeyPatch.context() as patch, Process("ours") as ours, Process("peer") as peer:
         patch.setattr("train.benchmark.__main__.PAUSE", 0)
         yield {"ours": ours, "peer": peer}
@@ -43,7 +46,8 @@ def sides():
 
 @pytest.mark.long
 def test_both_sides_do_the_same_work_apart(sides, tmp_path):
-    """Breaks when sides have other weights, inputs or adapters, or a setting of ours can reach the peer."""
+    """Breaks when sides have other weights, inputs or adapters, or a setting of ours can reach the
+    peer."""
     write_folder("embedded", tmp_path / "model", torch.float32)
     settings, numbers = SETTINGS | {"folder": str(tmp_path / "model"), "quantize": None}, {}
     opened = [side.ask("open", **settings) for side in sides.values()]
@@ -92,8 +96,8 @@ def test_both_sides_do_the_same_work_apart(sides, tmp_path):
 
 @pytest.mark.long
 def test_the_command_writes_its_report_or_one_line(sides, tmp_path, capfd, monkeypatch):
-    """Breaks when the command cannot run, its report lacks what the numbers depend on, or a broken or missing library
-    ends in a traceback, or in numbers of one side."""
+    """Breaks when the command cannot run, its report lacks what the numbers depend on, or a broken
+    or missing library ends in a traceback, or in numbers of one side."""
     command = f"--base embedded --sections load --rounds 1 --out {tmp_path / 'report.md'}".split()
     with monkeypatch.context() as patch:
         patch.setattr("train.benchmark.__main__.Process", lambda name: nullcontext(sides[name]))

@@ -1,4 +1,5 @@
-"""The built task of the attention study: its bound, its examples, and what one map and two make of it."""
+"""The built task of the attention study: its bound, its examples, and what one map and two make of
+it."""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +9,8 @@ from train.studies.cells import Job
 
 
 def test_the_bound_is_that_of_the_sharpest_map_allowed():
-    """Breaks when the known size of the effect is wrong, or the answer is not that of the marked position."""
+    """Breaks when the known size of the effect is wrong, or the answer is not that of the marked
+    position."""
     x, right = built.draw(4000, seed=5)
     marked = x[:, :-1, built.CLASSES]
     assert torch.equal(marked.sum(1), torch.ones(4000)) and torch.equal(
@@ -28,7 +30,8 @@ def test_the_bound_is_that_of_the_sharpest_map_allowed():
 
 
 def test_two_maps_beat_the_bound_and_one_does_not(tmp_path, monkeypatch):
-    """Breaks when the positive control has no effect, so that finding none elsewhere would say nothing."""
+    """Breaks when the positive control has no effect, so that finding none elsewhere would say
+    nothing."""
     accuracy = {}
     for kind, steps, rate in ("softmax", 120, 0.03), ("twin", 120, 0.03), ("split", 300, 0.02):
         monkeypatch.setattr(built, "STEPS", steps)

@@ -39,7 +39,8 @@ def test_marks_are_round_numbers_that_enclose_the_data(low, high, marks):
 
 
 def test_chart_puts_points_where_the_axes_say():
-    """Breaks when the y axis is upside down, a curve is not where its points are, or a NaN is drawn."""
+    """Breaks when the y axis is upside down, a curve is not where its points are, or a NaN is
+    drawn."""
     points = where(chart.line_chart({"loss": [(0, 0), (10, 5)]}))
     assert points[0] == pytest.approx((66, 348), abs=2) and points[-1] == pytest.approx(
         (658, 18), abs=2

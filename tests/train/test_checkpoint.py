@@ -72,7 +72,8 @@ DAMAGES = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_state_that_does_not_fit_is_one_line(name, tmp_path):
-    """Breaks when a run goes on with a fresh moment in place of a lost one, or a manifest made anew hides damage."""
+    """Breaks when a run goes on with a fresh moment in place of a lost one, or a manifest made anew
+    hides damage."""
     model, optimizer = make()
     step(model, optimizer)
     save_checkpoint(tmp_path, Progress(step=1), model, optimizer, WORLD)

@@ -1,4 +1,5 @@
-"""The attention study: fair controls, measures that share no picture, and cells that are done once."""
+"""The attention study: fair controls, measures that share no picture, and cells that are done
+once."""
 
 import json
 from collections import Counter
@@ -28,7 +29,8 @@ FLAGS = "--seeds 2 --samples 32 --batch-size 16 --limit 16 --rates 1e-2 --no-pos
 
 @pytest.mark.long
 def test_the_command_from_end_to_end(tmp_path, monkeypatch, capsys):
-    """Breaks when a table, a control, a seed or an interval is missing, or a finished cell is trained again."""
+    """Breaks when a table, a control, a seed or an interval is missing, or a finished cell is
+    trained again."""
     command = ["--rows", "fine-tuned", "dex", "--device", "cpu", *FLAGS, "--out", str(tmp_path)]
     compare.main(command)
     text = capsys.readouterr().out
@@ -54,7 +56,8 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.long
 def test_a_cell_that_was_interrupted_while_it_was_asked_is_not_trained_again(tmp_path):
-    """Breaks when a trained adapter is lost, or its last checkpoint holds another model than was asked."""
+    """Breaks when a trained adapter is lost, or its last checkpoint holds another model than was
+    asked."""
     tasks = {"test": {"VQA": vqa_task(BASE, "test", 16)}}
     settings = replace(BASE, samples=64, dropout=0.1, attention="twin", lr=1e-2, warmup=0)
     first, again = (training.fine_tune(settings, tasks, tmp_path) for _ in range(2))
@@ -66,7 +69,8 @@ def test_a_cell_that_was_interrupted_while_it_was_asked_is_not_trained_again(tmp
 
 @pytest.mark.parametrize("name", [name for name in ROWS if name != "fine-tuned"])
 def test_the_control_is_the_smallest_that_is_large_enough(name):
-    """Breaks when a control has fewer trainable parameters than its row, or a needlessly larger rank."""
+    """Breaks when a control has fewer trainable parameters than its row, or a needlessly larger
+    rank."""
 
     def parameters(changes):
         return count(
@@ -109,8 +113,9 @@ def write_jsonl(folder, pictures, answer="yes"):
 
 @pytest.mark.parametrize("kind", ["vqav2", "jsonl"])
 def test_no_picture_is_in_two_splits_of_any_seed(kind, processor, tmp_path):
-    """Breaks when what one seed is tested on, another seed, or the choice of a rate, has seen; a picture that is gone
-    counts as wrong; or VQAv2's validation files lie in the folder and something else is reported."""
+    """Breaks when what one seed is tested on, another seed, or the choice of a rate, has seen; a
+    picture that is gone counts as wrong; or VQAv2's validation files lie in the folder and
+    something else is reported."""
     if kind == "vqav2":
         write_vqav2(tmp_path)
     data = f"vqav2:{tmp_path}" if kind == "vqav2" else write_jsonl(tmp_path, 20)
@@ -151,7 +156,8 @@ def test_data_on_disk_are_part_of_a_cell(tmp_path):
 
 
 def test_own_examples_are_asked_and_scored_in_full(tmp_path):
-    """Breaks when an earlier turn, a second picture or one of several right answers is lost, or text alone crashes."""
+    """Breaks when an earlier turn, a second picture or one of several right answers is lost, or
+    text alone crashes."""
     says = [
         {"from": role, "value": text}
         for role, text in zip(("human", "gpt") * 2, "abcd", strict=True)
@@ -190,7 +196,8 @@ def test_own_examples_are_asked_and_scored_in_full(tmp_path):
 
 
 def test_tasks_of_the_embedded_scenes_are_even():
-    """Breaks when a needle is in one place more often than in another, or guessing has another score."""
+    """Breaks when a needle is in one place more often than in another, or guessing has another
+    score."""
     tasks = tasks_of(BASE, "test")
     assert [tasks[name].chance for name in ("n2o2", "n4o1", "e16")] == [25, 6.25, 50]
     places = Counter(str(ask.truth.places[0][1:]) for ask in tasks["n4o1"].asks)

@@ -44,8 +44,8 @@ def test_an_epoch_holds_every_record_once():
 
 
 def test_a_batch_holds_similar_lengths_and_questions_of_one_picture():
-    """Breaks when a batch is mostly padding or has one length only, short ones come first, every question pays for its
-    picture, or the same ones always meet."""
+    """Breaks when a batch is mostly padding or has one length only, short ones come first, every
+    question pays for its picture, or the same ones always meet."""
     lengths = [(37 * i) % 320 for i in range(4000)]
     plan = [[lengths[i] for i in batch] for batch in plan_epoch([*range(4000)], lengths, 16, 0, 0)]
     assert sum(max(batch) * len(batch) for batch in plan) < 1.15 * sum(lengths)
@@ -61,7 +61,8 @@ def test_a_batch_holds_similar_lengths_and_questions_of_one_picture():
 
 
 def test_a_batch_is_what_the_model_trains_on(processor):
-    """Breaks when targets are shifted twice or not at all, or a row gets another's picture or padding carries loss."""
+    """Breaks when targets are shifted twice or not at all, or a row gets another's picture or
+    padding carries loss."""
     chosen = records(6, pictures=3)
     micro = collate(chosen, processor)
     assert micro.batch.pixel_values.shape[0] == 3 and micro.batch.image_index.tolist() == [
@@ -106,8 +107,9 @@ def test_order_can_start_at_any_step(processor, workers):
 
 
 def test_processes_share_the_steps_of_one(processor, monkeypatch):
-    """Breaks when two processes together do not read exactly what one process reads, no whole step ends as a run, the
-    questions of a picture are parted, or a run without --epochs is shorter or longer than it should be."""
+    """Breaks when two processes together do not read exactly what one process reads, no whole step
+    ends as a run, the questions of a picture are parted, or a run without --epochs is shorter or
+    longer than it should be."""
     settings = Settings(batch_size=4, step_batch=8, seed=5)
     alone = Order(records(), processor, settings, WORLD)
     pair = [
@@ -144,7 +146,8 @@ def test_bad_records_are_left_out_and_named(processor, tmp_path):
 
 
 def test_vqav2_is_read_and_split_by_picture(tmp_path):
-    """Breaks when a picture is in training and validation, or the prompt or answer is not the published one."""
+    """Breaks when a picture is in training and validation, or the prompt or answer is not the
+    published one."""
     write_vqav2(tmp_path)
     made = vqav2_records(
         tmp_path, prompt="{ {0} {question}"
@@ -158,8 +161,8 @@ def test_vqav2_is_read_and_split_by_picture(tmp_path):
 
 
 def test_sampled_answers_follow_the_annotators_and_the_seed(tmp_path, processor):
-    """Breaks when `--answers sampled` always says the common answer, or each equally often, or resumes with other
-    draws; or answers are drawn without it."""
+    """Breaks when `--answers sampled` always says the common answer, or each equally often, or
+    resumes with other draws; or answers are drawn without it."""
     write_vqav2(tmp_path)
     made = [
         replace(record, sampled=True) for record in vqav2_records(tmp_path, prompt="{question}")

@@ -1,4 +1,5 @@
-"""Several processes: their checkpoints resume in any number, and together they answer what one would."""
+"""Several processes: their checkpoints resume in any number, and together they answer what one
+would."""
 
 import json
 import shutil
@@ -29,7 +30,8 @@ from weights.load import load_model
 
 @pytest.fixture(scope="module")
 def spread_run(tmp_path_factory):
-    """A run of two processes that spread all weights. Its 21 micro-batches make 4 steps of 6, the last one short."""
+    """A run of two processes that spread all weights. Its 21 micro-batches make 4 steps of 6, the
+    last one short."""
     folder = tmp_path_factory.mktemp("spread")
     write_vqav2(folder / "vqav2")
     data = f"--base tiny --data vqav2:{folder}/vqav2 --validation 0.2 --fraction 0.9 --batch-size 2 --step-batch 12"
@@ -43,7 +45,8 @@ def spread_run(tmp_path_factory):
 @pytest.mark.long
 @pytest.mark.parametrize("number", [1, 3])
 def test_another_number_of_processes_goes_on(number, spread_run, tmp_path):
-    """Breaks when a spread checkpoint loses a part or a moment, or the steps of a run depend on who takes them."""
+    """Breaks when a spread checkpoint loses a part or a moment, or the steps of a run depend on who
+    takes them."""
     whole, cut = metrics(spread_run), tmp_path / "cut"
     shutil.copytree(
         spread_run, cut, ignore=shutil.ignore_patterns("step-4", "model", "summary.json")
@@ -79,7 +82,8 @@ def test_another_number_of_processes_goes_on(number, spread_run, tmp_path):
 
 @pytest.mark.long
 def test_a_spread_checkpoint_is_parts_without_pickles(spread_run):
-    """Breaks when a process writes more than its part, or a file that runs code when it is opened."""
+    """Breaks when a process writes more than its part, or a file that runs code when it is
+    opened."""
     folder = spread_run / "checkpoints/step-4"
     assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}
     first, second = sorted(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -99,7 +103,8 @@ def test_a_spread_checkpoint_is_parts_without_pickles(spread_run):
     [("--recipe paper-2", 4), ("--recipe paligemma", 256), ("--arch wings --stage 2", 64)],
 )
 def test_a_recipe_s_step_has_as_many_rows_on_any_number_of_processes(flags, rows):
-    """Breaks when more processes make a larger step: the published rate would go with another batch."""
+    """Breaks when more processes make a larger step: the published rate would go with another
+    batch."""
     settings = parse(words(flags, "--data jsonl:x"))[0]
     for number in (1, 2, 4, 8, 16, 64):
         if number <= rows:
@@ -180,7 +185,8 @@ def questions(folder: Path) -> list[Question]:
 
 @pytest.mark.long
 def test_two_processes_answer_as_one(tmp_path):
-    """Breaks when a question is answered twice, by nobody, or in another's place, or its problem is not told to all."""
+    """Breaks when a question is answered twice, by nobody, or in another's place, or its problem is
+    not told to all."""
     asked, limits = questions(tmp_path), {"max_new_tokens": 4, "batch_size": 4}
 
     def answers(ask, *world, **options) -> list:

@@ -1,4 +1,5 @@
-"""The text base of WINGS is made by its command: it learns text alone, and no run makes it in passing."""
+"""The text base of WINGS is made by its command: it learns text alone, and no run makes it in
+passing."""
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from weights.load import load_model
 
 @pytest.mark.long
 def test_the_text_base_learns_causally_and_is_made_once(processor, tmp_path, monkeypatch):
-    """Fails if a token sees a later one, the tower or the projector learns, or a folder that is there is made again."""
+    """Fails if a token sees a later one, the tower or the projector learns, or a folder that is
+    there is made again."""
     monkeypatch.setattr(text, "ROWS", 4)
     micro = text.sentences(1, 3, processor)
     assert micro.batch.token_type_ids.all() and len(micro.names) == 4
@@ -33,7 +35,8 @@ def test_the_text_base_learns_causally_and_is_made_once(processor, tmp_path, mon
 
 
 def test_wings_without_its_base_names_the_command(tmp_path, monkeypatch):
-    """Fails if a run makes its own base, or leaves a folder before it says that the base is missing."""
+    """Fails if a run makes its own base, or leaves a folder before it says that the base is
+    missing."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"runs/embedded-text .* python -m train\.embedded\.text"):
         finetune.main(["--arch", "wings", "--stage", "1"])

@@ -1,4 +1,5 @@
-"""Intervals and tests of differences between runs: against SciPy's and statsmodels' values, and by simulation."""
+"""Intervals and tests of differences between runs: against SciPy's and statsmodels' values, and by
+simulation."""
 
 import math
 
@@ -26,7 +27,8 @@ def test_student_is_scipys():
 
 
 def test_one_run_is_a_t_test():
-    """Breaks when the mean of one run's examples has another interval, p or equivalence than the textbook's."""
+    """Breaks when the mean of one run's examples has another interval, p or equivalence than the
+    textbook's."""
     found = estimate([3, 1, 4, 1, 5, 9, 2, 6])  # scipy.stats.ttest_1samp(…, 0)
     assert found.mean == 3.875 and found.freedom == pytest.approx(7)
     assert (found.low, found.high) == pytest.approx((1.577300, 6.172700), abs=1e-6)
@@ -49,7 +51,8 @@ def test_components_of_variance_by_hand():
     found = estimate([[0.0] * 100, [20.0] * 100])
     assert (found.mean, found.error, found.freedom) == pytest.approx((10, 10, 1))
     assert found.high == pytest.approx(10 + 127.06, abs=0.01)
-    # three groups of one mean each, (0, 30, 60): error = 30 / √3, two degrees, however many examples they have
+    # three groups of one mean each, (0, 30, 60): error = 30 / √3, two degrees, however many
+    # examples they have
     for each in (1, 50):
         found = estimate(
             np.repeat([[0.0, 30.0, 60.0]] * 4, each, axis=1), np.repeat(["a", "b", "c"], each)
@@ -60,7 +63,8 @@ def test_components_of_variance_by_hand():
 
 
 def test_few_runs_that_are_alike_by_chance_decide_nothing():
-    """Breaks when the degrees of freedom of examples serve for runs too: p-values below 0.002 are then too many."""
+    """Breaks when the degrees of freedom of examples serve for runs too: p-values below 0.002 are
+    then too many."""
     runs, examples = np.array([[4.0], [5], [6], [5], [5]]), np.linspace(-20, 20, 41)
     found = estimate(runs + examples)
     of_runs, of_examples = math.sqrt(0.5 / 5), math.sqrt(143.5 / 41)  # variances 0.5 and 143.5
@@ -83,7 +87,8 @@ def test_few_runs_that_are_alike_by_chance_decide_nothing():
 
 
 def test_holm_and_what_could_be_seen():
-    """Breaks when many comparisons find something by their number, or a table claims more power than it has."""
+    """Breaks when many comparisons find something by their number, or a table claims more power
+    than it has."""
     # statsmodels.stats.multitest.multipletests(…, method="holm")
     assert holm([0.01, 0.04, 0.03, 0.005, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.025, 0.5])
     found = estimate(np.arange(25.0))
@@ -97,8 +102,10 @@ def test_holm_and_what_could_be_seen():
     ("runs", "spread"), [(3, (1, 2, 8)), (5, (1, 0, 1)), (5, (2, 5, 30)), (10, (0, 5, 5))]
 )
 def test_intervals_cover_the_truth(runs, spread):
-    """Breaks when 95 % intervals hold the truth in fewer cases, or true equals are called different too often.
-    Scores are a run's level, an example's level and noise, each normal with its `spread`. A table has four rows."""
+    """Breaks when 95 % intervals hold the truth in fewer cases, or true equals are called different
+    too often.
+    Scores are a run's level, an example's level and noise, each normal with its `spread`. A table
+    has four rows."""
     draw, tables = np.random.default_rng(7), 120
     covered = false_alarm = equal = 0
     for number in range(tables):

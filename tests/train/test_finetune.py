@@ -1,4 +1,5 @@
-"""The main job: what it learns, that it can be interrupted anywhere, and that many processes do the work of one."""
+"""The main job: what it learns, that it can be interrupted anywhere, and that many processes do the
+work of one."""
 
 import json
 import os
@@ -35,7 +36,8 @@ from weights.load import load_model
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_variant_trains_and_is_opened_again(kind, tmp_path):
-    """Breaks when a variant cannot be trained by the command, or its run folder does not give the trained model."""
+    """Breaks when a variant cannot be trained by the command, or its run folder does not give the
+    trained model."""
     losses = run("--steps 6 --lr 1e-2 --attention", kind, out=tmp_path / "run")
     assert len(losses) == 6 and all(0 < record["loss"] < 20 for record in losses)
     model = load_model("tiny")
@@ -62,8 +64,8 @@ SECOND = "mu q2.lora_A.weight q2.lora_B.weight k2.lora_A.weight k2.lora_B.weight
     ],
 )
 def test_the_trainable_set_by_name(flags, linears, names, processor):
-    """Breaks when LoRA's injection freezes λ, μ or a norm, as in the published code, or a base weight learns, or the
-    vision tower keeps activations for a backward pass."""
+    """Breaks when LoRA's injection freezes λ, μ or a norm, as in the published code, or a base
+    weight learns, or the vision tower keeps activations for a backward pass."""
     model, optimizer = open_model(parse(words(QUICK, flags))[0], WORLD.device)
     lora = {name for name in trainable(model) if ".lora.lora_" in name}
     assert len(lora) == 4 * linears * 2  # layers, linears, A and B
@@ -86,7 +88,8 @@ def test_the_trainable_set_by_name(flags, linears, names, processor):
 
 @pytest.mark.long
 def test_full_fine_tuning_writes_a_model(tmp_path, monkeypatch):
-    """Breaks when a run of all weights gives no model folder, or cannot end after a kill that came behind the model."""
+    """Breaks when a run of all weights gives no model folder, or cannot end after a kill that came
+    behind the model."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(
             summary_files, "summarize", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
@@ -100,7 +103,8 @@ def test_full_fine_tuning_writes_a_model(tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_vqav2_is_trained_on_and_evaluated(tmp_path, capsys):
-    """Breaks when the official files cannot be fine-tuned on, or held-out pictures are trained on."""
+    """Breaks when the official files cannot be fine-tuned on, or held-out pictures are trained
+    on."""
     write_vqav2(tmp_path / "vqav2")
     flags = f"--data vqav2:{tmp_path}/vqav2 --recipe paper-1 --validation 0.2 --fraction 1 --answers sampled --evaluate"
     assert (
@@ -160,8 +164,9 @@ class Shades:
 
 @pytest.mark.long
 def test_examples_of_a_program_are_those_of_a_file(tmp_path):
-    """Breaks when the function trains otherwise than the command, a picture in memory is another than in its file, a
-    resumed run takes other examples for its own, or the returned model is not the one whose answers were scored."""
+    """Breaks when the function trains otherwise than the command, a picture in memory is another
+    than in its file, a resumed run takes other examples for its own, or the returned model is not
+    the one whose answers were scored."""
     lines = []
     for number in range(20):
         shade(number)["image"].save(tmp_path / f"{number}.png")
@@ -251,7 +256,8 @@ def whole(tmp_path_factory):
 @pytest.mark.long
 @pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGINT])
 def test_resumed_metrics_are_equal_to_the_bit(number, whole, tmp_path, monkeypatch, capsys):
-    """Breaks when a state that the next step depends on is lost, or a signal loses steps or has another exit code."""
+    """Breaks when a state that the next step depends on is lost, or a signal loses steps or has
+    another exit code."""
     loss, calls = systems.supervised_loss, []
 
     def interrupted(*args):
@@ -284,7 +290,8 @@ def test_resumed_metrics_are_equal_to_the_bit(number, whole, tmp_path, monkeypat
 
 @pytest.mark.long
 def test_kill_9_at_any_moment(tmp_path):
-    """Breaks when a death leaves a broken checkpoint, loses more than the steps since the last, or changes a run."""
+    """Breaks when a death leaves a broken checkpoint, loses more than the steps since the last, or
+    changes a run."""
     with ProcessPoolExecutor(
         1, SERVER
     ) as pool:  # it has no threads, and its children are forked from it
@@ -298,8 +305,8 @@ def test_kill_9_at_any_moment(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("shard", ["", "--shard"], ids=["ddp", "fsdp2"])
 def test_two_processes_do_the_work_of_one(shard, tmp_path):
-    """Breaks when gradients have the wrong weight or are exchanged before the last of a step's micro-batches, or
-    processes read the same data."""
+    """Breaks when gradients have the wrong weight or are exchanged before the last of a step's
+    micro-batches, or processes read the same data."""
     flags = "--steps 4 --dropout 0 --clip 0.5 --seed 3 --checkpoint-every 2 --step-batch 8"
     alone = run(
         flags, out=tmp_path / "alone"
@@ -333,7 +340,8 @@ def write_own(folder, count: int, broken: int) -> str:
 
 @pytest.mark.parametrize("flags", ["--recipe lora", "--full --attention softmax --optimizer muon"])
 def test_a_step_without_a_usable_record_changes_nothing(flags, tmp_path, capsys):
-    """Breaks when momentum or decay moves the weights in a step that learns nothing, or its loss is logged as 0."""
+    """Breaks when momentum or decay moves the weights in a step that learns nothing, or its loss is
+    logged as 0."""
     saved = "--epochs 1 --checkpoint-every 1 --keep 9 --batch-size 1 --weight-decay 0.1 --seed 1"
     logged = run(write_own(tmp_path, 4, 1), saved, flags, out=tmp_path / "run")
     (empty,) = [record["step"] for record in logged if "loss" not in record]
@@ -360,6 +368,7 @@ def test_a_step_without_a_usable_record_changes_nothing(flags, tmp_path, capsys)
     ],
 )
 def test_mistakes_are_one_line(flags, named, tmp_path):
-    """Breaks when a user's mistake ends in a traceback, or leaves a folder that refuses the mended command."""
+    """Breaks when a user's mistake ends in a traceback, or leaves a folder that refuses the mended
+    command."""
     refused(lambda: run(flags, out=tmp_path / "run"), named)
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,5 @@
-"""Flags made of dataclass fields: what they accept on the command line and in a run's config.json."""
+"""Flags made of dataclass fields: what they accept on the command line and in a run's
+config.json."""
 
 import dataclasses
 import json
@@ -15,7 +16,8 @@ from train.systems.text import TextSettings
 
 @pytest.mark.parametrize("settings", [Settings, TextSettings])
 def test_no_number_is_outside_its_range(settings):
-    """Breaks when a value that no run can use starts one: NaN, infinity, a negative rate, a seed of 20 digits."""
+    """Breaks when a value that no run can use starts one: NaN, infinity, a negative rate, a seed of
+    20 digits."""
     numbers = [
         field.name for field in dataclasses.fields(settings) if type(field.default) in (int, float)
     ]
@@ -34,7 +36,8 @@ def test_patience_needs_evaluations():
     [({"r": "16"}, "--r"), ({"option": [1]}, "--option"), ({"rate": 1}, "config.json")],
 )
 def test_a_run_s_config_is_checked_field_by_field(change, named, tmp_path):
-    """Breaks when an edited config.json ends in a traceback, or in a run with other settings than it says."""
+    """Breaks when an edited config.json ends in a traceback, or in a run with other settings than
+    it says."""
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(Settings()) | change))
     refused(lambda: finetune.main(["--resume", str(tmp_path)]), str(tmp_path), named)
     (tmp_path / "config.json").write_text("{")
@@ -42,7 +45,8 @@ def test_a_run_s_config_is_checked_field_by_field(change, named, tmp_path):
 
 
 def test_a_base_of_published_size_has_defaults_of_its_own(tmp_path, capsys):
-    """Breaks when 3B is trained at the toy's rate, a flag or a recipe is overruled, or the recipe is not named."""
+    """Breaks when 3B is trained at the toy's rate, a flag or a recipe is overruled, or the recipe
+    is not named."""
 
     def chosen(flags):
         settings = parse(words(flags))[0]
@@ -74,7 +78,8 @@ def test_a_base_of_published_size_has_defaults_of_its_own(tmp_path, capsys):
 
 
 def test_help_has_groups():
-    """Breaks when a flag of training stands in no group of --help, or in two, or a group is too long to read."""
+    """Breaks when a flag of training stands in no group of --help, or in two, or a group is too
+    long to read."""
     names = [name for fields in GROUPS.values() for name in fields.split()]
     assert sorted(["recipe", *names]) == sorted(
         field.name for field in dataclasses.fields(Settings)

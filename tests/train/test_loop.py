@@ -64,7 +64,8 @@ def loss(model, micro) -> torch.Tensor:
 
 
 def test_the_updates_are_those_of_a_transcription(tmp_path):
-    """Breaks when a step takes another rate, weighs tokens or clips otherwise, or logs another loss, norm or count."""
+    """Breaks when a step takes another rate, weighs tokens or clips otherwise, or logs another
+    loss, norm or count."""
     (model, optimizer), (plain, _) = made(), made()
     progress = fit(
         model, optimizer, order(), loss, LoopSettings(**FLAGS, max_bad=2), tmp_path, WORLD
@@ -109,7 +110,8 @@ def test_the_updates_are_those_of_a_transcription(tmp_path):
 
 
 def test_too_many_unusable_records_and_an_early_end(tmp_path):
-    """Breaks when --max-bad is off by one, or a run goes on, or without a checkpoint, after it has been stopped."""
+    """Breaks when --max-bad is off by one, or a run goes on, or without a checkpoint, after it has
+    been stopped."""
     refused(
         lambda: fit(
             *made(), order(), loss, LoopSettings(**FLAGS, max_bad=1), tmp_path / "bad", WORLD

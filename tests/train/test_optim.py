@@ -28,7 +28,8 @@ def small_model() -> nn.ModuleDict:
 
 
 def test_rates_and_decay_reach_only_their_group():
-    """Breaks when weight decay pulls at λ and μ, whose zero means nothing, or a schedule overwrites a group's peak."""
+    """Breaks when weight decay pulls at λ and μ, whose zero means nothing, or a schedule overwrites
+    a group's peak."""
     model = small_model()
     assert matching(model, r".*\.(mu|w)") == ["scale.mu"]  # whole names
     assert optim.is_inner_matrix("a.multi.weight", model["head"].weight)
@@ -60,7 +61,8 @@ def test_rates_and_decay_reach_only_their_group():
     ("kind", "left"), [("adamw", 0.95**2), ("adam", 0.8004468), ("radam", 0.95**2)]
 )
 def test_decay_is_a_part_of_the_gradient_in_adam_alone(kind, left):
-    """Breaks when an optimizer is another, or gets other betas: 1 with a decay of 0.5, two steps without a gradient."""
+    """Breaks when an optimizer is another, or gets other betas: 1 with a decay of 0.5, two steps
+    without a gradient."""
     groups = parameter_groups(
         nn.ParameterDict({"a": nn.Parameter(torch.ones(1))}), [Rule(["a"], 0.1, 0.5)]
     )
@@ -74,7 +76,8 @@ def test_decay_is_a_part_of_the_gradient_in_adam_alone(kind, left):
 
 
 def test_schedules():
-    """Breaks when warm-up, decay or the end of training are off by a step, or one step of warm-up is the whole run."""
+    """Breaks when warm-up, decay or the end of training are off by a step, or one step of warm-up
+    is the whole run."""
     linear = [rate_factor(step, 10, 2, "linear") for step in range(10)]
     assert linear == pytest.approx([1 / 3, 2 / 3, *(1 - i / 8 for i in range(8))])
     assert rate_factor(10, 10, 2, "linear") == 0.0
@@ -87,7 +90,8 @@ def test_schedules():
 
 
 def test_the_rate_of_scalars_is_applied_once():
-    """Breaks when --scalar-lr counts twice under Muon, or a matrix of λ is moved by Muon at the full rate."""
+    """Breaks when --scalar-lr counts twice under Muon, or a matrix of λ is moved by Muon at the
+    full rate."""
     flags = "--base tiny --attention v2 --optimizer muon --lr 0.01 --scalar-lr 0.002 --device cpu"
     _, optimizer = open_model(parse(words(flags))[0], torch.device("cpu"))
     rates = {name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]}
@@ -97,7 +101,8 @@ def test_the_rate_of_scalars_is_applied_once():
 
 
 def test_muon_moves_the_matrices_and_adamw_the_rest():
-    """Breaks when a rate reaches the wrong parameters, or the two halves differ from PyTorch's own optimizers."""
+    """Breaks when a rate reaches the wrong parameters, or the two halves differ from PyTorch's own
+    optimizers."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"inner": nn.Linear(4, 3), "embed": nn.Embedding(5, 4)})
     alone = {

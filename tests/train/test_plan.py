@@ -1,4 +1,5 @@
-"""The plan of a run: memory and operations from shapes alone are those of the step itself, and nothing is trained."""
+"""The plan of a run: memory and operations from shapes alone are those of the step itself, and
+nothing is trained."""
 
 import gc
 from dataclasses import replace
@@ -59,7 +60,8 @@ def first_batch(settings, model):
 
 
 def measured_peak(settings) -> int:
-    """Bytes of the weights, and the peak of what PyTorch allocates in two whole steps beside them."""
+    """Bytes of the weights, and the peak of what PyTorch allocates in two whole steps beside
+    them."""
     model, optimizer = open_model(settings, CPU)
     micro = first_batch(settings, model)
     model.train()
@@ -74,7 +76,8 @@ def measured_peak(settings) -> int:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
     events, live, peak = profiled.profiler.kineto_results.events(), 0, 0
-    # Within it oneDNN takes a workspace that grows with threads and differs between processors, and is no tensor.
+    # Within it oneDNN takes a workspace that grows with threads and differs between processors, and
+    # is no tensor.
     convolutions = [
         (e.start_ns(), e.end_ns()) for e in events if e.name() == "aten::convolution_backward"
     ]
@@ -105,8 +108,8 @@ def measured_peak(settings) -> int:
     ],
 )
 def test_memory_is_what_steps_allocate(sizes, flags, monkeypatch):
-    """Breaks when the memory that a plan promises is not that of a step, a part of it is counted twice, or a scan is
-    not planned as a GPU computes it."""
+    """Breaks when the memory that a plan promises is not that of a step, a part of it is counted
+    twice, or a scan is not planned as a GPU computes it."""
     monkeypatch.setitem(PRESETS, "tiny", replace(SMALL, text=replace(SMALL.text, **sizes)))
     monkeypatch.setitem(QMAMBA_PRESETS, "small", QMAMBA)
     monkeypatch.setattr(
@@ -124,7 +127,8 @@ def test_memory_is_what_steps_allocate(sizes, flags, monkeypatch):
 
 @pytest.mark.long
 def test_operations_are_those_that_pytorch_counts(monkeypatch):
-    """Breaks when a kind of product is not counted, or the backward pass through frozen weights is counted double."""
+    """Breaks when a kind of product is not counted, or the backward pass through frozen weights is
+    counted double."""
     monkeypatch.setitem(PRESETS, "tiny", SMALL)
     monkeypatch.setattr(cpu, "MIN_OPERATIONS", 1 << 60)  # the counter knows PyTorch's own products
     settings = parse(f"{QUICK} --attention softmax --autocast bf16".split())[0]
@@ -135,7 +139,8 @@ def test_operations_are_those_that_pytorch_counts(monkeypatch):
     set_attention_backend(model, "eager")
     with FlopCounterMode(display=False) as counter, torch.autocast("cpu", torch.bfloat16):
         supervised_loss(model, micro).backward()
-    # the fused kernel computes the maps once more in its backward pass: in the last layer at the kept positions
+    # the fused kernel computes the maps once more in its backward pass: in the last layer at the
+    # kept positions
     (rows, length), text = micro.batch.input_ids.shape, SMALL.text
     queries = length + micro.positions.shape[1]
     assert (
@@ -146,7 +151,8 @@ def test_operations_are_those_that_pytorch_counts(monkeypatch):
 
 
 def test_a_plan_opens_headers_and_a_sample_and_trains_nothing(tmp_path, monkeypatch, capsys):
-    """Breaks when a plan reads the weights, makes a folder, or passes over pictures that are not there."""
+    """Breaks when a plan reads the weights, makes a folder, or passes over pictures that are not
+    there."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         torch.nn.Module, "load_state_dict", lambda *_, **__: pytest.fail("the weights are read")
@@ -162,7 +168,8 @@ def test_a_plan_opens_headers_and_a_sample_and_trains_nothing(tmp_path, monkeypa
 
 
 def test_where_a_run_fits(monkeypatch, capsys):
-    """Breaks when a plan recommends what does not fit or changes the steps, or says nothing of what does not fit."""
+    """Breaks when a plan recommends what does not fit or changes the steps, or says nothing of what
+    does not fit."""
     sizes = {
         "few": 10.0,
         "many": 30.0,
@@ -206,7 +213,8 @@ def test_the_toy_s_seconds_grow_with_its_steps():
 
 
 def test_the_paper_s_model_has_611_million_parameters_to_train():
-    """Breaks when a published geometry is counted otherwise than it is trained, or what GPUs share is not divided,
+    """Breaks when a published geometry is counted otherwise than it is trained, or what GPUs share
+    is not divided,
     or a GPU's copy of the gradients, which DDP exchanges, is left out."""
     settings = parse("--base paligemma-3b-224 --recipe paper-2 --dtype bf16".split())[0]
     model = open_model(settings, META)[0]

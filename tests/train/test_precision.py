@@ -59,7 +59,8 @@ def test_a_sharded_model_reads_bf16_and_keeps_fp32(tmp_path):
 
 
 def fit_small(run, steps: int, loss, **settings) -> None:
-    """Train a small model in `run`, from its newest checkpoint on, by one row a step, which is its number."""
+    """Train a small model in `run`, from its newest checkpoint on, by one row a step, which is its
+    number."""
     torch.manual_seed(0)
     rows = [[SimpleNamespace(names=("row",), tokens=1, bad=(), number=n)] for n in range(steps)]
     order = SimpleNamespace(total=steps, steps=lambda first, *args, **options: iter(rows[first:]))
@@ -86,7 +87,8 @@ def test_the_gradient_scaler_is_restored(tmp_path):
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path):
-    """Breaks when a step with a finite loss leaves no weight finite, and a checkpoint of them is written."""
+    """Breaks when a step with a finite loss leaves no weight finite, and a checkpoint of them is
+    written."""
 
     def loss(model, row):
         return model(torch.ones(1, 4)).square().sum() + (0 * model.weight).sum().sqrt()

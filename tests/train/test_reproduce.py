@@ -1,4 +1,5 @@
-"""The paper's experiment in one command: its parts, its choice, its data, and its tables beside those published."""
+"""The paper's experiment in one command: its parts, its choice, its data, and its tables beside
+those published."""
 
 import json
 from pathlib import Path
@@ -32,8 +33,8 @@ def steps(folder: Path) -> int:
 
 @pytest.mark.long
 def test_the_plan_in_miniature(tmp_path):
-    """Breaks when a part or a published figure is missing, Part 2 is not the best of Part 1 on all data, or a finished
-    run is trained again."""
+    """Breaks when a part or a published figure is missing, Part 2 is not the best of Part 1 on all
+    data, or a finished run is trained again."""
     cells = run(tmp_path, *SMALL)
     assert cells.keys() == {"baseline", *VQA_SCORES, *PART_2}
     assert {steps(cells[name][0]) for name in VQA_SCORES} == {
@@ -57,7 +58,8 @@ def test_the_plan_in_miniature(tmp_path):
 
 @pytest.mark.long
 def test_official_files_and_finished_runs(tmp_path, capsys, monkeypatch):
-    """Breaks when the official layouts are read otherwise than by the commands, or a finished run is trained again."""
+    """Breaks when the official layouts are read otherwise than by the commands, or a finished run
+    is trained again."""
     write_vqav2(tmp_path / "vqa", images=6)
     write_vqav2(tmp_path / "vqa", images=6, subset="val2014")
     coco = write_mmneedle(tmp_path / "coco")
@@ -100,7 +102,8 @@ def test_official_files_and_finished_runs(tmp_path, capsys, monkeypatch):
 
 
 def test_a_flag_overrides_a_recipe(tmp_path):
-    """Breaks when a model of Table 1 has other settings than its recipe, but for what the command line says."""
+    """Breaks when a model of Table 1 has other settings than its recipe, but for what the command
+    line says."""
     models = read_models("--diff-in decoder --samples 50".split())
     assert list(models) == [*VQA_SCORES] and models["paper-1"].seeds == 1
     for name, own in models.items():

@@ -1,4 +1,5 @@
-"""A run is what it says it is: what has changed, is damaged or in use is refused by name, before a step is taken."""
+"""A run is what it says it is: what has changed, is damaged or in use is refused by name, before a
+step is taken."""
 
 import errno
 import json
@@ -89,7 +90,8 @@ CHANGES = {
 
 @pytest.mark.parametrize("named", CHANGES)
 def test_what_has_changed_is_named_and_can_be_allowed(named, run, capsys):
-    """Breaks when a run goes on, exit code 0, with other data, another base or other settings than it began with."""
+    """Breaks when a run goes on, exit code 0, with other data, another base or other settings than
+    it began with."""
     CHANGES[named]()
     edit(
         "run/config.json", '"workers": null', '"workers": 0'
@@ -104,8 +106,8 @@ def test_what_has_changed_is_named_and_can_be_allowed(named, run, capsys):
 
 
 def test_fingerprints_see_answers_files_and_their_ends(tmp_path):
-    """Breaks when a resumed run goes on although an annotator's answer, a file's end, or the size of one of many files
-    is another; or stops for an answer that is not learned."""
+    """Breaks when a resumed run goes on although an annotator's answer, a file's end, or the size
+    of one of many files is another; or stops for an answer that is not learned."""
     for number in range(2048):  # every second one is read
         (tmp_path / f"{number:04}").write_bytes(b"x")
     (tmp_path / "0000").write_bytes(bytes(5 << 18))
@@ -148,8 +150,8 @@ DAMAGES = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(name, run, template):
-    """Breaks when a checkpoint resumes with fresh moments or weights of another step, or a run is lost with its last
-    checkpoint."""
+    """Breaks when a checkpoint resumes with fresh moments or weights of another step, or a run is
+    lost with its last checkpoint."""
     file, damage = DAMAGES[name]
     damage(STEP_4 / file)
     before = contents(run)
@@ -173,7 +175,8 @@ def hold(folder: Path, pipe: Connection) -> None:
 
 
 def test_a_folder_in_use_or_not_empty_is_refused(run):
-    """Breaks when two processes write into one run, whose metrics would hold lines of both, or a run is overwritten."""
+    """Breaks when two processes write into one run, whose metrics would hold lines of both, or a
+    run is overwritten."""
     pipe, theirs = SERVER.Pipe()
     holder = SERVER.Process(target=hold, args=(run.resolve(), theirs), daemon=True)
     holder.start()
@@ -188,7 +191,8 @@ def test_a_folder_in_use_or_not_empty_is_refused(run):
 
 @pytest.mark.parametrize("name", [".lock", "checkpoints", "checkpoints/step-4/state.json"])
 def test_a_link_in_a_run_is_refused(name, run):
-    """Breaks when the run of somebody else empties, overwrites or deletes files outside of its folder."""
+    """Breaks when the run of somebody else empties, overwrites or deletes files outside of its
+    folder."""
     elsewhere = (run / name).rename("elsewhere")
     (run / name).symlink_to(elsewhere.absolute())
     before = contents(Path())
@@ -197,7 +201,8 @@ def test_a_link_in_a_run_is_refused(name, run):
 
 
 def test_a_run_that_learns_nothing_leaves_no_folder(run, monkeypatch):
-    """Breaks when an untrained adapter is written, exit code 0, or the corrected command finds its folder taken."""
+    """Breaks when an untrained adapter is written, exit code 0, or the corrected command finds its
+    folder taken."""
     refused(lambda: train(FLAGS, "--step-batch 50 --out deep/new"), "--step-batch")
     for error in (OSError(errno.EIO, "I/O"), MemoryError(), KeyboardInterrupt()):
         with monkeypatch.context() as patch, pytest.raises(type(error)):
@@ -211,7 +216,8 @@ def test_a_run_that_learns_nothing_leaves_no_folder(run, monkeypatch):
 
 
 def test_a_run_with_too_many_known_bad_records_does_not_start(run, monkeypatch):
-    """Breaks when a run that cannot end is started, its corrected command finds a folder, or no flag lets it go on."""
+    """Breaks when a run that cannot end is started, its corrected command finds a folder, or no
+    flag lets it go on."""
     Path("3.bmp").unlink()
     with monkeypatch.context() as patch:
         patch.setattr(finetune, "load_start", None)
@@ -231,7 +237,8 @@ def test_a_run_with_too_many_known_bad_records_does_not_start(run, monkeypatch):
 
 @pytest.mark.parametrize("victim", ["train.checkpoint.save_file", "train.run.os.fsync"])
 def test_a_full_disk_leaves_the_last_checkpoint_whole(victim, run, template, monkeypatch):
-    """Breaks when a partial checkpoint stays, takes the place of a whole one, or the user sees a traceback."""
+    """Breaks when a partial checkpoint stays, takes the place of a whole one, or the user sees a
+    traceback."""
     with monkeypatch.context() as patch:
         patch.setattr(victim, Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
         refused(lambda: train("--resume run"), "run", "no space left")

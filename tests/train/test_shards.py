@@ -1,4 +1,5 @@
-"""Tar shards: packed, indexed, shared between processes and workers, resumed, and other people's tars."""
+"""Tar shards: packed, indexed, shared between processes and workers, resumed, and other people's
+tars."""
 
 import io
 import json
@@ -81,7 +82,8 @@ def names(micro_batches) -> list[str]:
 
 @pytest.mark.parametrize(("size", "workers"), [(1, 2), (2, 1), (3, 0)])
 def test_every_record_once_an_epoch(size, workers, shards, processor):
-    """Breaks when processes or workers lose or double a record, wait for each other, or every epoch has one order."""
+    """Breaks when processes or workers lose or double a record, wait for each other, or every epoch
+    has one order."""
     given = Shards(shards, buffer=8)
     expected = Counter(given[i].name for i in range(len(given)))
     settings = Settings(batch_size=2, step_batch=4 * size, epochs=2, seed=1)
@@ -104,7 +106,8 @@ def test_every_record_once_an_epoch(size, workers, shards, processor):
 
 @pytest.mark.parametrize("size", [1, 3])
 def test_shards_resume_at_the_sample(size, shards, processor):
-    """Breaks when a run that goes on reads other records than it would have without the interruption."""
+    """Breaks when a run that goes on reads other records than it would have without the
+    interruption."""
     settings = Settings(batch_size=2, step_batch=4 * size, epochs=2, seed=1, per_picture=2)
     order = Order(
         Shards(shards, buffer=8), processor, settings, World(size - 1, size, WORLD.device)
@@ -116,8 +119,8 @@ def test_shards_resume_at_the_sample(size, shards, processor):
 
 @pytest.mark.parametrize(("batch", "buffer"), [(4, 10), (7, 20)])
 def test_any_buffer_makes_whole_batches(batch, buffer, shards):
-    """Breaks when a shuffle buffer loses or doubles records, cuts batches short, keeps the order of the files, or parts
-    the questions of a picture."""
+    """Breaks when a shuffle buffer loses or doubles records, cuts batches short, keeps the order of
+    the files, or parts the questions of a picture."""
     given, pictures = Shards(shards, buffer=buffer), []
     for per_picture in (1, 3):
         plan = list(given.plan(batch, 3, 1, per_picture))
@@ -134,7 +137,8 @@ def test_any_buffer_makes_whole_batches(batch, buffer, shards):
 
 
 def test_splits_share_no_picture_and_lose_none(shards):
-    """Breaks when --validation or --fraction is ignored for shards, or parts the questions of a picture."""
+    """Breaks when --validation or --fraction is ignored for shards, or parts the questions of a
+    picture."""
     parts = {
         split: Shards(shards, split=split, validation=0.3, seed=3)
         for split in ("train", "validation")
@@ -148,7 +152,8 @@ def test_splits_share_no_picture_and_lose_none(shards):
 
 
 def test_an_index_is_made_anew_where_it_does_not_fit(tmp_path, monkeypatch):
-    """Breaks when an index that is missing, damaged or another shard's is believed, or is made where one fits."""
+    """Breaks when an index that is missing, damaged or another shard's is believed, or is made
+    where one fits."""
     path = write_tar(tmp_path / "a.tar", plain(1))
     index = tmp_path / "a.index.safetensors"
     assert len(index_of(path)["records"]) == 1
@@ -180,7 +185,8 @@ def test_an_index_is_made_anew_where_it_does_not_fit(tmp_path, monkeypatch):
 
 
 def test_a_damaged_tar_is_one_line(tmp_path):
-    """Breaks when a copy that was cut short trains on the part that arrived, or a mistyped range on nothing."""
+    """Breaks when a copy that was cut short trains on the part that arrived, or a mistyped range on
+    nothing."""
     assert [str(path) for path in expand("a-{08..10}.tar")] == ["a-08.tar", "a-09.tar", "a-10.tar"]
     for wrong in ("none-{0..1}.tar", "none-{5..4}.tar"):
         refused(partial(Shards, wrong), wrong, "{first..last}")
@@ -199,7 +205,8 @@ def test_a_damaged_tar_is_one_line(tmp_path):
 
 @pytest.mark.parametrize("style", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_tars_of_every_format_are_read(style, tmp_path, processor):
-    """Breaks when shards made by another program are not, or a key is cut at another dot than webdataset's."""
+    """Breaks when shards made by another program are not, or a key is cut at another dot than
+    webdataset's."""
     folder = tarfile.TarInfo("set.v1")
     folder.type = tarfile.DIRTYPE
     far = "x" * 90 + "/" + "y" * (90 if style != tarfile.USTAR_FORMAT else 60)
@@ -229,8 +236,8 @@ def test_tars_of_every_format_are_read(style, tmp_path, processor):
 
 
 def test_bad_records_are_left_out_and_named(tmp_path, processor, monkeypatch):
-    """Breaks when one bad record of a shard ends a night's run, or disappears without a word, or when a member's name
-    or link target is used as a path."""
+    """Breaks when one bad record of a shard ends a night's run, or disappears without a word, or
+    when a member's name or link target is used as a path."""
     monkeypatch.chdir(tmp_path)
     bad = {
         "picture": text(),
@@ -278,7 +285,8 @@ def test_bad_records_are_left_out_and_named(tmp_path, processor, monkeypatch):
 
 
 def write_own(folder: Path) -> Path:
-    """12 pictures with a question each, and records with several pictures, with none, and of two turns."""
+    """12 pictures with a question each, and records with several pictures, with none, and of two
+    turns."""
     for i in range(12):
         (folder / f"{i}.png").write_bytes(picture(i * 20, size=(16, 16)))
     says = [
@@ -304,7 +312,8 @@ def write_own(folder: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["vqav2", "own"])
 def test_shards_hold_what_their_source_holds(kind, tmp_path, processor):
-    """Breaks when a turn, an answer, a type or the order of pictures is lost, or a picture is written twice."""
+    """Breaks when a turn, an answer, a type or the order of pictures is lost, or a picture is
+    written twice."""
     if kind == "vqav2":
         write_vqav2(tmp_path / "vqav2")
         expected = vqav2_records(tmp_path / "vqav2")
@@ -335,7 +344,8 @@ def test_shards_hold_what_their_source_holds(kind, tmp_path, processor):
 
 
 def test_a_failed_packing_leaves_nothing(tmp_path, capsys):
-    """Breaks when what a failure leaves refuses the corrected data, or missing pictures are missing in silence."""
+    """Breaks when what a failure leaves refuses the corrected data, or missing pictures are missing
+    in silence."""
     given = read_examples(write_own(tmp_path))
     (tmp_path / "4.png").unlink()
     refused(

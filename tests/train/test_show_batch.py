@@ -43,7 +43,8 @@ PICTURE_INSIDE = f"<bos>Where is [picture 1]↵the dog?↵{REST}"
     ],
 )
 def test_a_batch_is_shown_as_it_is_learned(flags, row, tokens, own, tmp_path, monkeypatch, capsys):
-    """Breaks when what is marked is not what carries loss, the picture is shown elsewhere, or a run begins."""
+    """Breaks when what is marked is not what carries loss, the picture is shown elsewhere, or a run
+    begins."""
     monkeypatch.chdir(tmp_path)
     finetune.main(
         f"--data jsonl:{own} --batch-size 2 --device cpu --show-batch sheet.png {flags}".split()

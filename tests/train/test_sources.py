@@ -1,4 +1,5 @@
-"""Several sources: their shares of an epoch, their order, and which pictures they hold out together."""
+"""Several sources: their shares of an epoch, their order, and which pictures they hold out
+together."""
 
 import json
 from collections import Counter
@@ -49,8 +50,8 @@ def settings(folder, *sources, **flags) -> Settings:
 
 
 def test_weights_are_shares_of_the_samples(folder, processor, monkeypatch):
-    """Breaks when a source has another share than its weight, a record comes more often than another of its source, or
-    a resumed run reads other batches."""
+    """Breaks when a source has another share than its weight, a record comes more often than
+    another of its source, or a resumed run reads other batches."""
     monkeypatch.setattr(
         batches, "collate", lambda records, *_: SimpleNamespace(names=[r.name for r in records])
     )
@@ -67,7 +68,8 @@ def test_weights_are_shares_of_the_samples(folder, processor, monkeypatch):
 
 
 def test_each_record_of_several_sources_comes_once(folder, processor):
-    """Breaks when a mixture loses or doubles a record, or records of two sources get each other's pictures."""
+    """Breaks when a mixture loses or doubles a record, or records of two sources get each other's
+    pictures."""
     for sources in (
         ["jsonl:few.jsonl", "jsonl:many.jsonl"],
         ["shards:f-{000..002}.tar", "shards:m-{000..001}.tar"],
@@ -106,7 +108,8 @@ def test_a_picture_of_two_sources_is_on_one_side(folder):
 
 
 def test_flags_reach_the_readers(folder, tmp_path):
-    """Breaks when a source is read without a flag, --eval-data embedded asks what was trained on, or keys collide."""
+    """Breaks when a source is read without a flag, --eval-data embedded asks what was trained on,
+    or keys collide."""
     for name in "ab":
         write_vqav2(tmp_path / name, images=4)
     flags = f"--data vqav2:{tmp_path}/a --data vqav2:{tmp_path}/b --images {tmp_path}/b"
@@ -131,7 +134,8 @@ def test_flags_reach_the_readers(folder, tmp_path):
 
 
 def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys):
-    """Breaks when a part of --eval-data is kept back, something is held out beside it, or a leak goes unnoticed."""
+    """Breaks when a part of --eval-data is kept back, something is held out beside it, or a leak
+    goes unnoticed."""
     given = settings(
         folder, "jsonl:few.jsonl", eval_data=f"jsonl:{folder}/many.jsonl", fraction=0.5
     )

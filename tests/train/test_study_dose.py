@@ -1,4 +1,5 @@
-"""The dose of noise: the bound by hand, the row without a second map, and both tasks end to end on tiny cells."""
+"""The dose of noise: the bound by hand, the row without a second map, and both tasks end to end on
+tiny cells."""
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from weights.load import load_model
 
 
 def test_the_bound_of_one_map_by_hand():
-    """Breaks when the best map is counted as worse, or better, than it can be; e^0.5 is below 2, e^0.8 above."""
+    """Breaks when the best map is counted as worse, or better, than it can be; e^0.5 is below 2,
+    e^0.8 above."""
     assert built.best_of_one_map(0.25, 2) == pytest.approx(
         100 * (1 - 7 / 64), abs=0.3
     )  # both others of one class
@@ -22,7 +24,8 @@ def test_the_bound_of_one_map_by_hand():
 
 @torch.no_grad()
 def test_a_cap_bounds_every_weight():
-    """Breaks when a decoder's layer has no cap, or another one: no visible weight is more than e^2c times another."""
+    """Breaks when a decoder's layer has no cap, or another one: no visible weight is more than e^2c
+    times another."""
     model, weights = load_model("embedded").eval(), []
     dose.cap_logits(model, 0.25)
     with tapped(dict.fromkeys(attention_modules(model.language_model).values(), weights.append)):
@@ -36,7 +39,8 @@ def test_a_cap_bounds_every_weight():
 
 @torch.no_grad()
 def test_shared_is_plain_attention_with_a_norm():
-    """Breaks when the row without a second map is another model than `shared`: A − λ·A = (1 − λ)·A."""
+    """Breaks when the row without a second map is another model than `shared`: A − λ·A = (1 −
+    λ)·A."""
     model, samples = load_model("embedded").eval(), torch.arange(32)
     graft(model, "shared", seed=3)
     assert all(0.1 < variant.coefficient().item() < 0.9 for variant in variants_of(model).values())

@@ -1,4 +1,5 @@
-"""The engine of all studies, on made-up studies: cells, rates, ranges, controls, differences, and the report."""
+"""The engine of all studies, on made-up studies: cells, rates, ranges, controls, differences, and
+the report."""
 
 import json
 import os
@@ -79,7 +80,8 @@ def done(tmp_path_factory):
 
 
 def test_a_study_from_end_to_end(done):
-    """Breaks when a rate at the edge is taken, a control by time is missing, or the sign of a loss is turned."""
+    """Breaks when a rate at the edge is taken, a control by time is missing, or the sign of a loss
+    is turned."""
     summary, text = (
         json.loads((done.out / "comparison.json").read_text()),
         (done.out / "comparison.md").read_text(),
@@ -133,7 +135,8 @@ def test_the_tables_can_be_computed_from_the_csv(done):
 
 
 def test_a_folder_has_one_call_whose_cells_name_what_made_them(tmp_path, monkeypatch):
-    """Breaks when cells of two commits are reported as those of the call, or two calls train one cell at once."""
+    """Breaks when cells of two commits are reported as those of the call, or two calls train one
+    cell at once."""
     for seeds, commit in enumerate(("old", "new"), 1):
         made_by = {"commit": commit, "processor": "p", "torch": "t"}
         monkeypatch.setattr(cells, "provenance", lambda made_by=made_by: made_by)
@@ -148,8 +151,8 @@ def test_a_folder_has_one_call_whose_cells_name_what_made_them(tmp_path, monkeyp
 
 
 def test_a_run_that_diverges_scores_its_worst(tmp_path):
-    """Breaks when one rate that is too high ends a study, is chosen, or its seed is left out of the mean; or a rate is
-    chosen whose mean makes up for a seed that may not be counted."""
+    """Breaks when one rate that is too high ends a study, is chosen, or its seed is left out of the
+    mean; or a rate is chosen whose mean makes up for a seed that may not be counted."""
 
     def diverging(job, folder):
         if job.rate > 0.04 or (job.row, job.seed) == ("better", 3):
@@ -178,8 +181,8 @@ def test_a_run_that_diverges_scores_its_worst(tmp_path):
 
 
 def test_a_margin_may_be_relative_and_a_ladder_has_to_fall(tmp_path):
-    """Breaks when a control that knows little makes all rows equivalent, a task that grows no harder is counted, or
-    rates are chosen on runs that are tested."""
+    """Breaks when a control that knows little makes all rows equivalent, a task that grows no
+    harder is counted, or rates are chosen on runs that are tested."""
     more = {"relative_margin": 0.1, "tuning_seeds": (7, 8), "tuned": ("plain",)}
     for last in (0.6, 0.4):
         ladder = {"facts": {"ladders": {"first": [0.5, last]}}}
@@ -202,7 +205,8 @@ def test_a_margin_may_be_relative_and_a_ladder_has_to_fall(tmp_path):
 
 
 def test_rates_are_chosen_in_the_unit_of_the_score(tmp_path):
-    """Breaks when rates that differ by 0.05 nats are equally good, a single rate is searched for, or 0 is one."""
+    """Breaks when rates that differ by 0.05 nats are equally good, a single rate is searched for,
+    or 0 is one."""
     made = run(tmp_path, main="loss", rates=(0.005, 0.01, 0.02, 0.04), seeds=3)
     assert set(made.rates.values()) == {0.02} and max(made.tried["better"].values()) < 0
     assert set(run(tmp_path / "one", rates=(0.01,), seeds=3).rates.values()) == {0.01}
@@ -214,7 +218,8 @@ def test_rates_are_chosen_in_the_unit_of_the_score(tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGKILL])
 def test_a_killed_study_goes_on_in_other_processes(number, tmp_path, done, monkeypatch):
-    """Breaks when a finished cell is lost or half-written, a process goes on alone, or processes change a result."""
+    """Breaks when a finished cell is lost or half-written, a process goes on alone, or processes
+    change a result."""
     script, out = tmp_path / "slow.py", tmp_path / "out"
     script.write_text(
         "import sys; from pathlib import Path; from tests.train import test_study_engine as t\n"
@@ -242,7 +247,8 @@ def test_a_killed_study_goes_on_in_other_processes(number, tmp_path, done, monke
 
 
 def test_changed_source_makes_new_cells(tmp_path, monkeypatch):
-    """Breaks when a cell is read after its scorer or renderer has changed, or lost when a comment or judge has."""
+    """Breaks when a cell is read after its scorer or renderer has changed, or lost when a comment
+    or judge has."""
     files = {"eval/judge.py": "LEVEL = 5", "eval/renderer.py": '"""It draws."""\nSIZE = 2'}
     files |= {"eval/scorer.py": "from eval import renderer\nSCORE = 1"}
     files |= {"study.py": "from eval.judge import LEVEL\nfrom eval.scorer import SCORE\nROWS = 3"}
@@ -275,7 +281,8 @@ def test_changed_source_makes_new_cells(tmp_path, monkeypatch):
 
 
 def test_verdicts_are_computed():
-    """Breaks when a verdict is not that of its table's p-values, or what is out of range weakens the others."""
+    """Breaks when a verdict is not that of its table's p-values, or what is out of range weakens
+    the others."""
 
     def gap(mean, error):
         return estimate(

@@ -1,4 +1,5 @@
-"""The study of Q-Mamba compares what it says: one thing changed at a time, same pictures, same questions."""
+"""The study of Q-Mamba compares what it says: one thing changed at a time, same pictures, same
+questions."""
 
 import json
 from pathlib import Path
@@ -38,7 +39,8 @@ def test_rows_differ_in_what_they_name_alone():
 
 
 def test_a_trained_connector_is_the_one_that_was_trained(tmp_path):
-    """Breaks when Table 3 compares two connectors from scratch, or takes over more than the connector."""
+    """Breaks when Table 3 compares two connectors from scratch, or takes over more than the
+    connector."""
     donor = open_row(FIRST, ROWS["connector"], 9)
     export_model(donor, tmp_path / "model")
     model, scratch = (
@@ -51,7 +53,8 @@ def test_a_trained_connector_is_the_one_that_was_trained(tmp_path):
 
 
 def test_rows_need_the_models_that_they_start_from():
-    """Breaks when a connector is another seed's, or a scan in one direction is of a model with another rate."""
+    """Breaks when a connector is another seed's, or a scan in one direction is of a model with
+    another rate."""
     job = Job("global", ROWS["global"], 0.5, 3)
     assert needs(job) == [Job("connector", ROWS["connector"], 1.0, 3)]
     forward = Job("all queries, forward", ROWS["all queries, forward"], 0.5, 3)
@@ -70,7 +73,8 @@ def study_folder(out: Path, *flags: str) -> dict[str, Path]:
 
 @pytest.mark.long
 def test_the_study_from_end_to_end_and_again(tmp_path):
-    """Breaks when a row is missing, is asked in another direction than it says, or a finished cell is made again."""
+    """Breaks when a row is missing, is asked in another direction than it says, or a finished cell
+    is made again."""
     cells = study_folder(tmp_path)
     made = {file: file.stat().st_mtime_ns for file in tmp_path.glob("cells/*/*.json")}
     assert set(cells) == {*ROWS}

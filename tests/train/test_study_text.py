@@ -1,4 +1,5 @@
-"""The study of language models: real cells end to end, fair pairs, and what is computed from their scores."""
+"""The study of language models: real cells end to end, fair pairs, and what is computed from their
+scores."""
 
 import json
 
@@ -22,7 +23,8 @@ def run(text_folder, out, *more: str) -> dict:
 
 @pytest.mark.long
 def test_the_study_runs_end_to_end_and_each_cell_once(text_folder, tmp_path, capsys):
-    """Breaks when a cell is scored on another model, split or difficulty than its row says, or is trained twice."""
+    """Breaks when a cell is scored on another model, split or difficulty than its row says, or is
+    trained twice."""
     summary = run(text_folder, tmp_path)
     plain, ours = (
         summary["rows"][f"{kind}, nano"]["facts"][0] for kind in ("plain", "differential")
@@ -82,8 +84,8 @@ def test_the_study_runs_end_to_end_and_each_cell_once(text_folder, tmp_path, cap
 
 
 def test_the_loss_is_that_of_a_token_and_a_task_is_asked_at_its_largest_number():
-    """Breaks when the few tokens with little context weigh as much as all others, tests that plain attention solves
-    dilute a difference, or guessing is that of another number."""
+    """Breaks when the few tokens with little context weigh as much as all others, tests that plain
+    attention solves dilute a difference, or guessing is that of another number."""
     values = [1.0] * 5 + [2.0] * 5
     values[0], values[5] = 2.0, 5.0  # of 16 in 256 tokens, in two windows
     panel = Scores([16, 32, 64, 128, 256] * 2, ["a"] * 5 + ["b"] * 5, values)

@@ -55,7 +55,8 @@ def test_sentences_have_one_right_answer(task):
 
 
 def test_the_share_of_named_objects():
-    """Breaks when an empty square counts, an object counts in another place, or more words than squares help."""
+    """Breaks when an empty square counts, an object counts in another place, or more words than
+    squares help."""
     squares = "dog none cat none key"
     assert share_named(squares, "dog none cat none key") == 1
     assert share_named(squares, "dog dog dog dog dog key") == pytest.approx(1 / 3)
@@ -63,7 +64,8 @@ def test_the_share_of_named_objects():
 
 
 def test_rows_train_what_they_say():
-    """Breaks when LoRA has fewer parameters than its control, or a pattern names what is another's."""
+    """Breaks when LoRA has fewer parameters than its control, or a pattern names what is
+    another's."""
     base, model = load_model("embedded"), attach(load_model("embedded"), 16)
     rank, routed = lora_rank(model), route(model)
     sizes = []
@@ -95,7 +97,8 @@ def test_the_miniature_starts_from_the_text_base_of_its_seed(tmp_path):
 
 @pytest.mark.long
 def test_the_study_from_end_to_end_and_again(tmp_path, monkeypatch):
-    """Breaks when a small study fails, trains another number of parameters, or computes finished cells again."""
+    """Breaks when a small study fails, trains another number of parameters, or computes finished
+    cells again."""
     monkeypatch.setattr(wings, "LOOKED_AT", 4)  # pictures whose attention is measured
     command = f"--base embedded {SMALL} --out {tmp_path}".split()
     wings.main(command)

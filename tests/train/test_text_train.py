@@ -22,7 +22,8 @@ SMALL = "--preset nano --length 128 --batch-size 2 --tokens 2000 --checkpoint-ev
 
 
 def test_rows_are_full_of_whole_documents(corpus):
-    """Breaks when a row has padding, a task document is cut, text crosses a file's end, or the curriculum is lost."""
+    """Breaks when a row has padding, a task document is cut, text crosses a file's end, or the
+    curriculum is lost."""
     tasks, kinds = Tasks(corpus, "train"), {"text": 0, "needles": 0, "examples": 0}
     train = corpus.tokenizer.decode(corpus.ids["train"].tolist())
     for number in range(60):
@@ -50,7 +51,8 @@ def test_rows_are_full_of_whole_documents(corpus):
 
 
 def test_targets_are_the_next_tokens_of_the_same_document(corpus):
-    """Breaks when a target is of another document than its input, or a token that nothing foretells is learned."""
+    """Breaks when a target is of another document than its input, or a token that nothing foretells
+    is learned."""
     order = TextOrder(corpus, SETTINGS)
     rows, batch = (
         [draw_row(corpus, order.tasks, SETTINGS, number) for number in (3, 4)],
@@ -86,7 +88,8 @@ def test_the_order_starts_anywhere(corpus):
 
 
 def test_processes_share_the_rows_of_a_step(corpus):
-    """Breaks when a row of a step is taken twice or by no process, or a process takes more than its share."""
+    """Breaks when a row of a step is taken twice or by no process, or a process takes more than its
+    share."""
     settings = replace(SETTINGS, step_batch=6)
     steps = [
         [m.names for m in next(TextOrder(corpus, settings, "train", rank, 2).steps(2))]
@@ -113,7 +116,8 @@ def test_decay_leaves_norms_scalars_and_the_embedding_alone():
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["differential", "plain"])
 def test_a_run_resumes_to_the_bit(tmp_path, kind):
-    """Breaks when an interrupted run ends elsewhere than an uninterrupted one, or learns an edited text."""
+    """Breaks when an interrupted run ends elsewhere than an uninterrupted one, or learns an edited
+    text."""
     text, whole, cut = write_prose(tmp_path / "text"), tmp_path / "whole", tmp_path / "cut"
     main(f"{SMALL} --attention {kind} --text {text} --out {whole}".split())
     shutil.copytree(whole, cut, ignore=shutil.ignore_patterns("model", "step-8"))
@@ -131,7 +135,8 @@ def test_a_run_resumes_to_the_bit(tmp_path, kind):
 
 @pytest.mark.long
 def test_two_processes_learn_what_one_does(text_folder, tmp_path):
-    """Breaks when a row is learned twice or not, FSDP2 loses a weight, or a run cannot go on with fewer processes."""
+    """Breaks when a row is learned twice or not, FSDP2 loses a weight, or a run cannot go on with
+    fewer processes."""
     step = (
         f"{SMALL} --tokens {4 * 6 * 128} --step-batch 6 --checkpoint-every 2"  # 4 steps of 6 rows
     )

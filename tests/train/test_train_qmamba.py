@@ -1,4 +1,5 @@
-"""Q-Mamba's training: the model of each stage is put together from its parts, and the right ones learn."""
+"""Q-Mamba's training: the model of each stage is put together from its parts, and the right ones
+learn."""
 
 from pathlib import Path
 
@@ -51,7 +52,8 @@ def open_first(language: Path, *options: str, seed: int = 0) -> QMamba:
 
 
 def test_the_parts_come_from_where_they_are_said_to(language):
-    """Breaks when the tower or the language model starts from random weights, or an option has no effect."""
+    """Breaks when the tower or the language model starts from random weights, or an option has no
+    effect."""
     model = open_first(language, "local_attention=false", "scan_order=forward", "feature_layer=-3")
     tower, hf = (
         load_model("embedded").vision_tower,
@@ -77,7 +79,8 @@ def test_the_parts_come_from_where_they_are_said_to(language):
 
 
 def test_trained_parts_are_taken_over(language, tmp_path):
-    """Breaks when a trained connector, or the layers of a published Mamba, are announced and not used."""
+    """Breaks when a trained connector, or the layers of a published Mamba, are announced and not
+    used."""
     source = MambaLM(MambaConfig(vocab_size=9, hidden_size=16, num_hidden_layers=2, state_size=4))
     initialize_mamba(source.backbone, seed=5)
     export_model(source, tmp_path / "mamba")
@@ -98,7 +101,8 @@ def test_trained_parts_are_taken_over(language, tmp_path):
 
 @pytest.mark.parametrize(("stage", "rate", "rows"), [(1, 1e-4, 256), (2, 2e-5, 128)])
 def test_the_defaults_are_those_of_the_paper(stage, rate, rows):
-    """Breaks when a run with `--arch qmamba` alone is not the published recipe, or the embedded one shadows it."""
+    """Breaks when a run with `--arch qmamba` alone is not the published recipe, or the embedded one
+    shadows it."""
     s = parse([*flags(stage), "--data", "jsonl:x", "--base", "y"])[0]
     assert (s.lr, s.step_batch, s.optimizer, s.warmup, s.dtype) == (
         rate,
@@ -117,7 +121,8 @@ def test_the_defaults_are_those_of_the_paper(stage, rate, rows):
 
 @pytest.mark.long
 def test_both_stages_run_end_to_end(tmp_path):
-    """Breaks when a stage trains other parts than the paper's, or does not go on from what was written."""
+    """Breaks when a stage trains other parts than the paper's, or does not go on from what was
+    written."""
     small = "--samples 64 --eval-limit 4 --checkpoint-every 9".split()
     start, _ = open_model(parse(flags(1))[0], CPU)
     finetune.main([*flags(1), *small, "--out", str(tmp_path / "1")])
@@ -142,7 +147,8 @@ MISFITS |= {"connector_from={wide}": ["connector_from=", " other sizes"]}
 
 @pytest.mark.parametrize(("option", "told"), MISFITS.items())
 def test_parts_that_do_not_fit_are_refused(language, tmp_path, option, told):
-    """Breaks when an impossible projector, or weights of other sizes, fail somewhere inside, or are trained."""
+    """Breaks when an impossible projector, or weights of other sizes, fail somewhere inside, or are
+    trained."""
     if "wide" in option:
         export_model(open_first(language, "hidden_size=24"), tmp_path)
     refused(lambda: open_first(language, option.format(wide=tmp_path)), *told)

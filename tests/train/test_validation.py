@@ -1,4 +1,5 @@
-"""Held-out examples: scored right, by one process or several, without a trace in training; the best weights stay."""
+"""Held-out examples: scored right, by one process or several, without a trace in training; the best
+weights stay."""
 
 import json
 import math
@@ -61,7 +62,8 @@ def train(*arguments) -> None:
 
 @pytest.mark.long
 def test_training_is_the_same_with_open_eyes(flags, tmp_path, monkeypatch):
-    """Breaks when an evaluation leaves a trace in training, is not made again by a resumed run, or scores wrongly."""
+    """Breaks when an evaluation leaves a trace in training, is not made again by a resumed run, or
+    scores wrongly."""
     train(flags, "--eval-every 0 --out", tmp_path / "closed")
     train(flags, "--eval-every 2 --out", tmp_path / "open")
     closed, whole = metrics(tmp_path / "closed"), metrics(tmp_path / "open")
@@ -112,7 +114,8 @@ def test_training_is_the_same_with_open_eyes(flags, tmp_path, monkeypatch):
 
 @pytest.mark.long
 def test_a_run_without_progress_stops_and_is_finished(flags, tmp_path):
-    """Breaks when --patience is not kept, or a run that it has ended trains on when it is resumed."""
+    """Breaks when --patience is not kept, or a run that it has ended trains on when it is
+    resumed."""
     train(flags, "--eval-every 2 --patience 1 --lr 0 --out", tmp_path / "run")
     logged = metrics(tmp_path / "run")
     train("--resume", tmp_path / "run")
@@ -122,8 +125,8 @@ def test_a_run_without_progress_stops_and_is_finished(flags, tmp_path):
 
 
 def test_the_best_is_kept(tmp_path, monkeypatch):
-    """Breaks when worse weights take the place of better ones, a tie in exact match is not decided by the loss, or a
-    loss that is not a number counts."""
+    """Breaks when worse weights take the place of better ones, a tie in exact match is not decided
+    by the loss, or a loss that is not a number counts."""
     steps = [  # loss and exact match; then the step and age of the best, and the step of the stop
         ((math.nan, 90.0), (None, None, None)),
         ((3.0, 10.0), (2, 0, None)),
@@ -159,14 +162,16 @@ def test_the_best_is_kept(tmp_path, monkeypatch):
     ("flags", "total", "steps"),
     [
         ({"eval_every": 3}, 8, [3, 6, 8]),
-        # by default three to ten; 60 records cost 20 + 120 samples, a share of 0.15 of 100 steps of 45 are 675
+        # by default three to ten; 60 records cost 20 + 120 samples, a share of 0.15 of 100 steps of
+        # 45 are 675
         ({"batch_size": 45}, 100, [25, 50, 75, 100]),
         ({"batch_size": 2}, 100, [34, 68, 100]),
         ({"step_batch": 999, "batch_size": 2}, 100, [*range(10, 101, 10)]),
     ],
 )
 def test_evaluations_take_a_seventh_of_the_time(flags, total, steps, tmp_path, monkeypatch):
-    """Breaks when the last step is not evaluated, or a small run is evaluated all the time or hardly ever."""
+    """Breaks when the last step is not evaluated, or a small run is evaluated all the time or
+    hardly ever."""
     monkeypatch.setattr(
         HeldOut,
         "evaluate",
@@ -185,7 +190,8 @@ def test_evaluations_take_a_seventh_of_the_time(flags, total, steps, tmp_path, m
     ("trained", "blind", "line"),  # the right answers of each, and the loss of their first answer
     [
         ((50, 1), (20, 1), ""),
-        # two of 60 answers, those of one of 30 pictures: 3.33 % with a standard error of 3.33; t(29) is 2.045
+        # two of 60 answers, those of one of 30 pictures: 3.33 % with a standard error of 3.33;
+        # t(29) is 2.045
         ((50, 1), (48, 5), "loses 3.33 % exact match (±6.82"),
         ((0, 1), (0, 2), ""),  # nothing is matched: the loss decides
         ((0, 2), (0, 2), "loses 0.00 nats an answer (±0.00"),
@@ -240,7 +246,8 @@ def test_a_run_that_still_learns_says_what_to_try(losses, is_rising, tmp_path, c
 
 
 def test_boxes_are_scored_and_drawn(tmp_path, monkeypatch):
-    """Breaks when a run on boxes reports no AP, or another than of its answers, or a sheet shows pictures alone."""
+    """Breaks when a run on boxes reports no AP, or another than of its answers, or a sheet shows
+    pictures alone."""
     boxes, names = {"cat": [4.0, 6, 20, 18], "dog": [22.0, 20, 12, 16]}, ["cat", "dog"]
     layout = {
         "categories": [{"id": name, "name": name} for name in names],
@@ -288,7 +295,8 @@ def test_boxes_are_scored_and_drawn(tmp_path, monkeypatch):
 
 
 def test_what_is_held_out(tmp_path, processor, monkeypatch, capsys):
-    """Breaks when held-out examples are the first of a file, those of training, or more than asked for."""
+    """Breaks when held-out examples are the first of a file, those of training, or more than asked
+    for."""
     settings = parse(words(write_colors(tmp_path, 40), "--validation 0.5 --eval-limit 8"))[0]
     held_out, every = (
         open_held_out(settings, processor, WORLD),

@@ -1,4 +1,5 @@
-"""What is handed on opens in transformers by its automatic classes: the same pixels, ids and greedy tokens as here."""
+"""What is handed on opens in transformers by its automatic classes: the same pixels, ids and greedy
+tokens as here."""
 
 import json
 import re
@@ -116,7 +117,8 @@ def exported(case: str, tmp_path: Path) -> tuple[Path, PaliGemma]:
 
 @pytest.mark.parametrize("case", ["embedded", "tuned", "full", "random1", "random2"])
 def test_automatic_classes_answer_as_we_do(case, tmp_path):
-    """Breaks when the files beside the weights mean other pixels, ids or an end of answers to transformers."""
+    """Breaks when the files beside the weights mean other pixels, ids or an end of answers to
+    transformers."""
     folder, model = exported(case, tmp_path)
     theirs = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
     prepare, ours = AutoProcessor.from_pretrained(folder), Processor.from_source(folder)
@@ -169,7 +171,8 @@ def test_the_shipped_tokenizer_has_the_ids_of_sentencepiece():
 
 
 def test_the_best_step_of_whole_weights_has_its_run(tmp_path):
-    """Breaks when RUN/best of `--full` gets a card without base and scores, or a foreign folder those of its parent."""
+    """Breaks when RUN/best of `--full` gets a card without base and scores, or a foreign folder
+    those of its parent."""
     for name in ("run", "run/best", "run/model", "alone/best"):
         (tmp_path / name).mkdir(parents=True, exist_ok=True)
         (tmp_path / name / "config.json").write_text('{"base": "google/x"}')
@@ -181,7 +184,8 @@ def test_the_best_step_of_whole_weights_has_its_run(tmp_path):
 
 
 def test_the_card_says_what_it_was_made_of(tmp_path):
-    """Breaks when a card loses base, data or scores, tells paths or an untrained prompt, or a merge rounds twice."""
+    """Breaks when a card loses base, data or scores, tells paths or an untrained prompt, or a merge
+    rounds twice."""
     model = load_model("embedded")
     learned(model, tmp_path / "run", "softmax")
     (tmp_path / "run" / "best").mkdir()
@@ -218,7 +222,8 @@ def test_the_card_says_what_it_was_made_of(tmp_path):
 
 
 def test_published_files_are_copied_and_nothing_is_put_beside_them(tmp_path, capsys):
-    """Breaks when the files of a published folder are replaced, or it gets a second image processor."""
+    """Breaks when the files of a published folder are replaced, or it gets a second image
+    processor."""
     published = {
         "processor_config.json": "{}",
         "tokenizer.json": "{}",

@@ -1,4 +1,5 @@
-"""The hashes that adapters, logs and studies store: they keep their values, and see every kind of change."""
+"""The hashes that adapters, logs and studies store: they keep their values, and see every kind of
+change."""
 
 import torch
 from torch import nn
@@ -21,7 +22,8 @@ def test_stored_values_stay():
 
 
 def test_every_kind_of_change_is_seen():
-    """Breaks when a base in bf16 is another one for an adapter, the same for answers, or buffers are left out."""
+    """Breaks when a base in bf16 is another one for an adapter, the same for answers, or buffers
+    are left out."""
     wide, narrow, scaled = layer(), layer().bfloat16(), layer()
     assert tensor_fingerprint(dict(wide.named_parameters())) == tensor_fingerprint(
         dict(narrow.named_parameters())

@@ -35,7 +35,8 @@ def change_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> Non
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "backbone.embedding.weight"])
 def test_other_names_of_the_embedding(published, name):
-    """Breaks when a file that has the tied matrix under another of its published names is not opened, or loses one."""
+    """Breaks when a file that has the tied matrix under another of its published names is not
+    opened, or loses one."""
     embedding = load_file(published / SINGLE_FILE)["backbone.embeddings.weight"]
     change_tensors(published, {"backbone.embeddings.weight": None, name: embedding})
     assert torch.equal(load_mamba(published).backbone.embeddings.weight, embedding)
@@ -48,7 +49,8 @@ TEXT = ["Is there a dog?", "  two  spaces", "yes", "naïve 北京 🦒", "a\n\nb
 
 @pytest.fixture(scope="module")
 def neox_file(tmp_path_factory) -> Path:
-    """A tokenizer.json of GPT-NeoX's making, learned from a few words: byte-level BPE, <|endoftext|> first."""
+    """A tokenizer.json of GPT-NeoX's making, learned from a few words: byte-level BPE,
+    <|endoftext|> first."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -77,7 +79,8 @@ def folder_of(folder: Path, file: Path, vocab_size: int, image: int, **ids: int)
 
 
 def test_the_processor_reads_with_either_tokenizer(neox_file, tmp_path):
-    """Breaks when a Q-Mamba's folder is opened with one kind of tokenizer alone, or rows are laid out otherwise."""
+    """Breaks when a Q-Mamba's folder is opened with one kind of tokenizer alone, or rows are laid
+    out otherwise."""
     pictures = [torch.zeros(8, 8, 3, dtype=torch.uint8).numpy()] * 2
     bpe = Processor.from_source(folder_of(tmp_path / "bpe", neox_file, 304, 303))
     rows = bpe(pictures, ["Is there a dog?", "yes"], ["yes", "no dog"])

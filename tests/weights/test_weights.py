@@ -1,4 +1,5 @@
-"""Checkpoints: every published form loads bit for bit, leaves as it came, and is refused in one line when damaged."""
+"""Checkpoints: every published form loads bit for bit, leaves as it came, and is refused in one
+line when damaged."""
 
 import json
 import pickle
@@ -69,7 +70,8 @@ def tensors_of(hf, dialect: str = "A", head: str | None = None) -> dict[str, tor
 
 
 def save(folder: Path, hf, tensors: dict[str, torch.Tensor], shards: int = 1) -> Path:
-    """A model folder: config.json as transformers writes it, and the tensors in one file or in shards."""
+    """A model folder: config.json as transformers writes it, and the tensors in one file or in
+    shards."""
     folder.mkdir(exist_ok=True)
     hf.config.save_pretrained(folder)
     names, weight_map = sorted(tensors), {}
@@ -84,7 +86,8 @@ def save(folder: Path, hf, tensors: dict[str, torch.Tensor], shards: int = 1) ->
 
 
 def assert_same(model: PaliGemma, hf, dtype=torch.float32) -> None:
-    """Equal weights and, in fp32, logits, to the bit on the eager path, where both do the same operations."""
+    """Equal weights and, in fp32, logits, to the bit on the eager path, where both do the same
+    operations."""
     theirs = {
         name.removeprefix("model."): t
         for name, t in hf.state_dict().items()
@@ -107,7 +110,8 @@ def assert_same(model: PaliGemma, hf, dtype=torch.float32) -> None:
     [("A", 1, None), ("B", 3, "lm_head.weight"), ("C", 1, HEAD), ("D", 1, "lm_head.weight")],
 )
 def test_every_dialect_loads_bit_for_bit(hf, dialect, shards, head, tmp_path):
-    """Breaks when a published name lands on another parameter, or several files or a tied head confuse the loader."""
+    """Breaks when a published name lands on another parameter, or several files or a tied head
+    confuse the loader."""
     model = load_model(save(tmp_path, hf, tensors_of(hf, dialect, head), shards))
     assert not model.training and all(parameter.requires_grad for parameter in model.parameters())
     assert examine(tmp_path).dialect == dialect
@@ -115,7 +119,8 @@ def test_every_dialect_loads_bit_for_bit(hf, dialect, shards, head, tmp_path):
 
 
 def test_a_tower_that_transformers_saves_alone_loads(tmp_path):
-    """Breaks when the tower of a SigLIP by itself, whose names have no prefix since transformers 5, is not opened."""
+    """Breaks when the tower of a SigLIP by itself, whose names have no prefix since transformers 5,
+    is not opened."""
     sizes = {
         "hidden_size": 24,
         "intermediate_size": 20,
@@ -137,7 +142,8 @@ def test_a_tower_that_transformers_saves_alone_loads(tmp_path):
 
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
 def test_tensors_are_cast_as_torch_casts_them(hf1, wanted, tmp_path):
-    """Breaks when a tensor is cast through a third dtype, or training a loaded model changes the mapped file."""
+    """Breaks when a tensor is cast through a third dtype, or training a loaded model changes the
+    mapped file."""
     stored = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
     tensors = {
         name: t.to(stored[number % 4])
@@ -154,7 +160,8 @@ def test_tensors_are_cast_as_torch_casts_them(hf1, wanted, tmp_path):
 
 @pytest.mark.parametrize("kind", [None, "int8"])
 def test_a_head_is_the_embedding_or_refused(hf1, kind, tmp_path):
-    """Breaks when a head stored alone is not tied, or one that was trained apart is lost in silence."""
+    """Breaks when a head stored alone is not tied, or one that was trained apart is lost in
+    silence."""
     tensors = tensors_of(hf1, "A", HEAD)
     embedding = tensors.pop("language_model.model.embed_tokens.weight")
     if kind is None:
@@ -199,7 +206,8 @@ def small(**text) -> PaliGemmaConfig:
 )
 @pytest.mark.parametrize(("stored", "kinds"), [("fp32", [None]), ("bf16", ["int8", "nf4"])])
 def test_peak_memory(stored, kinds, tmp_path):
-    """Breaks when loading holds a second copy: the file's tensors beside the cast or packed ones, or all of a file."""
+    """Breaks when loading holds a second copy: the file's tensors beside the cast or packed ones,
+    or all of a file."""
     config = small(vocab_size=8192, hidden_size=1024, intermediate_size=8192, num_hidden_layers=6)
     model = empty_model(config).to_empty(device="cpu")
     block = torch.randn(1 << 22)
@@ -219,13 +227,16 @@ def test_peak_memory(stored, kinds, tmp_path):
     for kind in kinds:
         peak, size = in_own_process(load_peak, tmp_path / "checkpoint", torch.bfloat16, kind)
         assert size > 90e6
-        # a matrix of 8 million values, mapped and in parts, and what the C library keeps of freed parts come on top
-        # (40 to 115 MB): little beside the 3B of the published models, less than a second copy of these
+        # a matrix of 8 million values, mapped and in parts, and what the C library keeps of freed
+        # parts come on top
+        # (40 to 115 MB): little beside the 3B of the published models, less than a second copy of
+        # these
         assert peak <= (1.15 if kind else 1.05) * size + 120e6
 
 
 def arrays_of(hf, rows: int = 128) -> dict[str, np.ndarray]:
-    """The arrays that big_vision would hold for the weights of a transformers model, from its einsums' axes."""
+    """The arrays that big_vision would hold for the weights of a transformers model, from its
+    einsums' axes."""
     state = {name.removeprefix("model."): tensor for name, tensor in hf.state_dict().items()}
     text, vision = hf.config.text_config, hf.config.vision_config
     width, vision_width = text.head_dim, vision.hidden_size // vision.num_attention_heads
@@ -309,7 +320,8 @@ def arrays_of(hf, rows: int = 128) -> dict[str, np.ndarray]:
 @pytest.mark.long
 @pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
 def test_big_vision_arrays(hf, write, tmp_path):
-    """Breaks when a kernel is transposed wrongly, heads are mixed, or k and v, gate and up change places."""
+    """Breaks when a kernel is transposed wrongly, heads are mixed, or k and v, gate and up change
+    places."""
     hf.config.save_pretrained(tmp_path)
     # 128 rows, of which the file has 120
     write(tmp_path / "pt_56.npz", **(arrays_of(hf, 120) | {"opt/0/count": np.zeros(3)}))
@@ -324,7 +336,8 @@ def test_big_vision_arrays(hf, write, tmp_path):
 
 
 def test_big_vision_einsums(hf1, tmp_path, seeded):
-    """Breaks when the parameters compute anything else than big_vision's einsums on its own arrays."""
+    """Breaks when the parameters compute anything else than big_vision's einsums on its own
+    arrays."""
     hf1.config.save_pretrained(tmp_path)
     np.savez(tmp_path / "pt.npz", **arrays_of(hf1))
     model, text, vision = load_model(tmp_path), torch.randn(2, 5, 72), torch.randn(2, 5, 40)
@@ -357,7 +370,8 @@ def test_big_vision_einsums(hf1, tmp_path, seeded):
 
 
 def test_big_vision_dtypes_and_presets(hf1, tmp_path, monkeypatch):
-    """Breaks when bfloat16, which numpy stores as raw bytes, is misread, or sizes no longer name the preset."""
+    """Breaks when bfloat16, which numpy stores as raw bytes, is misread, or sizes no longer name
+    the preset."""
     config = PaliGemmaConfig.from_dict(hf1.config.to_dict())
     monkeypatch.setattr(weights.load, "PRESETS", {"other": small(), "this": config})
     bf16 = {key: torch.from_numpy(array).bfloat16() for key, array in arrays_of(hf1).items()}
@@ -393,14 +407,16 @@ MISFITS = [
 def test_tensors_that_do_not_fit_are_refused_in_one_line(
     hf1, name, tensor, words, tmp_path, monkeypatch
 ):
-    """Breaks when damage ends in a traceback, is found only after gigabytes were read, or passes unseen."""
+    """Breaks when damage ends in a traceback, is found only after gigabytes were read, or passes
+    unseen."""
     monkeypatch.setattr(weights.load, "replaceable", lambda *_: pytest.fail("tensors were read"))
     tensors = {key: t for key, t in (tensors_of(hf1) | {name: tensor}).items() if t is not None}
     refused(lambda: load_model(save(tmp_path, hf1, tensors), quantize="int8"), *words)
 
 
 def test_files_that_are_not_there_or_pickles_are_refused(hf1, tmp_path, monkeypatch):
-    """Breaks when a missing file is a traceback, a file outside of the folder is read, or a pickle is opened."""
+    """Breaks when a missing file is a traceback, a file outside of the folder is read, or a pickle
+    is opened."""
     monkeypatch.chdir(tmp_path)
     folder = save(tmp_path / "model", hf1, tensors_of(hf1), shards=2)
     (folder / SHARD2).unlink()
@@ -421,7 +437,8 @@ def test_files_that_are_not_there_or_pickles_are_refused(hf1, tmp_path, monkeypa
 
 
 def test_only_what_is_needed_is_fetched(hf1, tmp_path, monkeypatch):
-    """Breaks when a hub id fetches pickles or other gigabytes that are never opened, or another revision."""
+    """Breaks when a hub id fetches pickles or other gigabytes that are never opened, or another
+    revision."""
     download = Mock(return_value=str(save(tmp_path, hf1, tensors_of(hf1))))
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert_same(load_model("google/paligemma-3b-pt-224", revision="float16"), hf1)
@@ -480,7 +497,8 @@ CHANGES = {
 
 @pytest.mark.parametrize("word", CHANGES)
 def test_models_that_the_format_cannot_express_are_not_exported(hf1, word, tmp_path, monkeypatch):
-    """Breaks when a variant, or a run that diverged, is published as a plain model, or half an export stays."""
+    """Breaks when a variant, or a run that diverged, is published as a plain model, or half an
+    export stays."""
     model = load_model(save(tmp_path / "in", hf1, tensors_of(hf1)))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(
@@ -494,7 +512,8 @@ def test_models_that_the_format_cannot_express_are_not_exported(hf1, word, tmp_p
 
 
 def test_the_commands(hf1, tmp_path, capsys):
-    """Breaks when export loses the tokenizer or a flag, casts otherwise than torch, or inspection miscounts."""
+    """Breaks when export loses the tokenizer or a flag, casts otherwise than torch, or inspection
+    miscounts."""
     tensors = {name: tensor.bfloat16() for name, tensor in tensors_of(hf1, "C").items()}
     folder = save(tmp_path / "in", hf1, tensors, shards=2)
     (folder / "tokenizer.model").write_bytes(b"pieces")

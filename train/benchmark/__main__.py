@@ -3,10 +3,10 @@
     python -m train.benchmark --sections load decode --base embedded --rounds 20
     python -m train.benchmark --base paligemma-3b-224 --device cuda --batch 1 16 --compile
 
-Both sides open the same exported folder. Each row has two new processes, which import only their own side's libraries,
-have PyTorch's default threads (OMP_NUM_THREADS sets both) and take turns. Ratios are ours ÷ transformers within a
-round: their median and its 95 % interval. Memory is the peak beyond imports. In fp32 on a CPU the command ends if
-tokens, texts, losses or logits differ.
+Both sides open the same exported folder. Each row has two new processes, which import only their
+own side's libraries, have PyTorch's default threads (OMP_NUM_THREADS sets both) and take turns.
+Ratios are ours ÷ transformers within a round: their median and its 95 % interval. Memory is the
+peak beyond imports. In fp32 on a CPU the command ends if tokens, texts, losses or logits differ.
 
     load      open the folder in new processes, and the first forward pass
     prefill   a picture and 16 tokens, to the logits of the first new token
@@ -52,7 +52,9 @@ SECTIONS = {
     "eval": (12,),
     "quantize": (1,),
 }
-PAUSE = 0.05  # seconds between turns: an idle OpenMP thread of the other side spins for about 20 ms before it sleeps
+# seconds between turns: an idle OpenMP thread of the other side spins for about 20 ms before it
+# sleeps
+PAUSE = 0.05
 HEAD = "work, ours, transformers, time ÷, our peak, transformers, our weights, same numbers".split(
     ", "
 )
@@ -88,7 +90,8 @@ class Process(subprocess.Popen):
         super().__init__(command, stdin=pipe, stdout=pipe, stderr=self.log, text=True)
 
     def ask(self, do: str, **arguments) -> dict:
-        """The answer to a request of `work.serve`. Raises UserError, in one line, for a side that has ended."""
+        """The answer to a request of `work.serve`. Raises UserError, in one line, for a side that
+        has ended."""
         time.sleep(PAUSE)
         assert self.stdin and self.stdout
         with suppress(BrokenPipeError):
@@ -104,8 +107,9 @@ class Process(subprocess.Popen):
 
 @dataclass
 class Row:
-    """One work, done by both sides once in each round. Pairs are (ours, peer): seconds by round, bytes of the peaks.
-    quantize: the kind of our weights. same: how many numbers of both sides agree, within 1e-4, and of how many."""
+    """One work, done by both sides once in each round. Pairs are (ours, peer): seconds by round,
+    bytes of the peaks. quantize: the kind of our weights. same: how many numbers of both sides
+    agree, within 1e-4, and of how many."""
 
     work: str
     batch: int
@@ -116,8 +120,8 @@ class Row:
     same: tuple[int, int] = (0, 0)
 
     def ratio(self) -> tuple[float, float, float]:
-        """Median of ours ÷ peer, and the order statistics that enclose the true one in 95 % of cases; of fewer than six
-        rounds the smallest and the largest."""
+        """Median of ours ÷ peer, and the order statistics that enclose the true one in 95 % of
+        cases; of fewer than six rounds the smallest and the largest."""
         ratios, n = sorted(ours / peer for ours, peer in self.seconds), len(self.seconds)
         cuts = [
             k for k in range(n // 2) if sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n
@@ -135,7 +139,8 @@ class Row:
         return [title, *times, interval_text(self.ratio()), *sizes, "{} of {}".format(*self.same)]
 
     def measure(self, settings: dict, rounds: int) -> None:
-        """Add `rounds`, in two new processes. A round before them warms up; of a first forward pass there is none."""
+        """Add `rounds`, in two new processes. A round before them warms up; of a first forward pass
+        there is none."""
         is_load = self.work == "load"
         with Process("ours") as ours, Process("peer") as peer:
 
@@ -164,7 +169,8 @@ class Row:
 
 
 def write_folder(base: str, folder: Path, dtype: torch.dtype) -> None:
-    """Export `base` with its tokenizer, and the questions of the section eval, to a folder that both sides open."""
+    """Export `base` with its tokenizer, and the questions of the section eval, to a folder that
+    both sides open."""
     model, files = load_model(base, dtype=dtype), companions(base)
     export_model(model, folder, companions=files, texts=processor_files(model.config))
     samples = [scenes.sample("vqa", "validation", number) for number in range(24)]
@@ -226,7 +232,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 and row.same[0] < row.same[1]
             ):
                 raise UserError(
-                    f"{row.cells()[0]}: the sides agree in {row.same[0]} of {row.same[1]} numbers only"
+                    f"{row.cells()[0]}: the sides agree in {row.same[0]} of {row.same[1]} numbers "
+                    "only"
                 )
 
 

@@ -1,4 +1,5 @@
-"""Our side of the benchmark, as our commands run it. Its process never imports transformers; see `work.py`."""
+"""Our side of the benchmark, as our commands run it. Its process never imports transformers; see
+`work.py`."""
 
 from dataclasses import replace
 
@@ -23,7 +24,8 @@ class Ours(Side):
         return load_model(self.folder, **self.place, quantize=self.quantize)
 
     def prefill(self, batch: int):
-        """A picture and a prompt, to the logits (batch, 1, V) of the first new token, with a cache for the next."""
+        """A picture and a prompt, to the logits (batch, 1, V) of the first new token, with a cache
+        for the next."""
         inputs = self.prompts(batch) | {"positions_to_keep": 1}
         capacity = inputs["input_ids"].shape[1] + self.tokens
         return torch.inference_mode()(

@@ -1,4 +1,5 @@
-"""The other side: transformers and PEFT, as their documentation shows them; the works are those of `ours.py`.
+"""The other side: transformers and PEFT, as their documentation shows them; the works are those of
+`ours.py`.
 
 Of this project the process imports `work.py` alone, so that no setting of ours reaches it.
 """

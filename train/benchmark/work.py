@@ -1,6 +1,8 @@
-"""What both sides of the benchmark share: inputs, the update of a training step, and the loop that answers requests.
+"""What both sides of the benchmark share: inputs, the update of a training step, and the loop that
+answers requests.
 
-In: JSON lines on stdin, {"do": "hello" | "open" | "prepare" | "run", …}. Out: one JSON line for each on stdout.
+In: JSON lines on stdin, {"do": "hello" | "open" | "prepare" | "run", …}. Out: one JSON line for
+each on stdout.
 It imports nothing of the project and nothing of transformers.
 """
 
@@ -31,8 +33,8 @@ ADAMW = {"lr": 1e-4, "betas": (0.9, 0.98), "weight_decay": 0.0}
 
 @dataclass
 class Side:
-    """One side: `open` returns its model; prefill, decode, train and eval prepare a batch and return a function without
-    arguments, which is timed once in each round."""
+    """One side: `open` returns its model; prefill, decode, train and eval prepare a batch and
+    return a function without arguments, which is timed once in each round."""
 
     folder: str
     device: str
@@ -50,8 +52,8 @@ class Side:
         )
 
     def prompts(self, rows: int, suffix: int = 0) -> dict[str, Any]:
-        """Prompts of equal length S = picture + PREFIX + suffix, the same on both sides: input_ids, token_type_ids and
-        attention_mask (rows, S), pixel_values (rows, 3, R, R)."""
+        """Prompts of equal length S = picture + PREFIX + suffix, the same on both sides: input_ids,
+        token_type_ids and attention_mask (rows, S), pixel_values (rows, 3, R, R)."""
         config = json.loads((Path(self.folder) / "config.json").read_text())
         size, generator = config["vision_config"]["image_size"], torch.Generator().manual_seed(rows)
         image = (size // config["vision_config"]["patch_size"]) ** 2
@@ -67,12 +69,14 @@ class Side:
         return {name: tensor.to(self.device) for name, tensor in inputs.items()}
 
     def examples(self, rows: int) -> tuple[dict[str, Any], torch.Tensor]:
-        """Prompts with an answer of SUFFIX tokens, and labels (rows, S): its ids, -100 elsewhere."""
+        """Prompts with an answer of SUFFIX tokens, and labels (rows, S): its ids, -100
+        elsewhere."""
         inputs = self.prompts(rows, SUFFIX)
         return inputs, inputs["input_ids"].masked_fill(inputs["token_type_ids"] == 0, -100)
 
     def questions(self) -> list[tuple[Path, str]]:
-        """The pictures and prompts of the section eval, which the driver writes beside the model."""
+        """The pictures and prompts of the section eval, which the driver writes beside the
+        model."""
         folder = Path(self.folder)
         return [
             (folder / name, prompt)
@@ -117,7 +121,8 @@ def serve(side: type[Side]) -> None:
 
 
 def numbers(result: torch.Tensor | list[str]) -> list:
-    """What both sides must agree on: texts, tokens, a loss; of logits (…, V) maxima and logs of summed exponentials."""
+    """What both sides must agree on: texts, tokens, a loss; of logits (…, V) maxima and logs of
+    summed exponentials."""
     if not isinstance(result, torch.Tensor):
         return result
     if result.is_floating_point() and result.dim():
@@ -126,7 +131,8 @@ def numbers(result: torch.Tensor | list[str]) -> list:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has held: on a GPU, else resident with mapped files (0 off Linux)."""
+    """The most memory that this process has held: on a GPU, else resident with mapped files (0 off
+    Linux)."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     with suppress(OSError):

@@ -1,7 +1,7 @@
 """Micro-batches: which records are learned together, in which order, laid out as tensors.
 
-In: records. Out: for each step a list of `MicroBatch`. The plan follows from the seed alone, so a resumed run reads
-exactly what an uninterrupted one would have read.
+In: records. Out: for each step a list of `MicroBatch`. The plan follows from the seed alone, so a
+resumed run reads exactly what an uninterrupted one would have read.
 """
 
 import os
@@ -31,8 +31,8 @@ CHARACTERS = 4  # in a token, roughly
 
 @dataclass(frozen=True)
 class MicroBatch(Movable):
-    """What one forward and backward pass reads. positions (B, T): where the head runs. targets (B, T): the next token
-    at each position; -100 is padding."""
+    """What one forward and backward pass reads. positions (B, T): where the head runs. targets (B,
+    T): the next token at each position; -100 is padding."""
 
     batch: Batch
     positions: torch.Tensor
@@ -43,8 +43,8 @@ class MicroBatch(Movable):
 
 
 def supervised(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """From labels (B, S), shifted by one: positions (B, T) whose logits count, and their targets (B, T). Rows with
-    fewer than T supervised tokens repeat position 0 with target -100."""
+    """From labels (B, S), shifted by one: positions (B, T) whose logits count, and their targets
+    (B, T). Rows with fewer than T supervised tokens repeat position 0 with target -100."""
     is_target = labels[:, 1:] != -100
     width = int(is_target.sum(1).max())
     # supervised positions first, in their order
@@ -54,9 +54,9 @@ def supervised(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def collate(records: Sequence[Record], processor: Processor) -> MicroBatch:
-    """Open pictures, prepare them and the text, and lay them out as one micro-batch. A record that cannot be used is
-    left out and gets a line in `bad`. If none is left, a blank row without targets stands for them: other processes
-    wait for its gradients."""
+    """Open pictures, prepare them and the text, and lay them out as one micro-batch. A record that
+    cannot be used is left out and gets a line in `bad`. If none is left, a blank row without
+    targets stands for them: other processes wait for its gradients."""
     opened: dict[
         str, list[np.ndarray]
     ] = {}  # by key; of a photograph no more than the model sees is kept
@@ -84,8 +84,8 @@ def collate(records: Sequence[Record], processor: Processor) -> MicroBatch:
 
 @dataclass(frozen=True)
 class MicroBatches(Dataset):
-    """Micro-batches by the numbers of their records, for the workers of a DataLoader. epoch_seed: answers that are
-    drawn anew in each epoch follow it."""
+    """Micro-batches by the numbers of their records, for the workers of a DataLoader. epoch_seed:
+    answers that are drawn anew in each epoch follow it."""
 
     records: Sequence[Record]
     processor: Processor
@@ -105,8 +105,9 @@ class MicroBatches(Dataset):
 def load(
     batches: Dataset, plan: Iterable[Sequence], workers: int | None = 0, pin: bool = False
 ) -> Iterator:
-    """`batches[item]` for each item of a plan, in its order, made by `workers` processes, 0: by this one. pin: for a
-    GPU, in page-locked memory; then workers None are this process's share of the cores, but at most 8."""
+    """`batches[item]` for each item of a plan, in its order, made by `workers` processes, 0: by
+    this one. pin: for a GPU, in page-locked memory; then workers None are this process's share of
+    the cores, but at most 8."""
     if workers is None:
         workers = (
             min(8, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
@@ -134,11 +135,13 @@ def plan_epoch(
     epoch: int,
     per_picture: int = 1,
 ) -> list[list[int]]:
-    """Record indices of every micro-batch of an epoch: each record once, shuffled, rows of a batch of similar length.
+    """Record indices of every micro-batch of an epoch: each record once, shuffled, rows of a batch
+    of similar length.
 
-    keys: the picture of each record; up to `per_picture` records of one are kept together and share its encoding.
-    lengths: tokens of text of each record, which differ by less than BUCKET within a batch, except in the last of a
-    pool of 50. Exact lengths would give batches of a single task, between which the loss oscillates.
+    keys: the picture of each record; up to `per_picture` records of one are kept together and share
+    its encoding. lengths: tokens of text of each record, which differ by less than BUCKET within a
+    batch, except in the last of a pool of 50. Exact lengths would give batches of a single task,
+    between which the loss oscillates.
     """
     rng = random.Random(f"plan/{seed}/{epoch}")
     by_picture = defaultdict(list)
@@ -160,7 +163,8 @@ def plan_epoch(
                 for unit in sorted(pool, key=lambda unit: max(lengths[i] for i in unit) // BUCKET)
                 for i in unit
             ]
-            # whole batches only, so that every epoch has the same number; the rest goes into the next pool
+            # whole batches only, so that every epoch has the same number; the rest goes into the
+            # next pool
             whole = size if number == len(units) else size - size % batch_size
             batches += [order[i : i + batch_size] for i in range(0, whole, batch_size)]
             pool = [order[whole:]] if size > whole else []
@@ -180,7 +184,8 @@ def shifted(pixels: torch.Tensor) -> torch.Tensor:
 
 
 class Weighted(list):
-    """The records of several sources, `parts`; of an epoch's samples each source gives a share, its weight."""
+    """The records of several sources, `parts`; of an epoch's samples each source gives a share, its
+    weight."""
 
     def __init__(self, parts: Sequence[Sequence[Record]], weights: Sequence[float]):
         super().__init__(chain(*parts))
@@ -191,7 +196,8 @@ class Weighted(list):
         self.sizes = [len(part) for part in parts]
 
     def numbers(self, seed: int, epoch: int) -> list[int]:
-        """The numbers of an epoch's records: each source goes on where it ended in the epoch before."""
+        """The numbers of an epoch's records: each source goes on where it ended in the epoch
+        before."""
         numbers, begin = [], 0
         for source, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
             turns = range(
@@ -208,12 +214,12 @@ class Weighted(list):
 
 
 class Order:
-    """Which micro-batches a process reads at each of `total` steps: a pure function of the seed, so a run can start
-    anywhere. A step takes `accumulate` micro-batches on each of `world_size` processes, an epoch's last step what is
-    left. `Shards` plan themselves.
+    """Which micro-batches a process reads at each of `total` steps: a pure function of the seed, so
+    a run can start anywhere. A step takes `accumulate` micro-batches on each of `world_size`
+    processes, an epoch's last step what is left. `Shards` plan themselves.
 
-    processes: the number that the run began with; the micro-batches of its steps stay the same. Raises UserError for
-    steps that cannot be made, and for too few records for one.
+    processes: the number that the run began with; the micro-batches of its steps stay the same.
+    Raises UserError for steps that cannot be made, and for too few records for one.
     """
 
     def __init__(
@@ -238,7 +244,8 @@ class Order:
             raise UserError(f"{problem}: start a number that divides them")
         if isinstance(records, list):
             encoded = processor.tokenizer.encode(["".join(chain(*r.turns)) for r in records])
-            # beside one picture: a batch of equal records has the same length whatever a picture's tokens are
+            # beside one picture: a batch of equal records has the same length whatever a picture's
+            # tokens are
             more = [(len(r.pictures) - 1) * self.picture_tokens for r in records]
             self.lengths = [len(ids) + tokens for ids, tokens in zip(encoded, more, strict=True)]
         self.micro_batches = -(-len(records) // self.batch_size)
@@ -252,7 +259,8 @@ class Order:
         self.total = settings.steps or whole
 
     def plan(self, epoch: int, first: int) -> Iterable[list[int]]:
-        """The numbers of the records of an epoch's micro-batches, of all processes, from number `first` on."""
+        """The numbers of the records of an epoch's micro-batches, of all processes, from number
+        `first` on."""
         records, options = self.records, (self.batch_size, self.seed, epoch, self.per_picture)
         if not isinstance(records, list):
             return records.plan(*options, first, self.picture_tokens)
@@ -267,8 +275,9 @@ class Order:
     def steps(
         self, first: int, workers: int | None = 0, pin: bool = False
     ) -> Iterator[list[MicroBatch]]:
-        """This process's micro-batches of each step, from step `first` to the last. All processes have the same number
-        in a step; of the last round of an epoch, if there are too few, those that remain get an empty one."""
+        """This process's micro-batches of each step, from step `first` to the last. All processes
+        have the same number in a step; of the last round of an epoch, if there are too few, those
+        that remain get an empty one."""
         step, over = first, self.micro_batches % self.world_size
         while step < self.total:
             epoch, done = divmod(step, self.steps_per_epoch)

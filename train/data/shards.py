@@ -1,11 +1,13 @@
-"""Records in tar shards, as in webdataset: `name.jpg` beside `name.json`, which holds {"prefix", "suffix"}.
+"""Records in tar shards, as in webdataset: `name.jpg` beside `name.json`, which holds {"prefix",
+"suffix"}.
 
-In: tar files. A .json may hold a list, for several questions on one picture, and conversations, as a user's own file
-(`eval/records.py`). A sample with other than one picture, name.0.jpg, name.1.jpg, …, says in each entry which of them
-it shows: "pictures": [0, 1]. Out: `Shards`, a sequence of records that `train/data/batches.py` accepts as a list.
+In: tar files. A .json may hold a list, for several questions on one picture, and conversations, as
+a user's own file (`eval/records.py`). A sample with other than one picture, name.0.jpg, name.1.jpg,
+…, says in each entry which of them it shows: "pictures": [0, 1]. Out: `Shards`, a sequence of
+records that `train/data/batches.py` accepts as a list.
 
-An index beside each shard says where each picture and text begins: processes share an epoch, and a run resumes in its
-middle, by the numbers of records. No name in a tar is used as a path.
+An index beside each shard says where each picture and text begins: processes share an epoch, and a
+run resumes in its middle, by the numbers of records. No name in a tar is used as a path.
 """
 
 import os
@@ -30,15 +32,16 @@ from model.common import UserError, atomic_path, parse_json, shown
 from train.data.batches import CHARACTERS, plan_epoch
 
 PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".jp2")
-# Columns of an index, a row for each record: numbers of its sample and of its question in the sample; offset and size
-# of the text in bytes; the sample's first picture in the table of pictures, and their number; characters of the turns.
+# Columns of an index, a row for each record: numbers of its sample and of its question in the
+# sample; offset and size of the text in bytes; the sample's first picture in the table of pictures,
+# and their number; characters of the turns.
 SAMPLE, QUESTION, TEXT, TEXT_SIZE, PICTURE, PICTURE_COUNT, LENGTH = range(7)
 BLOCK = tarfile.BLOCKSIZE
 
 
 def expand(pattern: str) -> list[Path]:
-    """The paths of a pattern, which may have one range {first..last}; numbers have as many digits as `first`. Raises
-    UserError for several ranges, and for numbers of more than six digits."""
+    """The paths of a pattern, which may have one range {first..last}; numbers have as many digits
+    as `first`. Raises UserError for several ranges, and for numbers of more than six digits."""
     before, *ranges = re.split(r"\{(\d+)\.\.(\d+)\}", pattern)
     if not ranges:
         return [Path(pattern)]
@@ -54,7 +57,8 @@ def expand(pattern: str) -> list[Path]:
 
 
 def index_of(shard: Path) -> dict[str, np.ndarray]:
-    """The index of a shard, see `build_index`; where none is as new and for its size, it is made and written beside."""
+    """The index of a shard, see `build_index`; where none is as new and for its size, it is made
+    and written beside."""
     path = shard.with_suffix(".index.safetensors")
     with suppress(OSError, SafetensorError, KeyError):
         index, tar = load_file(path), shard.stat()
@@ -81,8 +85,9 @@ def index_of(shard: Path) -> dict[str, np.ndarray]:
 
 
 def build_index(shard: Path) -> dict[str, np.ndarray]:
-    """The index of a shard, int64: "records" (records, 7), the columns above; "pictures" (pictures, 2), offset and size
-    of each in bytes; "tar" (1,), bytes of the file. Raises UserError for a shard that is compressed or cut short."""
+    """The index of a shard, int64: "records" (records, 7), the columns above; "pictures" (pictures,
+    2), offset and size of each in bytes; "tar" (1,), bytes of the file. Raises UserError for a
+    shard that is compressed or cut short."""
     records, pictures, sample = [], [], 0
     try:
         with tarfile.open(shard, "r:") as tar, shard.open("rb") as file:
@@ -130,7 +135,8 @@ def build_index(shard: Path) -> dict[str, np.ndarray]:
 
 
 def key_of(name: str) -> str:
-    """The key of a member: its name up to the first dot of the file's, as in webdataset; a hidden file has none."""
+    """The key of a member: its name up to the first dot of the file's, as in webdataset; a hidden
+    file has none."""
     match = re.match(r"((?:.*/)?[^./]+)[^/]*\Z", name, re.DOTALL)
     return match[1] if match else ""
 
@@ -142,7 +148,8 @@ def entries_of(content: bytes) -> list:
 
 
 def read_member(shard: Path, offset: int, size: int) -> BytesIO:
-    """The member whose content begins at `offset`, in memory, with a `name` for messages. Raises UserError."""
+    """The member whose content begins at `offset`, in memory, with a `name` for messages. Raises
+    UserError."""
     try:
         with shard.open("rb") as file:
             file.seek(offset - BLOCK)
@@ -157,8 +164,9 @@ def read_member(shard: Path, offset: int, size: int) -> BytesIO:
 
 
 class Shards(Sequence):
-    """The records of tar shards by number, each read when it is needed. split, fraction, validation: by sample, as for
-    other data on disk. buffer: how many records are shuffled together. Raises UserError."""
+    """The records of tar shards by number, each read when it is needed. split, fraction,
+    validation: by sample, as for other data on disk. buffer: how many records are shuffled
+    together. Raises UserError."""
 
     def __init__(
         self,
@@ -241,8 +249,8 @@ class Shards(Sequence):
         first: int = 0,
         picture_tokens: int = 0,
     ) -> Iterator[list[int]]:
-        """The micro-batches of an epoch from number `first` on: of shuffled shards, by `plan_epoch` within a window of
-        `buffer` records. All but the last have `batch_size` records."""
+        """The micro-batches of an epoch from number `first` on: of shuffled shards, by `plan_epoch`
+        within a window of `buffer` records. All but the last have `batch_size` records."""
         parts = np.split(np.arange(len(self)), self.ends[:-1])
         random.Random(f"shards/{seed}/{epoch}").shuffle(parts)
         order, window = np.concatenate(parts), batch_size * max(1, self.buffer // batch_size)

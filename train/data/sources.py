@@ -1,6 +1,8 @@
-"""The records that `--data` and `--eval-data` name: one source, or several together; or that a program has made.
+"""The records that `--data` and `--eval-data` name: one source, or several together; or that a
+program has made.
 
-In: settings, and examples in memory. Out: a list of records, `Weighted` with shares of an epoch, or `Shards`.
+In: settings, and examples in memory. Out: a list of records, `Weighted` with shares of an epoch, or
+`Shards`.
 """
 
 import os
@@ -25,7 +27,8 @@ MEMORY = "python:"  # the kind of source, in config.json, of examples that a pro
 
 @dataclass(frozen=True, eq=False)
 class HeldPicture:
-    """A picture of an example. It is read anew whenever it is opened, since a data set may decode its pictures."""
+    """A picture of an example. It is read anew whenever it is opened, since a data set may decode
+    its pictures."""
 
     examples: Sequence[Mapping] = field(repr=False)
     number: int
@@ -45,7 +48,8 @@ def example_record(example: Mapping, folder: str | Path = ".") -> Record:
 
 
 def held_records(examples: Sequence[Mapping], name: str, folder: str | Path) -> list[Record]:
-    """The records of a program's examples; pictures in files stay there, in `folder` if their paths are relative.
+    """The records of a program's examples; pictures in files stay there, in `folder` if their paths
+    are relative.
 
     name: before the number of each, for messages. Raises UserError if none can be used.
     """
@@ -66,8 +70,8 @@ def held_records(examples: Sequence[Mapping], name: str, folder: str | Path) -> 
 def read_records(
     settings: Settings, split: str = "train", memory: Mapping[str, list[Record]] = {}
 ) -> Sequence[Record]:
-    """The records of the split "train" or "validation", which is --eval-data where it is given; those of its pictures
-    that are trained on are counted on stderr. Raises UserError."""
+    """The records of the split "train" or "validation", which is --eval-data where it is given;
+    those of its pictures that are trained on are counted on stderr. Raises UserError."""
     if not settings.eval_data:
         return read_sources("--data", settings.data, split, settings, memory)
     asked = read_sources("--eval-data", settings.eval_data, "train", settings, memory)
@@ -95,9 +99,11 @@ def read_sources(
     settings: Settings,
     memory: Mapping[str, list[Record]],
 ) -> Sequence[Record]:
-    """The records of all sources in a split; files are split together, so that a picture is in one split of all.
+    """The records of all sources in a split; files are split together, so that a picture is in one
+    split of all.
 
-    Raises UserError for more than --max-bad records of which their files already say that they cannot be used.
+    Raises UserError for more than --max-bad records of which their files already say that they
+    cannot be used.
     """
     given = " ".join([flag, *sources])
     matches = [WEIGHT.fullmatch(source) for source in sources]
@@ -130,7 +136,8 @@ def read_sources(
 
         if weights or {*kinds} != {"shards"}:
             raise UserError(
-                f"{given}: tar shards stand alone, without weights: pack the others with train.shard"
+                f"{given}: tar shards stand alone, without weights: pack the others with "
+                "train.shard"
             )
         patterns = [str(source_parts(source)[1]) for source in sources]
         share |= {"sampled": settings.answers == "sampled", "buffer": settings.shuffle_buffer}

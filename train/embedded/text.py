@@ -1,18 +1,21 @@
-"""Make the embedded text base, from which WINGS starts: a decoder that knows text alone, beside the embedded tower.
+"""Make the embedded text base, from which WINGS starts: a decoder that knows text alone, beside the
+embedded tower.
 
     python -m train.embedded.text          minutes on two cores
 
-In: a seed. Out: runs/embedded-text, a PaliGemma whose decoder has learned sentences from random weights, causally, and
-whose projector knows nothing. `train/systems/wings.py` opens it as `embedded-text`, whatever its own --seed is; another
-one is made with --out DIR and given as --base DIR. `train/studies/wings.py` measures how much of the sentences a model
-forgets when it is trained on pictures:
+In: a seed. Out: runs/embedded-text, a PaliGemma whose decoder has learned sentences from random
+weights, causally, and whose projector knows nothing. `train/systems/wings.py` opens it as
+`embedded-text`, whatever its own --seed is; another one is made with --out DIR and given as --base
+DIR. `train/studies/wings.py` measures how much of the sentences a model forgets when it is trained
+on pictures:
 
     add       How many are 7 and 5?                                  12
     copy      Caption: cat 4 key dog 9. What is the caption?         cat 4 key dog 9
     lookup    Row: cat 4 key dog 9. What is in column 3?             key
     fact      What is a tiger?                                       animal
 
-A prompt to copy or to look up belongs to exactly one split, by its hash. All splits ask the same 140 sums and facts.
+A prompt to copy or to look up belongs to exactly one split, by its hash. All splits ask the same
+140 sums and facts.
 """
 
 from collections.abc import Sequence
@@ -77,7 +80,8 @@ def sentence(task: str, split: str, index: int, seed: int = 0) -> tuple[str, str
 
 
 def sentences(step: int, seed: int, processor: Processor) -> MicroBatch:
-    """The ROWS sentences of a step, the tasks in turn. No token sees a later one, in the prompt too."""
+    """The ROWS sentences of a step, the tasks in turn. No token sees a later one, in the prompt
+    too."""
     turns = [
         sentence(LEARNED[n % len(LEARNED)], "train", n, seed)
         for n in range(step * ROWS, (step + 1) * ROWS)

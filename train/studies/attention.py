@@ -2,13 +2,15 @@
 
     python -m train.compare                      every variant, on the embedded base and scenes
     python -m train.compare --quick              three rows and short runs
-    python -m train.compare --base google/paligemma-3b-pt-224 --data vqav2:DIR --coco DIR --captions FILE --rows twin
+    python -m train.compare --base google/paligemma-3b-pt-224 --data vqav2:DIR --coco DIR --captions
+    FILE --rows twin
 
-Every other flag is one of `train.finetune` and holds for all rows. A row stands beside the mean of all plain rows,
-which differ in rank alone; each of these beside the others, which shows what chance does (A/A); beside plain LoRA of
-the smallest rank with at least as many trainable parameters; and beside the same trained as long. Needles are answered
-by the likelier word of those asked for: what short runs say freely to "Top or Bottom?" tells what they learned of the
-wording, not of the picture.
+Every other flag is one of `train.finetune` and holds for all rows. A row stands beside the mean of
+all plain rows, which differ in rank alone; each of these beside the others, which shows what chance
+does (A/A); beside plain LoRA of the smallest rank with at least as many trainable parameters; and
+beside the same trained as long. Needles are answered by the likelier word of those asked for: what
+short runs say freely to "Top or Bottom?" tells what they learned of the wording, not of the
+picture.
 """
 
 from collections.abc import Sequence
@@ -44,8 +46,9 @@ ROWS: dict[str, dict] = {
     "dex": PLAIN | {"attention": "dex"},
     "swiglu": PLAIN | {"feed_forward": "swiglu"},
 }
-# On the embedded scenes; difficulties at which plain LoRA neither guesses nor is perfect, as the range table shows.
-# eval/scenes.py names them: n4d7 is a 4×4 needle with 7 distractors, o1 and o2 are full pictures.
+# On the embedded scenes; difficulties at which plain LoRA neither guesses nor is perfect, as the
+# range table shows. eval/scenes.py names them: n4d7 is a 4×4 needle with 7 distractors, o1 and o2
+# are full pictures.
 NEEDLES = {
     "n2o2": "2×2, two objects each",
     "n3d8": "3×3, one object each",
@@ -102,8 +105,8 @@ class Options(TuningOptions):
 
 
 def control_by_size(base: Settings, changes: dict) -> tuple[str, dict]:
-    """Name and changes of plain LoRA of the smallest rank with at least as many trainable parameters, and the same
-    alpha / r. Parameters are counted on shapes alone."""
+    """Name and changes of plain LoRA of the smallest rank with at least as many trainable
+    parameters, and the same alpha / r. Parameters are counted on shapes alone."""
 
     def parameters(changes: dict) -> int:
         return count(
@@ -115,7 +118,8 @@ def control_by_size(base: Settings, changes: dict) -> tuple[str, dict]:
 
 
 def tasks_of(options: Options, split: str) -> dict[str, Task]:
-    """VQA questions, and half as many of each other kind, evenly over places. The splits share no needle test."""
+    """VQA questions, and half as many of each other kind, evenly over places. The splits share no
+    needle test."""
     limit, protocol = (
         options.limit if split == "test" else max(1, options.limit // 2),
         options.protocol,
@@ -134,7 +138,8 @@ def tasks_of(options: Options, split: str) -> dict[str, Task]:
 
 
 def existence_task(questions: int, protocol: str, split: str) -> Task:
-    """POPE's questions about pictures with `EXISTENCE` different objects; half of the answers are yes."""
+    """POPE's questions about pictures with `EXISTENCE` different objects; half of the answers are
+    yes."""
     samples = scenes.pope("random", split, -(-questions // 6), objects=EXISTENCE)
     words = ("yes", "no") if protocol == "constrained" else ()
     asks = [

@@ -1,11 +1,14 @@
-"""The positive control of studies of attention: a task in which two attention maps help, and by a known amount.
+"""The positive control of studies of attention: a task in which two attention maps help, and by a
+known amount.
 
-A narrow head has to read the class of one marked position among 63 others of random classes. Its logits are bounded to
-±1 (a soft cap): the marked position gets at most e² times the weight of another, and the sum over the others is noise.
-The best that one map and a linear reader can do is 84.7 %. A map minus another one removes what they have in common,
-and reaches 100 %. The rules of all studies have to find this, and nothing of dex, which has one map.
+A narrow head has to read the class of one marked position among 63 others of random classes. Its
+logits are bounded to ±1 (a soft cap): the marked position gets at most e² times the weight of
+another, and the sum over the others is noise. The best that one map and a linear reader can do is
+84.7 %. A map minus another one removes what they have in common, and reaches 100 %. The rules of
+all studies have to find this, and nothing of dex, which has one map.
 
-It shows that the instrument finds an effect of 15 points where there is one; not that real tasks have one.
+It shows that the instrument finds an effect of 15 points where there is one; not that real tasks
+have one.
 """
 
 import math
@@ -43,8 +46,8 @@ ORIGINAL = (("split", "built", "better", "the second map removes what both have 
 
 
 def best_of_one_map(cap: float = 1.0, others: int = OTHERS, draws: int = 200_000) -> float:
-    """The accuracy in percent of the best map with logits within ±cap, and of a linear reader: the class with the
-    largest sum of weights, counted on draws."""
+    """The accuracy in percent of the best map with logits within ±cap, and of a linear reader: the
+    class with the largest sum of weights, counted on draws."""
     counts = (
         np.random.default_rng(0)
         .multinomial(others, [1 / CLASSES] * CLASSES, size=draws)
@@ -60,7 +63,8 @@ def without_second_map(attention: Differential) -> None:
 
 
 def draw_bound(heads: Sequence[float], others: int) -> Image.Image:
-    """That bound over the cap and the number of others, and heads by their caps, among so many `others`."""
+    """That bound over the cap and the number of others, and heads by their caps, among so many
+    `others`."""
     caps = [0.25 * step for step in range(1, 45)]
     lines = {
         f"{n} others": [(c, best_of_one_map(c, n, 20_000)) for c in caps]
@@ -72,7 +76,8 @@ def draw_bound(heads: Sequence[float], others: int) -> Image.Image:
 
 
 def draw(rows: int, seed: int, others: int = OTHERS) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (rows, others + 2, H): one-hot classes, a mark, and the question last; and the class of the marked position."""
+    """x (rows, others + 2, H): one-hot classes, a mark, and the question last; and the class of the
+    marked position."""
     generator = torch.Generator().manual_seed(seed)
     classes = torch.randint(CLASSES, (rows, others + 1), generator=generator)
     marked = torch.randint(others + 1, (rows, 1), generator=generator)
@@ -84,7 +89,8 @@ def draw(rows: int, seed: int, others: int = OTHERS) -> tuple[torch.Tensor, torc
 
 
 def make(job: Job, folder: Path) -> dict:
-    """One kind of attention, all of whose weights are trained from nothing, on examples that all cells share.
+    """One kind of attention, all of whose weights are trained from nothing, on examples that all
+    cells share.
 
     The job may change what stands first below, and options of the variant.
     """

@@ -1,7 +1,7 @@
 """The cells of a study on disk: their names, and the processes that compute them side by side.
 
-A result is in its file, or it is not: a call that was killed goes on with what is missing. Each cell has one thread, so
-that no result depends on the number of processes.
+A result is in its file, or it is not: a call that was killed goes on with what is missing. Each
+cell has one thread, so that no result depends on the number of processes.
 """
 
 import ast
@@ -33,7 +33,8 @@ JUDGING = {
 
 @dataclass(frozen=True)
 class Job:
-    """A cell: a row with its changes, (name, value) pairs, at a rate and a seed. All of them name it."""
+    """A cell: a row with its changes, (name, value) pairs, at a rate and a seed. All of them name
+    it."""
 
     row: str
     changes: tuple
@@ -55,8 +56,8 @@ def source_hash(make: Callable) -> str:
 def hash_of(file: str) -> str:
     """A hash of the source that decides a cell, so that changed code never meets old cells.
 
-    The file counts, and so do the project's files that it imports, and that those import in turn: all but comments,
-    docstrings, and files that only judge.
+    The file counts, and so do the project's files that it imports, and that those import in turn:
+    all but comments, docstrings, and files that only judge.
     """
     waiting, texts = {Path(file)}, {}
     while waiting:
@@ -77,7 +78,8 @@ def hash_of(file: str) -> str:
 
 
 def compute_all(calls: Sequence[tuple], processes: int) -> None:
-    """`compute` with the arguments of each call, in so many processes; each result is a line on stderr."""
+    """`compute` with the arguments of each call, in so many processes; each result is a line on
+    stderr."""
     run = map if processes == 1 else pool_of(processes).map
     try:
         for number, line in enumerate(run(compute, calls), 1):
@@ -89,7 +91,8 @@ def compute_all(calls: Sequence[tuple], processes: int) -> None:
 
 
 def compute(call: tuple[Callable[..., dict], Job, Path, Sequence[Path]]) -> str:
-    """Make a cell and write its result, with what it was made by; returns its row and CPU seconds in words.
+    """Make a cell and write its result, with what it was made by; returns its row and CPU seconds
+    in words.
 
     A run whose loss is no longer finite has no scores; the study goes on.
     """
@@ -125,7 +128,8 @@ def prepare_process() -> None:
 
 
 def end_with_parent() -> None:
-    """A killed parent can tell its processes nothing: they would compute on, in a folder whose lock is gone."""
+    """A killed parent can tell its processes nothing: they would compute on, in a folder whose lock
+    is gone."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,16 +1,19 @@
-"""Study: do two attention maps help where noise limits one? The dose of noise is a cap of the logits.
+"""Study: do two attention maps help where noise limits one? The dose of noise is a cap of the
+logits.
 
     python -m train.compare --rows dose [--quick]
 
-A soft cap c (Gemma 2's) bounds all logits to ±c, so that no weight of a map is more than e^2c times another: the
-smaller c, the more attention a map has to leave on 15 distractors. Each cap is a study with rates of its own, chosen on
-seeds that are not tested. The control is the mean of two plain rows; what these differ by is what equal rows differ by.
-`plain + head norm` is `shared` with λ = 0: A − λ·A = (1 − λ)·A, and the norm by head takes the factor away.
+A soft cap c (Gemma 2's) bounds all logits to ±c, so that no weight of a map is more than e^2c times
+another: the smaller c, the more attention a map has to leave on 15 distractors. Each cap is a study
+with rates of its own, chosen on seeds that are not tested. The control is the mean of two plain
+rows; what these differ by is what equal rows differ by. `plain + head norm` is `shared` with λ = 0:
+A − λ·A = (1 − λ)·A, and the norm by head takes the factor away.
 
-Twice: in the built task (`built.py`), where `best_of_one_map` is exact; and in the decoder of the embedded base, with
-4×4 needles. There attention was learned without a cap, and is lost with one: the base first learns needles, every
-weight of its decoder, while the cap falls. Then rows learn by LoRA under their cap. The place of a needle is not
-random, as classes are, so that an ideal reader could tell it at any cap: the bound says nothing of it.
+Twice: in the built task (`built.py`), where `best_of_one_map` is exact; and in the decoder of the
+embedded base, with 4×4 needles. There attention was learned without a cap, and is lost with one:
+the base first learns needles, every weight of its decoder, while the cap falls. Then rows learn by
+LoRA under their cap. The place of a needle is not random, as classes are, so that an ideal reader
+could tell it at any cap: the bound says nothing of it.
 """
 
 import math
@@ -128,7 +131,8 @@ def needles(split: str, count: int) -> tuple:
 def answers(
     model: PaliGemma, split: str, count: int, rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits (rows, 5, V) and tokens (rows, 5) of "row R column C" and the end, each after the right ones before."""
+    """Logits (rows, 5, V) and tokens (rows, 5) of "row R column C" and the end, each after the
+    right ones before."""
     batch, features = needles(split, count)
     known = batch.input_ids[rows], None, batch.token_type_ids[rows], batch.attention_mask[rows]
     return model(*known, image_features=features[rows], positions_to_keep=6)[
@@ -169,7 +173,8 @@ def learn(
 
 
 def make_base(folder: Path) -> dict:
-    """Train the decoder of the embedded base on needles while the cap falls; folder/CAP is the base under a cap."""
+    """Train the decoder of the embedded base on needles while the cap falls; folder/CAP is the base
+    under a cap."""
     settings = Settings(device="cpu", attention="softmax", full=True, optimizer="muon", lr=0.005)
     model, known = load_base(settings, torch.device("cpu")).requires_grad_(False), {}
     optimizer = make_optimizer(
@@ -186,7 +191,8 @@ def make_base(folder: Path) -> dict:
 
 
 def make(job: Job, folder: Path, *base: Path) -> dict:
-    """A row of either task. Rows on needles start from the base under their cap, and learn by LoRA."""
+    """A row of either task. Rows on needles start from the base under their cap, and learn by
+    LoRA."""
     changes = dict(job.changes)
     if job.row == BASE:
         return make_base(folder)
@@ -257,8 +263,9 @@ def study_of(options: Options, task: str, cap: float | None, times: int) -> Stud
 
 
 def blocks(options: Options, first: Run) -> list:
-    """Compute the other doses, as parts of the first; a table and a figure of each task. Longer runs take the rates of
-    shorter ones, and needles of all caps those of the first, whose cells take the most time."""
+    """Compute the other doses, as parts of the first; a table and a figure of each task. Longer
+    runs take the rates of shorter ones, and needles of all caps those of the first, whose cells
+    take the most time."""
     doses, rates, found, controls = doses_of(options), {}, {}, {}
     for task, cap, times in doses:
         part, place = first, (task, cap if task == "built" else "")
@@ -292,7 +299,8 @@ def blocks(options: Options, first: Run) -> list:
 
 
 def draw_gaps(title: str, by_cap: dict[float | None, dict[str, dict]]) -> Image.Image:
-    """Differences to the plain rows over the cap, with intervals; `plain again` is the difference of equal rows."""
+    """Differences to the plain rows over the cap, with intervals; `plain again` is the difference
+    of equal rows."""
     rows = next(iter(by_cap.values()))
     points = {
         row: [(math.log2(cap or 4.0), gaps[row]) for cap, gaps in by_cap.items()] for row in rows
@@ -307,8 +315,9 @@ def draw_gaps(title: str, by_cap: dict[float | None, dict[str, dict]]) -> Image.
 
 @torch.no_grad()
 def head_bounds() -> list[float]:
-    """Of each head of the base's decoder half of what the logit of the needle's patch has above the mean of the 15
-    others', at the word where that is largest; the mean over 64 needles. A map bounded to ±c has at most c."""
+    """Of each head of the base's decoder half of what the logit of the needle's patch has above the
+    mean of the 15 others', at the word where that is largest; the mean over 64 needles. A map
+    bounded to ±c has at most c."""
     model, weights = load_base(Settings(device="cpu"), torch.device("cpu")).eval(), []
     batch, count = needles("validation", 64)[0], 64
     with tapped(

@@ -1,8 +1,10 @@
-"""The engine of all studies: the rate of each row, a fixed number of seeds, cells on disk, judged differences.
+"""The engine of all studies: the rate of each row, a fixed number of seeds, cells on disk, judged
+differences.
 
-A *row* is one way to train a model. A *cell* is a row at one rate with one seed: its score on each example of each
-measure, as JSON in a folder whose name is a hash of all that decides it, source included. So an interrupted study goes
-on, and a change computes only the cells that it changes. `report.write` writes down what `run` returns.
+A *row* is one way to train a model. A *cell* is a row at one rate with one seed: its score on each
+example of each measure, as JSON in a folder whose name is a hash of all that decides it, source
+included. So an interrupted study goes on, and a change computes only the cells that it changes.
+`report.write` writes down what `run` returns.
 """
 
 import json
@@ -48,20 +50,23 @@ class StudyOptions:
 
 @dataclass(frozen=True)
 class Study:
-    """make(job, folder, *folders): trains a cell in its folder and scores it: {"scores": {split: {measure: [score]}},
-    "facts": {…}}. folders: of the cells that it `needs`. Facts: "parameters", "seconds" of training, and "unusable",
-    why its rate may not be chosen, and "ladders", by measure the validation scores from the easiest number on. A cell
-    that raises Diverged has no scores, and the fact "diverged".
+    """make(job, folder, *folders): trains a cell in its folder and scores it: {"scores": {split:
+    {measure: [score]}}, "facts": {…}}. folders: of the cells that it `needs`. Facts: "parameters",
+    "seconds" of training, and "unusable", why its rate may not be chosen, and "ladders", by measure
+    the validation scores from the easiest number on. A cell that raises Diverged has no scores, and
+    the fact "diverged".
 
-    key: what decides a cell beside its job and the source. beside: by title of a table the controls of each row, whose
-    scores are averaged; the first table is the primary one. rates: the first grid; () where each row fixes its rate,
-    and no validation split exists. main: the measure of the main difference, which chooses the rates; MEAN: of all with
-    `in_mean`. tuning_seeds: that choose the rates. plain: rows that share a rate. tuned: rows whose rates are chosen,
-    if not all; the others take that of plain ones. predictions: (row, column, verdict, reason), written before the
-    study runs. lengthen: the name and value of the setting by which controls of the last table train longer, and how
-    many times as long by row: fixed, since a ratio that is measured would choose the control. relative_margin: of what
-    controls have above guessing, in place of the margins. more(run): blocks of the report that no other study has,
-    each a text or a list of lines.
+    key: what decides a cell beside its job and the source. beside: by title of a table the controls
+    of each row, whose scores are averaged; the first table is the primary one. rates: the first
+    grid; () where each row fixes its rate, and no validation split exists. main: the measure of the
+    main difference, which chooses the rates; MEAN: of all with `in_mean`. tuning_seeds: that choose
+    the rates. plain: rows that share a rate. tuned: rows whose rates are chosen, if not all; the
+    others take that of plain ones. predictions: (row, column, verdict, reason), written before the
+    study runs. lengthen: the name and value of the setting by which controls of the last table
+    train longer, and how many times as long by row: fixed, since a ratio that is measured would
+    choose the control. relative_margin: of what controls have above guessing, in place of the
+    margins. more(run): blocks of the report that no other study has, each a text or a list of
+    lines.
     """
 
     name: str
@@ -95,8 +100,9 @@ class Study:
 
 @dataclass
 class Run:
-    """tried: validation scores by row and rate. rates: the best ones, or those of another study. cells: by row, seed by
-    seed. tables: judged differences by title. used: all results behind the report. parts: studies within."""
+    """tried: validation scores by row and rate. rates: the best ones, or those of another study.
+    cells: by row, seed by seed. tables: judged differences by title. used: all results behind the
+    report. parts: studies within."""
 
     study: Study
     out: Path
@@ -147,7 +153,8 @@ class Run:
         return {row: [next(cells) for _ in seeds] for row in rates}
 
     def compute(self) -> None:
-        """Choose the rates, then make the cells of all rows at them, and judge their differences."""
+        """Choose the rates, then make the cells of all rows at them, and judge their
+        differences."""
         self.rates = self.rates or dict.fromkeys(self.study.rows, 0.0)
         tuning_seeds = self.study.tuning_seeds[: self.seeds]
         if self.study.rates:
@@ -158,10 +165,12 @@ class Run:
         self.tables = {title: self.table(beside) for title, beside in self.study.beside.items()}
 
     def tune(self, seeds: Sequence[int]) -> None:
-        """Choose the rate of each row: the lowest of those within a tie of the best on the validation split.
+        """Choose the rate of each row: the lowest of those within a tie of the best on the
+        validation split.
 
-        The grid of all rows grows by factors of 2 until every row's best is inside; a single rate is not searched for.
-        Plain rows share theirs: a rate that chance chose for one control makes a difference where there is none.
+        The grid of all rows grows by factors of 2 until every row's best is inside; a single rate
+        is not searched for. Plain rows share theirs: a rate that chance chose for one control makes
+        a difference where there is none.
         """
         study, grid, more = self.study, [], list(self.study.rates)
         rows = list(study.tuned or study.rows)
@@ -186,7 +195,8 @@ class Run:
             self.rates |= {row: self.rates[shared[0]] for row in study.rows if row not in rows}
 
     def worth(self, cells: Sequence[dict]) -> float:
-        """What a rate is chosen by: the main measure of its cells on the validation split; more is better."""
+        """What a rate is chosen by: the main measure of its cells on the validation split; more is
+        better."""
         if any(cell["facts"].keys() & {"diverged", "unusable"} for cell in cells):
             return UNUSABLE
         main, means = self.study.main, self.validation(cells)
@@ -241,8 +251,8 @@ class Run:
         return [cell["facts"] for cell in self.cells[row] if "diverged" not in cell["facts"]]
 
     def in_range(self, controls: Sequence[str]) -> list[str]:
-        """The columns that can show a difference, by the controls' mean on the validation split; a measure that is no
-        share, or that this split does not have, always can."""
+        """The columns that can show a difference, by the controls' mean on the validation split; a
+        measure that is no share, or that this split does not have, always can."""
         usable, validation = (
             [],
             [self.validation(self.cells[row][:TUNING_SEEDS]) for row in controls],
@@ -258,7 +268,8 @@ class Run:
         return usable + [MEAN] * any(name in usable for name in self.study.averaged)
 
     def falls(self, name: str, controls: Sequence[str]) -> bool:
-        """Whether the last number of a ladder is harder for the controls than the first, or the measure has none."""
+        """Whether the last number of a ladder is harder for the controls than the first, or the
+        measure has none."""
         facts = [of_cell.get("ladders", {}) for row in controls for of_cell in self.facts(row)]
         ladder = np.mean(
             [of_cell[name] for of_cell in facts if name in of_cell] or [(1.0, 0.0)], axis=0
@@ -266,7 +277,8 @@ class Run:
         return bool(ladder[-1] < ladder[0])
 
     def with_margins(self, controls: Sequence[str]) -> dict[str, Measure]:
-        """The columns; if margins are relative, with that share of what the controls have above guessing."""
+        """The columns; if margins are relative, with that share of what the controls have above
+        guessing."""
         if not self.study.relative_margin:
             return self.study.columns
         known, measures = (
@@ -285,8 +297,8 @@ class Run:
         }
 
     def table(self, beside: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str], dict]:
-        """The judged differences, paired by seed and example, by (row, column); in MEAN each measure in range weighs
-        the same. The main ones are a family of their own."""
+        """The judged differences, paired by seed and example, by (row, column); in MEAN each
+        measure in range weighs the same. The main ones are a family of their own."""
         study, differences, inside, table = self.study, {}, set(), {}
         columns = self.with_margins(
             [control for controls in beside.values() for control in controls]

@@ -1,4 +1,5 @@
-"""What fine-tuning studies train on, and what they ask: VQA by the official scorer, needles, and own examples."""
+"""What fine-tuning studies train on, and what they ask: VQA by the official scorer, needles, and
+own examples."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -26,16 +27,17 @@ VAL_FILES = tuple(
 def training_records(settings: Settings) -> Sequence[Record]:
     """The records that a cell is trained on.
 
-    On the embedded scenes each seed draws its own. On disk all seeds use one split: otherwise one seed would train on
-    pictures that another holds out. There, seeds differ in initial weights, order and dropout.
+    On the embedded scenes each seed draws its own. On disk all seeds use one split: otherwise one
+    seed would train on pictures that another holds out. There, seeds differ in initial weights,
+    order and dropout.
     """
     return read_records(settings if settings.is_embedded else replace(settings, seed=0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task(Measure):
-    """A measure that a model is asked. right(truth, answer): the score of an answer, 0 to 1. protocol: of needle tests,
-    in place of that: a test is right if every needle in it is found."""
+    """A measure that a model is asked. right(truth, answer): the score of an answer, 0 to 1.
+    protocol: of needle tests, in place of that: a test is right if every needle in it is found."""
 
     asks: Sequence[Question]
     right: Callable[[Any, str], float] = eq
@@ -56,7 +58,8 @@ class Task(Measure):
 def asking(
     title: str, asks: Sequence[Question], right: Callable[[Any, str], float] = eq, **more
 ) -> Task:
-    """A task in which each answer is scored by itself, by right(truth, answer). more: fields of a Measure."""
+    """A task in which each answer is scored by itself, by right(truth, answer). more: fields of a
+    Measure."""
     return Task(title, [ask.key for ask in asks], asks=asks, right=right, **more)
 
 
@@ -82,11 +85,11 @@ def trial_task(title: str, trials: Sequence[NeedleTest], protocol: str, **more) 
 
 
 def vqa_task(settings: Settings, split: str, limit: int | None, scoring: str = "official") -> Task:
-    """VQA on the embedded scenes; on disk `limit` questions, drawn at random, about the pictures held out, one half for
-    each split.
+    """VQA on the embedded scenes; on disk `limit` questions, drawn at random, about the pictures
+    held out, one half for each split.
 
-    Of a conversation the last answer is asked. If VQAv2's val2014 files are in the same folder, those are the test
-    split. Raises UserError if no pictures are held out.
+    Of a conversation the last answer is asked. If VQAv2's val2014 files are in the same folder,
+    those are the test split. Raises UserError if no pictures are held out.
     """
     if settings.is_embedded:
         assert limit is not None
@@ -106,7 +109,8 @@ def vqa_task(settings: Settings, split: str, limit: int | None, scoring: str = "
     if not questions:
         remedy = f"raise --validation above {settings.validation}"
         raise UserError(
-            f"--data {' '.join(settings.data)}: no pictures are left for the {split} split: {remedy}"
+            f"--data {' '.join(settings.data)}: no pictures are left for the {split} split: "
+            f"{remedy}"
         )
     count = len(questions) if limit is None else min(limit, len(questions))
     chosen = random.Random(f"vqa/{split}").sample(range(len(questions)), count)

@@ -60,7 +60,8 @@ PART_2 = {
     WITH: ("paper-2", "paper-4", "paper-5"),
 }  # chosen of these
 SHARE = 0.4  # of the pictures, in Part 1
-# half of the miniature's samples ask for needles, since the embedded base has never seen their words
+# half of the miniature's samples ask for needles, since the embedded base has never seen their
+# words
 MINIATURE, QUICK = {"samples": 4000, "tasks": "vqa,n2o1"}, {"samples": 400}
 
 
@@ -100,13 +101,15 @@ class Options(TuningOptions):
         for row, run in runs.items():
             if row not in (*self.rows, *PART_2) or not (run / adapter.CONFIG_FILE).is_file():
                 raise UserError(
-                    f"--from {shown(f'{row}={run}')}: expected ROW=RUN, a run with an adapter, for a row"
+                    f"--from {shown(f'{row}={run}')}: expected ROW=RUN, a run with an adapter, for "
+                    "a row"
                 )
         return runs
 
 
 def read_models(argv: Sequence[str]) -> dict[str, Options]:
-    """The flags, and the settings of each model on all pictures; flags override recipes. Raises UserError."""
+    """The flags, and the settings of each model on all pictures; flags override recipes. Raises
+    UserError."""
     given = read_given(Options, argv, "train.reproduce paligemma", __doc__, QUICK, ("fraction",))
     models = {
         name: from_values(Options, MINIATURE | RECIPES[name] | {"fraction": 1.0} | given)
@@ -134,7 +137,8 @@ def on_share(settings: Options) -> Options:
 def make(
     models: Mapping[str, Options], tasks: Tasks, job: Job, folder: Path, *part_1: Path
 ) -> dict:
-    """Train the adapter of a cell in its folder, and ask it. part_1: the cells of which Part 2 trains the best."""
+    """Train the adapter of a cell in its folder, and ask it. part_1: the cells of which Part 2
+    trains the best."""
     base, name = models["paper-1"], job.row
     run = base.finished.get(name)
     if name == "baseline" or run:

@@ -43,9 +43,9 @@ TASKS = ("vqa", "locate", "count", "exist")  # of the embedded scenes
 
 
 class Row(NamedTuple):
-    """A row of the paper's `table`, beside another one. options: of the projector; queries may be "all" (one a feature)
-    or "half" (of the default). trained: starts from the connector of row `connector`. order: the row `beside` is not
-    trained again, but scans in this direction alone."""
+    """A row of the paper's `table`, beside another one. options: of the projector; queries may be
+    "all" (one a feature) or "half" (of the default). trained: starts from the connector of row
+    `connector`. order: the row `beside` is not trained again, but scans in this direction alone."""
 
     table: int
     beside: str
@@ -94,7 +94,8 @@ class Options(StagedOptions):
 
 
 def needs(job: Job) -> list[Job]:
-    """The cell with the connector that a row starts from, or with the model that it asks in one direction."""
+    """The cell with the connector that a row starts from, or with the model that it asks in one
+    direction."""
     row = ROWS[job.row]
     if row.order:
         return [replace(job, row=row.beside, changes=ROWS[row.beside])]
@@ -104,7 +105,8 @@ def needs(job: Job) -> list[Job]:
 
 
 def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *needed: Path) -> dict:
-    """Train a row in both stages and leave the model in folder/model, or let a trained one scan in one direction."""
+    """Train a row in both stages and leave the model in folder/model, or let a trained one scan in
+    one direction."""
     row = ROWS[job.row]
     if needed and not (needed[0] / "model").exists():
         raise Diverged("the row that it starts from diverged")
@@ -134,7 +136,8 @@ def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *neede
 
 
 def open_row(settings: Settings, row: Row, seed: int, *donor: Path) -> PaliGemma:
-    """The model of stage 1: a fresh projector, whose shared parts are those of the other rows of the seed."""
+    """The model of stage 1: a fresh projector, whose shared parts are those of the other rows of
+    the seed."""
     options = settings.options | dict(row.options)
     options["connector_from"] = str(donor[0] / "model") if row.trained and donor else ""
     if options.get("queries") in ("all", "half"):
@@ -148,7 +151,8 @@ def open_row(settings: Settings, row: Row, seed: int, *donor: Path) -> PaliGemma
 
 
 def scene_task(name: str, split: str, limit: int) -> Task:
-    """One task of the embedded scenes. Guessing: the likeliest answer of training to the same words."""
+    """One task of the embedded scenes. Guessing: the likeliest answer of training to the same
+    words."""
     samples = [scenes.sample(name, split, number) for number in range(limit)]
     asks = [
         Question(n, str(s.image_id), s.scene.render, s.prefix, truth=s.suffix)

@@ -1,4 +1,5 @@
-"""The report of any study: comparison.md, comparison.json, and comparison.csv, from which both can be made again.
+"""The report of any study: comparison.md, comparison.json, and comparison.csv, from which both can
+be made again.
 
 Cells that diverged are in no line of the CSV.
 """
@@ -17,11 +18,14 @@ from train.studies.engine import Run
 from train.studies.rules import FEWEST_SEEDS, TUNING_SEEDS, share_of_range
 
 ABOUT = (
-    "Scores in % where no other unit is named, differences in points, paired by seed and example, with 95 % intervals "
-    "of Student's t over seeds and groups of examples. Verdicts are Holm's over a table, the main difference by "
+    "Scores in % where no other unit is named, differences in points, paired by seed and example, "
+    "with 95 % intervals "
+    "of Student's t over seeds and groups of examples. Verdicts are Holm's over a table, the main "
+    "difference by "
     "itself. Out of range: on the validation split the controls guess or are perfect."
 )
-# A line of the CSV is a cell on one measure, or one difficulty of it: `right` is the sum of the scores of `n` examples.
+# A line of the CSV is a cell on one measure, or one difficulty of it: `right` is the sum of the
+# scores of `n` examples.
 COLUMNS = (
     "study row seed rate split measure rung n right cpu_seconds commit processor torch".split()
 )
@@ -116,7 +120,8 @@ def rung_table(run: Run, name: str) -> list[str]:
 
 
 def range_table(run: Run) -> list[str]:
-    """How far the controls of the first table are from guessing and from 100 % on the validation split."""
+    """How far the controls of the first table are from guessing and from 100 % on the validation
+    split."""
     beside, body = next(iter(run.study.beside.values()), {}), []
     controls = list(dict.fromkeys(row for rows in beside.values() for row in rows))
     usable, validation = (

@@ -1,8 +1,9 @@
 """The rules of every study: which measures count, and the verdicts.
 
-A measure counts where its control is from 15 to 95 % of the way from guessing to 100 %, on the validation split. A row
-is better, worse, equivalent within a margin, or undecided; p-values are Holm's over a table. The number of seeds is
-fixed before a study runs: seeds that are added until a difference is known would bias it.
+A measure counts where its control is from 15 to 95 % of the way from guessing to 100 %, on the
+validation split. A row is better, worse, equivalent within a margin, or undecided; p-values are
+Holm's over a table. The number of seeds is fixed before a study runs: seeds that are added until a
+difference is known would bias it.
 """
 
 import math
@@ -25,10 +26,10 @@ TIE = 1 / 6  # of the margin: rates whose scores differ by less are equally good
 class Measure:
     """Examples of the test split that each cell is scored on.
 
-    groups: the picture or document of each example. chance: the score of guessing in percent, None if unknown.
-    is_share: scores are from 0 to 1, shown in percent; others are in the unit that the title names, as is the margin,
-    the smallest difference of interest. rungs: the difficulty of each example, if they differ. failed: the score of
-    a cell that diverged.
+    groups: the picture or document of each example. chance: the score of guessing in percent, None
+    if unknown. is_share: scores are from 0 to 1, shown in percent; others are in the unit that the
+    title names, as is the margin, the smallest difference of interest. rungs: the difficulty of
+    each example, if they differ. failed: the score of a cell that diverged.
     """
 
     title: str
@@ -56,12 +57,14 @@ def share_of_range(score: float, chance: float | None) -> float:
 
 
 def is_inside(score: float, chance: float | None) -> bool:
-    """Whether a measure with this score of the control can show a difference in either direction; both in percent."""
+    """Whether a measure with this score of the control can show a difference in either direction;
+    both in percent."""
     return INSIDE[0] <= share_of_range(score, chance) <= INSIDE[1]
 
 
 def exact_interval(hits: int, trials: int) -> tuple[float, float]:
-    """The 95 % interval of a share, of few or of runs that differ by all or nothing (Clopper and Pearson 1934)."""
+    """The 95 % interval of a share, of few or of runs that differ by all or nothing (Clopper and
+    Pearson 1934)."""
     shares = np.linspace(0, 1, 100_001)
     chances = [
         math.comb(trials, n) * shares**n * (1 - shares) ** (trials - n) for n in range(trials + 1)
@@ -79,9 +82,11 @@ def judge(
     inside: Collection[tuple[str, str]],
     columns: Mapping[str, Measure],
 ) -> dict[tuple[str, str], dict]:
-    """{"p", "visible", "verdict"} of each difference by (row, column); p-values are Holm's over those `inside`.
+    """{"p", "visible", "verdict"} of each difference by (row, column); p-values are Holm's over
+    those `inside`.
 
-    A difference within its margin is "equivalent" also where it is not 0. visible: what 80 % of studies would find.
+    A difference within its margin is "equivalent" also where it is not 0. visible: what 80 % of
+    studies would find.
     """
     usable = {place: difference for place, difference in differences.items() if place in inside}
     unequal = dict(zip(usable, holm([gap.p for gap in usable.values()]), strict=True))

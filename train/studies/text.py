@@ -61,7 +61,8 @@ SHARES = {
     "attention": ("on the answer", "0.05", "0.32"),
     "attention-noise": ("on noise", "0.51", "0.02"),
 }
-TIMES = 1.4  # seconds of a step of differential attention beside plain attention's, on a CPU, measured once
+# seconds of a step of differential attention beside plain attention's, on a CPU, measured once
+TIMES = 1.4
 TITLES = {
     "recall": "one of {} records",
     "needle": "one of {} needles in a text",
@@ -82,7 +83,8 @@ class Options(engine.StudyOptions, TextSettings):
 
 
 def make(options: Options, job: Job, folder: Path) -> dict:
-    """Train the model of a cell in its folder, a run folder that `eval.text` reads, and measure it."""
+    """Train the model of a cell in its folder, a run folder that `eval.text` reads, and measure
+    it."""
     settings = replace(options, **dict(job.changes), lr=job.rate, seed=job.seed)
     corpus, world = kept_corpus(Path(settings.corpus)), World(0, 1, choose_device(settings.device))
     model, progress = learn(settings, corpus, folder, world)
@@ -124,7 +126,8 @@ def hardest(panel: measures.Scores) -> list[float]:
 
 
 def window_losses(panel: measures.Scores) -> list[float]:
-    """The loss of each window of text in nats a token; the panel has a mean for each bin of positions."""
+    """The loss of each window of text in nats a token; the panel has a mean for each bin of
+    positions."""
     bins = measures.context_bins(max(panel.labels))
     widths = [(last - first) / bins[-1][1] for first, last in bins]
     return (np.reshape(panel.values, (-1, len(bins))) @ widths).tolist()
@@ -189,7 +192,8 @@ def blocks(options: Options, run: engine.Run) -> list:
     rows = {f"{kind}, {first}": run.rates[f"{kind}, {first}"] for kind in KINDS}
     folders = [str(run.file(job).parent) for job in run.used if rows.get(job.row) == job.rate]
     return [
-        f"λ of {first} by layer, mean over seeds: {', '.join(f'{weight:.2f}' for weight in weights)}.",
+        f"λ of {first} by layer, mean over seeds: "
+        f"{', '.join(f'{weight:.2f}' for weight in weights)}.",
         "## Published (Ye et al. 2024, 3B) and here",
         markdown_table(["share of", *KINDS, *(f"{kind}, here" for kind in KINDS)], shares),
         f"By depth, number and length of context: `python -m eval.text all {' '.join(folders)}`",

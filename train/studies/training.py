@@ -48,8 +48,8 @@ def read_given(
     quick: Mapping,
     decided: Collection[str] = (),
 ) -> dict:
-    """The flags on the command line, and with --quick the values of `quick` where they have none. Raises UserError for
-    a setting that the study decides: one of DECIDED or `decided`."""
+    """The flags on the command line, and with --quick the values of `quick` where they have none.
+    Raises UserError for a setting that the study decides: one of DECIDED or `decided`."""
     given = given_flags([kind], program, doc, argv, allow_abbrev=False)
     if refused := given.keys() & {*DECIDED, *decided}:
         raise UserError(f"{flag_name(min(refused))}: the study decides that itself: leave it out")
@@ -80,8 +80,9 @@ def fine_tune(settings: Settings, tasks: Tasks, folder: Path) -> dict:
 def ask(
     model: PaliGemma, processor: Processor, settings: Settings, tasks: Tasks, folder: Path
 ) -> dict[str, dict]:
-    """The score of each example, by split and task. On disk, where it may take hours, with a progress bar and a log.
-    Raises UserError for a question that cannot be asked, such as one whose picture cannot be read."""
+    """The score of each example, by split and task. On disk, where it may take hours, with a
+    progress bar and a log. Raises UserError for a question that cannot be asked, such as one whose
+    picture cannot be read."""
     scores: dict[str, dict] = {split: {} for split in tasks}
     for split, of_split in tasks.items():
         for name, task in of_split.items():
@@ -96,7 +97,8 @@ def ask(
 
 
 def key_of(stages: Sequence[Settings], start: PaliGemma, tasks: Tasks) -> str:
-    """What decides all cells beside their source: settings, data, questions, and the weights of the start."""
+    """What decides all cells beside their source: settings, data, questions, and the weights of the
+    start."""
     data = [data_fingerprints(training_records(settings)) for settings in stages]
     asks = [
         (split, name, ask)
@@ -137,7 +139,8 @@ def read_stages(
 def learn(
     model, processor, records: Sequence[Record], settings: Settings, factors: Mapping, folder: Path
 ) -> float:
-    """Train a stage in place, from the newest checkpoint in folder/stages if there is one. Returns seconds.
+    """Train a stage in place, from the newest checkpoint in folder/stages if there is one. Returns
+    seconds.
 
     factors: by pattern of parameter names, of the rate in `settings`.
     """

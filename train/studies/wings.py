@@ -55,7 +55,8 @@ LEARNERS, DECODER = (
     r".*\.(visual|textual|router)\..*",
     r"language_model\.(?!.*\.(visual|textual|router)\.).*",
 )
-# What stage 2 trains, and the factors of its rate. 5 is the paper's. LoRA has the size of learners and routers.
+# What stage 2 trains, and the factors of its rate. 5 is the paper's. LoRA has the size of learners
+# and routers.
 ROWS = {
     "full": {PROJECTOR: 5.0, DECODER: 1.0},
     "visual": {PROJECTOR: 5.0, DECODER: 1.0, VISUAL: 1.0},
@@ -128,7 +129,8 @@ def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *befor
 
 
 def open_first(settings: Settings, before: Path) -> tuple[Wings, Processor]:
-    """The model of stage 1. The decoder of the miniature is trained in the folder `before`, unless it is there."""
+    """The model of stage 1. The decoder of the miniature is trained in the folder `before`, unless
+    it is there."""
     if settings.base == TEXT_BASE and "language_model" not in settings.options:
         make_text_base(settings.seed, before / "model")
         settings = replace(settings, base=str(before / "model"))
@@ -159,7 +161,8 @@ def pictures_to_learn(settings: Settings) -> Sequence[Record]:
 
 
 def scene(split: str, number: int, place: float = 0.5, seed: int = 0) -> Record:
-    """All squares of an embedded scene. place: of the picture, as a share of the question's words."""
+    """All squares of an embedded scene. place: of the picture, as a share of the question's
+    words."""
     sample = scenes.sample("scan", split, number, seed)
     turn = put_slot(QUESTION, place), sample.suffix
     return Record(f"scan/{number}", f"scan/{number}", (sample.scene.render,), (turn,))
@@ -175,7 +178,8 @@ def looked_at(settings: Settings) -> list[Record]:
 
 
 def tasks_of(settings: Settings, split: str, limit: int) -> dict[str, Task]:
-    """Text, and held-out questions about pictures; of scenes the share of the objects that the answer names."""
+    """Text, and held-out questions about pictures; of scenes the share of the objects that the
+    answer names."""
     kinds, asks = [TASKS[n % len(TASKS)] for n in range(limit)], []
     for n, kind in enumerate(kinds):
         prompt, answer = sentence(kind, split, n // len(TASKS))
@@ -191,7 +195,8 @@ def tasks_of(settings: Settings, split: str, limit: int) -> dict[str, Task]:
 
 
 def share_named(squares: str, answer: str) -> float:
-    """The share of the objects in `squares` that `answer` has in the same place; empty squares do not count."""
+    """The share of the objects in `squares` that `answer` has in the same place; empty squares do
+    not count."""
     words = answer.split()
     right = [
         words[n : n + 1] == [name] for n, name in enumerate(squares.split()) if name != scenes.NONE

@@ -1,8 +1,9 @@
-"""What a run trains, a base with its graft and adapter, or the model of a stage: opened, trained, written, reopened.
+"""What a run trains, a base with its graft and adapter, or the model of a stage: opened, trained,
+written, reopened.
 
-In: the settings of a run. Out: the model, the optimizer over the parameters that are trained, the processor; and the
-supervised training on pictures and text, see `train/loop.py`. A new system with stages is one file beside this one, its
-`STAGES` in `train/settings.py`, and a line of `system_of`.
+In: the settings of a run. Out: the model, the optimizer over the parameters that are trained, the
+processor; and the supervised training on pictures and text, see `train/loop.py`. A new system with
+stages is one file beside this one, its `STAGES` in `train/settings.py`, and a line of `system_of`.
 """
 
 import re
@@ -30,8 +31,9 @@ from weights.load import load_model
 
 
 def system_of(arch: str):
-    """The module of a system with stages: `open_stage(settings, dtype, device)` makes the model of a stage, the first
-    from a plain base, a later one from that of the stage before; `tokenizer_source(settings)` has its tokenizer."""
+    """The module of a system with stages: `open_stage(settings, dtype, device)` makes the model of
+    a stage, the first from a plain base, a later one from that of the stage before;
+    `tokenizer_source(settings)` has its tokenizer."""
     if arch == "wings":
         from train.systems import wings as system
     else:
@@ -40,8 +42,9 @@ def system_of(arch: str):
 
 
 def weights_dtype(settings: Settings, device: torch.device) -> torch.dtype:
-    """The dtype of the weights; "auto" is fp32 where whole weights are trained: half of the distance between
-    neighbouring bf16 numbers is 2⁻⁹ of a weight, and an update of 1e-5 of it would round to nothing."""
+    """The dtype of the weights; "auto" is fp32 where whole weights are trained: half of the
+    distance between neighbouring bf16 numbers is 2⁻⁹ of a weight, and an update of 1e-5 of it would
+    round to nothing."""
     return choose_dtype(
         "fp32" if settings.writes_model and settings.dtype == "auto" else settings.dtype, device
     )
@@ -78,8 +81,8 @@ def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
 def open_model(
     settings: Settings, device: torch.device, start: PaliGemma | None = None
 ) -> tuple[PaliGemma, Optimizer]:
-    """The base, grafted and adapted, or the model of a stage, with an optimizer over the parameters that are trained.
-    start: of `load_start`, changed in place; None loads it."""
+    """The base, grafted and adapted, or the model of a stage, with an optimizer over the parameters
+    that are trained. start: of `load_start`, changed in place; None loads it."""
     model = load_start(settings, device) if start is None else start
     if settings.is_grafted:
         options = default_options(settings.attention, settings.r, settings.alpha, settings.dropout)
@@ -131,7 +134,8 @@ def make_optimizer(model: PaliGemma, rules: Sequence[Rule], settings: Settings) 
 
 
 def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, list[Path]]:
-    """The processor of `model`, and the files that belong beside its weights, such as the tokenizer's."""
+    """The processor of `model`, and the files that belong beside its weights, such as the
+    tokenizer's."""
     if settings.stage is not None:
         tokenizer = find_tokenizer(system_of(settings.arch).tokenizer_source(settings))
         return Processor(model.config, load_tokenizer(tokenizer), max_length=settings.max_length), [
@@ -185,7 +189,8 @@ def inputs(micro: MicroBatch) -> dict[str, torch.Tensor]:
 def write_trained(
     model: PaliGemma, folder: Path, settings: Settings, world: World, files: Sequence[Path]
 ) -> None:
-    """Write the adapter, or the whole model with the `files` that belong beside it. Every process must call it."""
+    """Write the adapter, or the whole model with the `files` that belong beside it. Every process
+    must call it."""
     if settings.writes_model:
         from weights.export import export_model
 

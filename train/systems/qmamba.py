@@ -1,10 +1,12 @@
-"""Q-Mamba as it is trained: a vision tower, a fresh projector, and a language model; then what stage 1 made of them.
+"""Q-Mamba as it is trained: a vision tower, a fresh projector, and a language model; then what
+stage 1 made of them.
 
 In: the settings of a run with `--arch qmamba`; `--option NAME=VALUE` sets a field of `Parts` or of
 `model.qmamba.ProjectorConfig`. Out: the model of a stage.
 
-    python -m train.finetune --arch qmamba --stage 1 --base google/siglip-so400m-patch14-384 --data jsonl:FILE \\
-        --option language_model=state-spaces/mamba-2.8b-hf --option blocks_from=state-spaces/mamba-130m-hf
+    python -m train.finetune --arch qmamba --stage 1 --base google/siglip-so400m-patch14-384 --data
+        jsonl:FILE \\ --option language_model=state-spaces/mamba-2.8b-hf --option
+        blocks_from=state-spaces/mamba-130m-hf
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -28,8 +30,9 @@ CONNECTOR = ("vision_proj", "vision_norm", "connector")
 class Parts:
     """The sources of the parts: folders or hub ids.
 
-    blocks_from: a Mamba whose layers are copied into the projector's blocks. connector_from: a trained Q-Mamba whose
-    connector and vision projection are copied. feature_layer: of the vision tower, see `VisionConfig`.
+    blocks_from: a Mamba whose layers are copied into the projector's blocks. connector_from: a
+    trained Q-Mamba whose connector and vision projection are copied. feature_layer: of the vision
+    tower, see `VisionConfig`.
     """
 
     language_model: str = EMBEDDED
@@ -39,7 +42,8 @@ class Parts:
 
 
 def read_options(settings: Settings) -> tuple[Parts, ProjectorConfig]:
-    """The parts and the projector that `--option` describes. Raises UserError for an unknown name or a wrong type."""
+    """The parts and the projector that `--option` describes. Raises UserError for an unknown name
+    or a wrong type."""
     parts, projector = Parts(), TINY if settings.base == EMBEDDED else ProjectorConfig()
     given = settings.options_of(asdict(parts) | asdict(projector))
     parts = replace(parts, **{name: given.pop(name) for name in asdict(parts) if name in given})
@@ -58,7 +62,8 @@ def tokenizer_source(settings: Settings) -> str:
 
 
 def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> QMamba:
-    """Stage 1: a fresh projector between the vision tower of a base and a language model. Stage 2: the base itself.
+    """Stage 1: a fresh projector between the vision tower of a base and a language model. Stage 2:
+    the base itself.
 
     Raises UserError for parts that do not fit together.
     """

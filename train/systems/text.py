@@ -82,7 +82,8 @@ class TextSettings(LoopSettings):
 
 @dataclass(frozen=True)
 class TextBatch(Movable):
-    """Packed rows: input_ids, documents and targets (B, S). A document's last token is a target only."""
+    """Packed rows: input_ids, documents and targets (B, S). A document's last token is a target
+    only."""
 
     input_ids: torch.Tensor
     documents: torch.Tensor
@@ -93,10 +94,12 @@ class TextBatch(Movable):
 
 
 def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -> list[list[int]]:
-    """The documents of one row, `length` inputs and as many targets: a pure function of the seed and the row's number.
+    """The documents of one row, `length` inputs and as many targets: a pure function of the seed
+    and the row's number.
 
-    All come from the split of `tasks`. Task documents are drawn first; then a piece of text, from a random place to the
-    end of its file, fills the row, and more pieces follow if it is too short. No row is padded, and only text is cut.
+    All come from the split of `tasks`. Task documents are drawn first; then a piece of text, from a
+    random place to the end of its file, fills the row, and more pieces follow if it is too short.
+    No row is padded, and only text is cut.
     """
     dice = random.Random(f"{tasks.split}/{settings.seed}/{index}")
     ids, starts = corpus.ids[tasks.split], corpus.starts[tasks.split]
@@ -129,8 +132,9 @@ def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -
 
 
 class TextOrder:
-    """The rows of every step: step s takes rows s·R … s·R + R − 1, in equal shares of all processes, so a run can start
-    at any step, on any number of processes that divides R. `order[numbers]` is the batch of these rows."""
+    """The rows of every step: step s takes rows s·R … s·R + R − 1, in equal shares of all
+    processes, so a run can start at any step, on any number of processes that divides R.
+    `order[numbers]` is the batch of these rows."""
 
     def __init__(
         self,
@@ -169,7 +173,8 @@ class TextOrder:
             yield list(islice(batches, len(micros)))
 
     def __getitem__(self, numbers: range) -> TextBatch:
-        """Rows of packed documents: each token's target is the next of its document, unless it is unforeseen."""
+        """Rows of packed documents: each token's target is the next of its document, unless it is
+        unforeseen."""
         rows = [draw_row(self.corpus, self.tasks, self.settings, number) for number in numbers]
         ids = torch.tensor([[*chain(*(document[:-1] for document in row))] for row in rows])
         targets = torch.tensor([[*chain(*(document[1:] for document in row))] for row in rows])
@@ -199,7 +204,8 @@ def learn(
     world: World,
     progress: Progress | None = None,
 ) -> tuple[TextModel, Progress]:
-    """Train from the newest checkpoint in `run`, if there is one; the model and the run's progress."""
+    """Train from the newest checkpoint in `run`, if there is one; the model and the run's
+    progress."""
     kind = settings.attention
     model = new_model(settings.preset, kind == "differential", settings.seed, kind == "wide").to(
         world.device
@@ -249,7 +255,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 settings.steps * settings.rows * settings.length,
             )
             print(
-                f"{size:,} parameters, {settings.attention} attention, {tokens:,} tokens in {progress.seconds:.0f} s"
+                f"{size:,} parameters, {settings.attention} attention, {tokens:,} tokens in "
+                f"{progress.seconds:.0f} s"
             )
             print(f"{run}: model/, metrics.jsonl, loss.png; next: python -m eval.text all {run}")
 

@@ -1,12 +1,14 @@
 """WINGS as it is trained: a base with visual learners, then with textual learners and routers.
 
-In: the settings of a run with `--arch wings`; in stage 1 `--option NAME=VALUE` sets a field of `Parts`. Out: the model
-of a stage, see `model/wings.py`. The base is a PaliGemma or, with a language model, the vision tower beside it:
+In: the settings of a run with `--arch wings`; in stage 1 `--option NAME=VALUE` sets a field of
+`Parts`. Out: the model of a stage, see `model/wings.py`. The base is a PaliGemma or, with a
+language model, the vision tower beside it:
 
-    python -m train.finetune --arch wings --stage 1 --base google/siglip-so400m-patch14-384 --data jsonl:FILE \\
-        --option language_model=Qwen/Qwen1.5-7B
+    python -m train.finetune --arch wings --stage 1 --base google/siglip-so400m-patch14-384 --data
+        jsonl:FILE \\ --option language_model=Qwen/Qwen1.5-7B
 
-On the embedded scenes it is `embedded-text`, whose decoder knows text alone: `python -m train.embedded.text` makes it.
+On the embedded scenes it is `embedded-text`, whose decoder knows text alone: `python -m
+train.embedded.text` makes it.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -32,9 +34,10 @@ TEXT_BASE, TEXT_FOLDER = (
 class Parts:
     """What stage 1 is made of.
 
-    language_model: a folder or hub id; "" is the base's own decoder. feature_layer: of the vision tower beside it, see
-    `VisionConfig`. chat: train and ask in turns of a conversation, if the model's configuration ends answers by the
-    mark of a turn's end; else, and for other models, in plain text.
+    language_model: a folder or hub id; "" is the base's own decoder. feature_layer: of the vision
+    tower beside it, see `VisionConfig`. chat: train and ask in turns of a conversation, if the
+    model's configuration ends answers by the mark of a turn's end; else, and for other models, in
+    plain text.
     """
 
     language_model: str = ""
@@ -55,7 +58,8 @@ def tokenizer_source(settings: Settings) -> str:
 
 
 def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> Wings:
-    """Stage 1: a base with visual learners. Stage 2: the model of stage 1 with textual learners and routers.
+    """Stage 1: a base with visual learners. Stage 2: the model of stage 1 with textual learners and
+    routers.
 
     Raises UserError for another base than the stage starts from.
     """
@@ -71,7 +75,8 @@ def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
         config = LanguageWingsConfig(
             vision=replace(tower.config, feature_layer=parts.feature_layer),
             text=text.config.text,
-            image_token_id=text.config.text.vocab_size,  # no text has it: it is no row of the embedding
+            # no text has it: it is no row of the embedding
+            image_token_id=text.config.text.vocab_size,
             pad_token_id=text.config.pad_token_id or 0,
             eos_token_id=(turn_ends or ends)[0],
             bos_token_id=text.config.bos_token_id,
@@ -82,7 +87,8 @@ def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
         return join(config, tower, text, settings.seed)
     if is_text_base and not TEXT_FOLDER.is_dir():
         raise UserError(
-            f"--base {TEXT_BASE}: {TEXT_FOLDER} is not there: make it with python -m train.embedded.text"
+            f"--base {TEXT_BASE}: {TEXT_FOLDER} is not there: make it with python -m "
+            "train.embedded.text"
         )
     base = load_model(TEXT_FOLDER if is_text_base else settings.base, dtype=dtype, device=device)
     if settings.stage == 1:
