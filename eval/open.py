@@ -149,7 +149,7 @@ def stored_prompt(subject: Subject, default: str = PROMPT) -> str:
     for path in (folder / "config.json", folder / "adapter_config.json") if folder else ():
         stored = read_json(path) if path.is_file() else {}
         sources = stored.get("data", ["vqav2:"])
-        if not any(source.startswith(("vqav2:", "shards:")) for source in sources):
+        if not any(source.startswith("vqav2:") for source in sources):
             return PROMPT if any(source.startswith(EMBEDDED) for source in sources) else default
         if "prompt" in stored:
             return check_prompt(str(stored["prompt"]))

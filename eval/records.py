@@ -3,8 +3,7 @@ them.
 
 In: the embedded scenes, VQAv2's files, or your own: examples and conversations as JSON, CSV or from
 Python, and COCO's boxes. Out: a list of `Record`. Pictures in files are not opened here. An entry
-that cannot be used becomes a record that says why when it is opened. Tar shards of records are read
-by `train/data/shards.py`.
+that cannot be used becomes a record that says why when it is opened.
 """
 
 import itertools
@@ -132,17 +131,13 @@ def read_data(source: str, images: str | Path | None = None, prompt: str = PROMP
     kind, path = source_parts(source)
     if kind == "vqav2":
         return vqav2_records(path, images, prompt)
-    if kind == "shards":
-        raise UserError(
-            f"{source}: tar shards can be trained on, not asked: give what they were made of"
-        )
     return read_coco(path, images) if kind == "coco" else read_examples(path, images, kind)
 
 
 def source_parts(source: str) -> tuple[str, Path]:
     """The kind of a source and its path. Raises UserError."""
     kind, _, path = source.partition(":")
-    if source != "embedded" and not (kind in ("vqav2", "jsonl", "csv", "coco", "shards") and path):
+    if source != "embedded" and not (kind in ("vqav2", "jsonl", "csv", "coco") and path):
         raise UserError(f"{quoted(source)} does not say what kind of data it is: give {SOURCES}")
     return kind, Path(path)
 

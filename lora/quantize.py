@@ -10,9 +10,8 @@ only; larger ones put the weights back a block at a time. On a GPU all of them d
 layer.
 """
 
-import contextlib
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -24,15 +23,7 @@ from torch.autograd.function import once_differentiable
 from model import cpu
 from model.common import UserError, quoted
 from model.gemma import Adaptable, Gemma
-from model.linear import (
-    BLOCK_ROWS,
-    Embedding,
-    Linear,
-    block_rows,
-    by_blocks,
-    fp32_is_faster,
-    linear,
-)
+from model.linear import Embedding, Linear, block_rows, by_blocks, fp32_is_faster, linear
 from weights.fingerprint import sample
 
 GROUP, NESTED_BLOCK = 64, 256  # weights with one scale, scales with one scale of their own
@@ -189,99 +180,8 @@ class Int8Embedding(Int8Linear):
         return Embedding.from_pretrained(super().put_back().weight)
 
 
-class Int4Linear(QuantizedLinear):
-    """W = scale · (code − 8) + zero: 4 bits of code, and bf16 scale and zero for each 64 weights of
-    a row: 4.5 bits.
-
-    The 16 codes reach from the smallest to the largest weight of a group. `weight` has the layout
-    that PyTorch's product reads on this processor, see `int4_layout`; rows and columns are filled
-    up to multiples of 64.
-    """
-
-    kind = "int4"
-
-    @staticmethod
-    def encode(rows):
-        missing = -rows.shape[1] % GROUP, -len(rows) % BLOCK_ROWS
-        groups = F.pad(rows.float(), (0, missing[0], 0, missing[1])).unflatten(1, (-1, GROUP))
-        low, high = groups.aminmax(dim=2, keepdim=True)
-        scale = ((high - low) / 15).bfloat16().float()
-        zero = (low + 8 * scale).bfloat16().float()
-        codes = (
-            (groups - zero).div_(torch.where(scale > 0, scale, 1.0)).round_().add_(8).clamp_(0, 15)
-        )
-        scales = torch.cat((scale, zero), dim=2).bfloat16()  # (rows, groups, 2)
-        return _two_in_a_byte(
-            codes.to(torch.uint8).flatten(1), *(int4_layout() or INT4_LAYOUTS[0])
-        ), scales
-
-    @staticmethod
-    def scales_of(scale):
-        return {"scales": scale.transpose(0, 1).contiguous()}  # (groups, rows, 2)
-
-    @staticmethod
-    def unpack(stored, shape, dtype, start, end):
-        weight, scales = stored
-        block, apart = int4_layout() or INT4_LAYOUTS[0]
-        rows, columns = -(-(end - start) // BLOCK_ROWS) * BLOCK_ROWS, 2 * weight.shape[1]
-        packed = (
-            weight[start : start + rows]
-            .view(-1, columns, block // (2 * apart), apart)
-            .transpose(0, 1)
-        )
-        codes = torch.empty(
-            columns,
-            rows // block,
-            block // (2 * apart),
-            2,
-            apart,
-            dtype=dtype,
-            device=weight.device,
-        )
-        codes[:, :, :, 0], codes[:, :, :, 1] = packed & 15, packed >> 4
-        scale, zero = scales[:, None, start : start + rows].float().unbind(-1)  # (groups, 1, rows)
-        lowest, scale = (zero - 8 * scale).to(dtype), scale.to(dtype)
-        whole = torch.addcmul(lowest, codes.view(-1, GROUP, rows), scale)  # (groups, 64, rows)
-        return whole.view(columns, rows)[: shape[1], : end - start].T
-
-    def multiply_few(self, x):
-        if _int4_product is None or int4_layout() is None:
-            return None
-        y = _int4_product(F.pad(x, (0, -self.in_features % GROUP)), self.weight, GROUP, self.scales)
-        return y[:, : self.out_features]
-
-
 # PyTorch's products of few rows with few bits: private operators, also emitted by its compiler
 _int8_product: Any = getattr(torch, "_weight_int8pack_mm", None)
-_int4_product: Any = getattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu", None)
-_int4_pack: Any = getattr(torch.ops.aten, "_convert_weight_to_int4pack_for_cpu", None)
-# (rows in a block, how far apart are the two rows of a byte), for AVX-512, AVX2, neither, ARM
-INT4_LAYOUTS = ((64, 32), (32, 16), (32, 1), (16, 1))
-
-
-@cache
-def int4_layout() -> tuple[int, int] | None:
-    """The one of INT4_LAYOUTS that PyTorch's product reads on this processor; None if there is no
-    such product."""
-    codes = (
-        torch.arange(BLOCK_ROWS * GROUP)
-        .mul(7919)
-        .remainder(1009)
-        .remainder(16)
-        .view(BLOCK_ROWS, GROUP)
-    )
-    with contextlib.suppress(RuntimeError, TypeError):
-        for layout in INT4_LAYOUTS:
-            if torch.equal(_two_in_a_byte(codes.byte(), *layout), _int4_pack(codes.int(), 1)):
-                return layout
-    return None
-
-
-def _two_in_a_byte(codes: torch.Tensor, block: int, apart: int) -> torch.Tensor:
-    """Codes (R, K) as bytes (R, K / 2): in a block and column, two rows share a byte, the lower one
-    in its low half."""
-    low, high = codes.view(-1, block // (2 * apart), 2, apart, codes.shape[1]).unbind(2)
-    return (low | high << 4).flatten(1, 2).transpose(1, 2).reshape(len(codes), -1)
 
 
 class Nf4Linear(QuantizedLinear):
@@ -360,13 +260,9 @@ def _nearest(values: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
     return numbers
 
 
-KINDS: dict[str, type[QuantizedLinear]] = {
-    layer.kind: layer for layer in (Int8Linear, Int4Linear, Nf4Linear)
-}
-BF16_KINDS = (
-    "int8",
-    "int4",
-)  # which PyTorch multiplies on a CPU in bf16; their embedding and head may be in 8 bits
+KINDS: dict[str, type[QuantizedLinear]] = {layer.kind: layer for layer in (Int8Linear, Nf4Linear)}
+# PyTorch multiplies it on a CPU in bf16; embedding and head may be in 8 bits, too
+BF16_KINDS = ("int8",)
 MIN_OUTPUTS = 16  # a layer with fewer is a gate: it stays as it is
 
 

@@ -99,14 +99,11 @@ def attention_mask(
 def keep_positions(
     x: torch.Tensor, positions: int | torch.Tensor | None, dim: int = 1
 ) -> torch.Tensor:
-    """The `positions_to_keep` of `PaliGemma.forward` along `dim` of x (B, …, S, …); a boolean mask
-    requires dim 1."""
+    """The `positions_to_keep` of `PaliGemma.forward` along `dim` of x (B, …, S, …)."""
     if positions is None:
         return x
     if isinstance(positions, int):
         return x.narrow(dim, x.shape[dim] - positions, positions)
-    if positions.dtype == torch.bool:
-        return x[positions]
     positions = positions.expand(len(x), -1)  # (B, T)
     index = positions.view(len(x), *[1] * (dim - 1), -1, *[1] * (x.dim() - dim - 1))
     return x.gather(dim, index.expand(*x.shape[:dim], -1, *x.shape[dim + 1 :]))
@@ -149,7 +146,7 @@ class Attention(nn.Module):
     output projection.
 
     `scale` is 1/√D unless given. `softcap` c bounds the logits to c·tanh(x/c) before the mask
-    (Gemma 2). `backend` is "sdpa" or "eager". A `tap` is a function that receives the weights (B,
+    (Gemma 2). A `tap` is a function that receives the weights (B,
     N, Sq, Sk); with a tap or a softcap the eager path is always taken.
     A variant overrides `project` (how q, k and v are made) and `mix` (how they are combined), and
     nothing else.
@@ -178,7 +175,6 @@ class Attention(nn.Module):
         )
         self.scale: float = head_dim**-0.5 if scale is None else scale
         self.softcap = softcap
-        self.backend = "sdpa"
         self.tap: Callable[[torch.Tensor], None] | None = None
         self.q_proj = Linear(hidden_size, num_heads * head_dim, bias=bias)
         self.k_proj = Linear(hidden_size, num_key_value_heads * head_dim, bias=bias)
@@ -197,10 +193,10 @@ class Attention(nn.Module):
         return ["q_proj", "k_proj", "v_proj", self.output_name]
 
     def adopt(self, other: "Attention") -> None:
-        """Take over the projections, the backend and the tap of `other`."""
+        """Take over the projections and the tap of `other`."""
         for name in self.projections():
             self.add_module(name, other.get_submodule(name))
-        self.backend, self.tap = other.backend, other.tap
+        self.tap = other.tap
 
     def forward(
         self,
@@ -215,12 +211,9 @@ class Attention(nn.Module):
         q, k, v = self.project(x, rope)
         if cache is not None:
             k, v = cache.extend(k, v)
-        # unneeded queries are dropped before the products, unless a tap needs the weights of all
-        # queries, or a boolean mask keeps a different number in each row
-        early = self.tap is None and not (
-            isinstance(positions, torch.Tensor) and positions.dtype == torch.bool
-        )
-        if early and positions is not None:
+        # queries that nobody needs are dropped before the products; a tap needs the weights of all
+        is_early = self.tap is None
+        if is_early and positions is not None:
             x, q = keep_positions(x, positions), keep_positions(q, positions, dim=2)
             mask = (
                 None
@@ -229,7 +222,7 @@ class Attention(nn.Module):
             )
         heads = self.mix(x, q, k, v, mask)  # (B, N, S, D)
         out = self.get_submodule(self.output_name)(heads.transpose(1, 2).flatten(2))
-        return out if early else keep_positions(out, positions)
+        return out if is_early else keep_positions(out, positions)
 
     def project(
         self, x: torch.Tensor, rope: Rope | None
@@ -250,7 +243,7 @@ class Attention(nn.Module):
         """softmax(qkᵀ·scale)·v for any number of query heads that is a multiple of the key
         heads."""
         scale, groups = self.scale if scale is None else scale, q.shape[1] // k.shape[1]
-        if self.backend == "sdpa" and self.softcap is None and self.tap is None:
+        if self.softcap is None and self.tap is None:
             return fused_attention(
                 q, k, v, mask, scale
             )  # nothing needs the logits or the weights themselves

@@ -69,7 +69,7 @@ class PaliGemma(Adaptable):
         token_type_ids (B, S): 0 for image, prefix and padding, which attend to each other, 1 for
         the causal suffix. attention_mask (B, S): 0 at padding, on either side; None means no
         padding. positions_to_keep: None for all; n for the last n (B, n, V); indices (T,) or (B, T)
-        for (B, T, V); a boolean mask (B, S) for (kept, V). The last MLP and the head, the widest
+        for (B, T, V). The last MLP and the head, the widest
         product of the model, run there alone. image_features (pictures, I, H): from
         `encode_images`, in place of pixel_values. image_index (slots,): the picture of each image
         slot of the batch, so that a picture is encoded once for many questions; None means one

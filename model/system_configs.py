@@ -178,7 +178,6 @@ class WingsConfig(PaliGemmaConfig):
     stage 2 on."""
 
     kind = "wings"
-    fixed = {"router": "octaves", "rotary": True}  # options of earlier commits
     rank: int = 64
     routed: bool = True
 
@@ -212,7 +211,7 @@ class MambaConfig(Config):
     """Sizes of a Mamba 1 language model with a tied head. Defaults: mamba-130m."""
 
     kind = "mamba"
-    fixed = {"hidden_act": "silu", "zero_order_hold": False}
+    fixed = {"hidden_act": "silu"}
     vocab_size: int = 50280  # 50277 tokens of GPT-NeoX, padded to a multiple of 8
     hidden_size: int = 768
     num_hidden_layers: int = 24
@@ -249,11 +248,6 @@ class ProjectorConfig(Config):
     of them.
     """
 
-    fixed = {
-        "zero_order_hold": False,
-        "connector": True,
-        "feed_forward": True,
-    }  # options of earlier commits
     projector: Literal["qmamba", "connector", "linear"] = "qmamba"
     queries: int = 256
     hidden_size: int = 768

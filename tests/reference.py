@@ -95,7 +95,7 @@ def randomize(model) -> None:
 def set_attention_backend(model, backend: str) -> None:
     """Make every attention of `model` use "sdpa" (the fused kernels) or "eager" (the equations)."""
     for module in attention_modules(model).values():
-        module.backend = backend
+        module.tap = None if backend == "sdpa" else lambda weights: None
 
 
 def ours(hf, backend: str = "eager", dtype: torch.dtype = torch.float32) -> PaliGemma:

@@ -13,7 +13,6 @@ import random
 import shutil
 import signal
 import sys
-import tarfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,12 +27,11 @@ from eval.open import last_run
 from eval.question import Question
 from lora import adapter
 from model.common import UserError
-from model.images import load_image, to_pixels
+from model.images import to_pixels
 from model.processor import Processor, load_tokenizer
 from model.source import BUNDLED_FOLDER
 from model.system_configs import LanguageConfig
 from tests.files import write_vqav2
-from train.data import shards
 from train.settings import Settings, parse
 from weights.load import load_mamba, load_model
 
@@ -134,7 +132,6 @@ JSON = {  # a list in .jsonl has a line for each value
     "tokenizer/tokenizer.json": TOKENIZER,
     "language/config.json": LANGUAGE,
     "run/config.json": dataclasses.asdict(Settings()),
-    "shard/0.json": EXAMPLE,
     "vqa/results.json": [{"question_id": 1, "answer": "a"}, {"question_id": 2, "answer": "b"}],
     "examples/data.jsonl": [EXAMPLE, EXAMPLE | {"suffix": "that"}],
     "llava/data.json": [
@@ -191,15 +188,7 @@ def files(tmp_path_factory) -> Path:
         pixels.save(root / name)
     for folder in ("examples", "llava", "coco"):
         shutil.copy(root / "pictures/a.png", root / folder)
-    with tarfile.open(root / "shard/data-000.tar", "w") as tar:
-        tar.add(root / "pictures/a.png", "0.png")
-        tar.add(root / "shard/0.json", "0.json")
     return root
-
-
-def read_shard(path: Path) -> None:
-    for record in shards.Shards(str(path)):
-        load_image(record.pictures[0]())
 
 
 def read_log(path: Path) -> None:
@@ -244,7 +233,6 @@ READERS: dict[str, Callable[[Path], object]] = {  # each opens its file as the c
     ),
     "needle/responses.json": needle.read_responses,
     "log/answers.jsonl": read_log,
-    "shard/data-000.tar": read_shard,
     **dict.fromkeys(PICTURES, lambda path: to_pixels(path, 28)),
 }
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests import house
 
-COMMANDS = ("finetune", "shard", "compare", "reproduce")
+COMMANDS = ("finetune", "compare", "reproduce")
 # from the ground up: what a module may import stands on its own floor or on a lower one
 FLOORS = {
     "model": 0,

@@ -3,8 +3,8 @@ every step.
 
 `checkpoints/step-N/` has `trainable.safetensors`, `optimizer.safetensors` and `state.json`. Where
 FSDP2 has sharded the parameters, a `shard-R-….safetensors` of each process takes the place of the
-first two, so that no process holds a whole tensor. Any number of processes, with or without FSDP2,
-resumes from either kind.
+first two, so that no process holds a whole tensor. The same number of processes, with or without
+FSDP2, resumes from either kind.
 
 A checkpoint is written under another name, flushed to disk and renamed; a crash leaves the previous
 one intact. By the digests in `manifest.json`, what is missing, changed or of another checkpoint is
@@ -71,7 +71,7 @@ class Best:
 class Progress:
     """What a run knows of itself beside its weights; every checkpoint stores it."""
 
-    processes: int = 1  # at the beginning of the run
+    processes: int = 1
     step: int = 0  # updates so far
     samples: int = 0
     seconds: float = 0.0  # of training

@@ -129,7 +129,7 @@ def fine_tune(
         processor, files = open_processor(settings, outline)
         progress = world.gather(newest_progress(run))[0] or Progress(world.size)
         begins, results = progress.step == 0, progress.results
-        order = Order(records, processor, settings, world, progress.processes)
+        order = Order(records, processor, settings, world)
         held_out = open_held_out(settings, processor, world, memory, metrics)
 
         model = load_start(settings, world.device)

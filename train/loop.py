@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from model.common import UserError
+from model.common import UserError, shown
 from model.device import autocast_dtype, autocast_of
 from train.checkpoint import Progress, load_checkpoint, newest_progress, save_checkpoint
 from train.distributed import World, set_gradient_sync, spread
@@ -76,9 +76,13 @@ def fit(
     validate(step, progress): metrics after so many updates; it may set `progress.stopped`.
     progress: None reads the newest. on_log(step, metrics): gets in the first process what
     metrics.jsonl gets. A step without a usable record changes nothing. Raises Diverged, UserError
-    for too many unusable records, Interrupted after a signal, once all is saved.
+    for too many unusable records and for
+    another number of processes, Interrupted after a signal, once all is saved.
     """
     progress = progress or newest_progress(run) or Progress(world.size)
+    if progress.processes != world.size:
+        problem = f"--resume {shown(run)}: the run has {progress.processes} processes"
+        raise UserError(f"{problem}, this call {world.size}: start as many")
     autocast, dtype = (
         autocast_of(settings.autocast, world.device),
         autocast_dtype(settings.autocast, world.device),

@@ -278,15 +278,12 @@ def draw_loss(run: Path) -> None:
 
 
 def data_fingerprints(records: Sequence[Record]) -> dict[str, str]:
-    """Fingerprints of all texts, and of the files of pictures or tar shards: of all sizes, of 1,024
-    to 2,047 files also the first and the last 256 KiB."""
-    if isinstance(records, list):
-        texts = (repr((r.name, r.key, r.turns, r.answers if r.sampled else ())) for r in records)
-        paths = sorted(
-            {picture for r in records for picture in r.pictures if isinstance(picture, Path)}
-        )
-    else:
-        texts, paths = (records.rows.tobytes().hex(),), records.paths
+    """Fingerprints of all texts, and of the files of pictures: of all sizes, of 1,024 to 2,047
+    files also the first and the last 256 KiB."""
+    texts = (repr((r.name, r.key, r.turns, r.answers if r.sampled else ())) for r in records)
+    paths = sorted(
+        {picture for r in records for picture in r.pictures if isinstance(picture, Path)}
+    )
     read = set(range(0, len(paths), max(1, len(paths) // 1024)))
     files = (
         f"{'none' if not path.is_file() else file_digest(path, 2) if number in read else path.stat().st_size}\n"

@@ -185,8 +185,7 @@ class Settings(LoopSettings):
     )
     data: tuple[str, ...] = flag(
         EMBEDDED,
-        f"{SOURCES}, or tar shards of train.shard, shards:'NAME-{{000..127}}.tar'. May be given "
-        "several times; "
+        f"{SOURCES}. May be given several times; "
         "SOURCE@WEIGHT then gives WEIGHT / (sum of weights) of an epoch's samples (default: "
         "embedded)",
         metavar="SOURCE[@WEIGHT]",
@@ -268,7 +267,6 @@ class Settings(LoopSettings):
     per_picture: int = flag(
         1, "questions of one picture that may share a batch, and its encoding", least=1
     )
-    shuffle_buffer: int = flag(10000, "records of tar shards that are shuffled together", least=1)
     images: str | None = flag(
         None, "folder of the pictures (default: vqav2:DIR itself, or where the FILE is)"
     )
@@ -366,7 +364,7 @@ class Arguments(RunArguments):
 
 # The flags of --help by subject; those of the run itself come first
 GROUPS = {
-    "data": "data eval_data validation images samples tasks fraction prompt answers per_picture shuffle_buffer shift",
+    "data": "data eval_data validation images samples tasks fraction prompt answers per_picture shift",
     "model": "base arch stage attention diff_in feed_forward option full new_tower align dtype quantize max_length",
     "LoRA": "targets r alpha dropout",
     "schedule": "lr scalar_lr optimizer weight_decay beta2 schedule warmup clip batch_size step_batch epochs steps",

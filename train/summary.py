@@ -244,7 +244,7 @@ def next_commands(settings: Settings, run: Path, takes_best: bool) -> list[str]:
         data = shlex.quote(source if s.eval_data else f"{kind}:TEST")  # not what was trained on
         if kind == "embedded":
             commands += [f"eval.vqa {vqa}", f"eval.needle {model}"]
-        elif kind not in ("shards", "python"):
+        elif kind != "python":
             command = "eval.detect" if kind == "coco" else "eval.vqa"
             commands.append(f"{command} --data {data} {vqa if kind == 'vqav2' else model}")
     question = (

@@ -477,5 +477,5 @@ def test_a_source_without_its_kind_or_records_is_refused(tmp_path):
         "own.jsonl: none of its 2 records",
         "own.jsonl:1: ",
     )
-    for source in ("own.jsonl", "jsonl:", "tsv:a", "shards:a.tar"):
+    for source in ("own.jsonl", "jsonl:", "tsv:a"):
         refused(lambda source=source: read_data(source), source)

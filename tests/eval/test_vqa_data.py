@@ -114,7 +114,6 @@ def test_what_cannot_be_asked(workplace):
     """A mistake is reported after the model was read, or guessed at."""
     for flags, message in (
         ("--data own.jsonl", "does not say what kind"),
-        ("--data shards:a.tar", "not asked"),
         ("--data jsonl:own.jsonl --questions Q", "leave --data out"),
         ("--data jsonl:own.jsonl --guess", "no --prompt, --scoring or --guess"),
         ("--images .", "go together"),

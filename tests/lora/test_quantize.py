@@ -11,7 +11,7 @@ from torch import nn
 from lora import adapter
 from lora import quantize as packing
 from lora.adapter import quantize
-from lora.quantize import Int4Linear, Int8Linear, Nf4Linear, QuantizedLinear, int4_layout
+from lora.quantize import Int8Linear, Nf4Linear, QuantizedLinear
 from model import cpu
 from model.differential import graft
 from model.linear import Linear
@@ -73,46 +73,6 @@ def test_nf4_is_that_of_bitsandbytes(rows, columns, dtype):
     assert torch.equal(layer.put_back().weight, functional.dequantize_4bit(packed, state))
 
 
-def test_int4_groups_by_hand(monkeypatch):
-    """Breaks when a code, a nibble, a group's scale or zero, or what fills up rows and columns is
-    another."""
-    codes = (torch.arange(100 * 200) * 7919 % 1009 % 16).view(100, 200)
-    codes[:, ::64], codes[:, 1::64] = 0, 15  # each group has its smallest and its largest
-    scale = 2.0 ** (torch.arange(100)[:, None] % 5 - torch.arange(200) // 64)
-    weight = (codes - 8) * scale + 3 * scale  # −5 to 10 steps: exact, and never 0 in the middle
-    linear = Linear(200, 100, bias=False).requires_grad_(False)
-    linear.weight.copy_(weight)
-    for layout in packing.INT4_LAYOUTS:
-        with monkeypatch.context() as patch:
-            patch.setattr("lora.quantize.int4_layout", lambda layout=layout: layout)
-            layer = Int4Linear(linear)
-            assert torch.equal(layer.put_back().weight, weight)
-            assert layer.weight.shape == (128, 128) and layer.scales.shape == (4, 128, 2)
-            assert torch.equal(
-                layer.scales[2, 3], torch.tensor([2.0, 6.0]).bfloat16()
-            )  # 2³ / 2², and 3 of it
-    pack = getattr(torch.ops.aten, "_convert_weight_to_int4pack_for_cpu", None)
-    if pack and int4_layout():
-        filled = F.pad(codes, (0, 56), value=5)  # a 0 in a group that is not full
-        filled = F.pad(filled, (0, 0, 0, 28), value=8)  # in an empty one
-        assert torch.equal(Int4Linear(linear).weight, pack(filled.int(), 1))
-
-
-def test_int4_takes_the_nearest_of_the_sixteen_values(seeded):
-    """Breaks when a code beyond them spills into the other row of its byte: both ends are rounded
-    to bf16, too."""
-    linear = Linear(64, 64, bias=False).requires_grad_(False)
-    linear.weight.mul_(8).add_(100.2)  # the nearest of bf16 is off by more than a step
-    layer = Int4Linear(linear)
-    scale, zero = layer.scales[0, :, :, None].float().unbind(1)  # (64, 1) of the rows' only groups
-    values = zero + scale * (torch.arange(16) - 8)
-    off = (values[:, None] - linear.weight[..., None]).abs().amin(-1)
-    torch.testing.assert_close(
-        (layer.put_back().weight - linear.weight).abs(), off, atol=1e-4, rtol=0
-    )
-    assert off.max() > scale.max()  # some lie beyond
-
-
 def test_each_weight_is_off_by_at_most_half_a_step_of_its_channel():
     """Breaks when a scale belongs to another channel, a value wraps around, or rounding is not to
     the nearest."""
@@ -155,7 +115,7 @@ def test_products_are_those_of_the_stored_weights(kind, dtype, monkeypatch):
         worst = (weight - linear.weight.double()).abs().amax(1) / linear.weight.double().abs().amax(
             1
         )
-        assert worst.max() < {"int8": 0.006, "int4": 0.09, "nf4": 0.2}[kind]
+        assert worst.max() < {"int8": 0.006, "nf4": 0.2}[kind]
         for rows in (1, 16, 17, 40):
             x = torch.randn(2, rows, width)[:1].to(dtype)
             exact = F.linear(
@@ -164,9 +124,7 @@ def test_products_are_those_of_the_stored_weights(kind, dtype, monkeypatch):
             with monkeypatch.context() as patch, torch.no_grad():
                 patch.setattr("model.linear.BLOCK_ELEMENTS", 1 << 14)
                 assert relative_error(layer(x), exact) < tolerance
-                patch.setattr(
-                    f"lora.quantize._{'int4' if kind == 'int4' else 'int8'}_product", None
-                )
+                patch.setattr("lora.quantize._int8_product", None)
                 plain = layer(x)
                 patch.setattr(cpu, "ways", frozenset({"bf16"}))
                 wide = layer(x)
@@ -204,8 +162,8 @@ def test_a_quantized_model_is_transformers_with_these_weights(kind, inputs, tmp_
 def test_what_is_quantized_and_what_cannot_be(model):
     """Breaks when what learns, the embedding or a norm goes to 8 bits, a frozen layer stays, or a
     mistake passes."""
-    refused(lambda: quantize(model, "int3"), "int3", "int8, int4, nf4")
-    refused(lambda: quantize(QMamba(QMAMBA), "int4"), "QMamba")
+    refused(lambda: quantize(model, "int3"), "int3", "int8, nf4")
+    refused(lambda: quantize(QMamba(QMAMBA), "nf4"), "QMamba")
     adapter.inject(model, TARGETS, 3, 6.0)
     adapter.merge(model)
     refused(lambda: quantize(model), "merged")
@@ -228,7 +186,7 @@ def test_what_is_quantized_and_what_cannot_be(model):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "bits"), [("softmax", "int8"), ("twin", "int8"), ("v2", "nf4"), ("shared", "int4")]
+    ("kind", "bits"), [("softmax", "int8"), ("twin", "int8"), ("v2", "nf4"), ("shared", "int8")]
 )
 def test_gradients_reach_lora_as_through_the_whole_weights(kind, bits, model, inputs):
     """Breaks when the backward pass multiplies by another matrix than the forward pass."""

@@ -192,14 +192,10 @@ def test_positions_to_keep_are_rows_of_all_logits(model, monkeypatch):
     """Breaks when head or loss, whole or in chunks, are of other positions than those to keep; −100
     is no target."""
     for inputs in (batch(model), right_padded(batch(model))):
-        logits, mask = (
-            model(**inputs),
-            inputs["token_type_ids"].bool() & inputs["attention_mask"].bool(),
-        )
+        logits = model(**inputs)
         index = torch.tensor([[3, 5], [4, 10], [0, 7]])
         each = torch.stack([row[i] for row, i in zip(logits, index, strict=True)])
         picks = [
-            (mask, logits[mask]),
             (2, logits[:, -2:]),
             (index[0], logits[:, index[0]]),
             (index, each),

@@ -144,9 +144,7 @@ def test_no_position_to_keep_is_no_error(generation, learns, monkeypatch):
     monkeypatch.setattr(cpu, "MIN_WEIGHT_ELEMENTS", 0)
     hf = hf_model(generation)
     model, inputs = ours(hf, "sdpa"), batch(hf)
-    nothing = torch.zeros_like(inputs["input_ids"], dtype=torch.bool)
     for positions, shape in (
-        (nothing, (0,)),
         (0, (2, 0)),
         (torch.zeros(2, 0, dtype=torch.long), (2, 0)),
     ):
@@ -171,8 +169,8 @@ def test_the_head_runs_only_at_positions_to_keep(monkeypatch):
     monkeypatch.setattr(
         model.language_model, "head", lambda hidden: seen.append(hidden.shape) or head(hidden)
     )
-    model(**inputs, positions_to_keep=inputs["token_type_ids"].bool())
-    assert seen == [(11, 72)]
+    model(**inputs, positions_to_keep=3)
+    assert seen == [(3, 3, 72)]
 
 
 @pytest.mark.long

@@ -12,7 +12,6 @@ from PIL import Image
 
 from tests.files import write_vqav2
 from tests.runs import WORLD, refused
-from train import shard
 from train.data import batches
 from train.data.batches import Order
 from train.data.sources import read_records
@@ -21,7 +20,7 @@ from train.settings import Settings, parse
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Two files of 12 and 30 records, which share a picture, and shards of both."""
+    """Two files of 12 and 30 records, which share a picture."""
     folder = tmp_path_factory.mktemp("sources")
     for name, count in (("few", 12), ("many", 30)):
         lines = []
@@ -30,10 +29,6 @@ def folder(tmp_path_factory) -> Path:
             image = f"{name}{number}.png" if number else "few0.png"
             lines.append(json.dumps({"image": image, "prefix": f"count {number}", "suffix": "1"}))
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
-    for name, per_shard in (("few", 5), ("many", 20)):
-        shard.main(
-            f"jsonl:{folder}/{name}.jsonl --out {folder}/{name[0]} --per-shard {per_shard}".split()
-        )
     return folder
 
 
@@ -70,25 +65,20 @@ def test_weights_are_shares_of_the_samples(folder, processor, monkeypatch):
 def test_each_record_of_several_sources_comes_once(folder, processor):
     """Breaks when a mixture loses or doubles a record, or records of two sources get each other's
     pictures."""
-    for sources in (
-        ["jsonl:few.jsonl", "jsonl:many.jsonl"],
-        ["shards:f-{000..002}.tar", "shards:m-{000..001}.tar"],
-    ):
-        made = read_records(settings(folder, *sources, validation=0))
-        steps = [
-            micro
-            for step in Order(made, processor, Settings(batch_size=7), WORLD).steps(0)
-            for micro in step
-        ]
-        assert sorted(Counter(name for micro in steps for name in micro.names).values()) == [1] * 42
-        for micro in steps:
-            assert not micro.bad
-            for name, index in zip(micro.names, micro.batch.image_index, strict=True):
-                pixel = (
-                    ((micro.batch.pixel_values[index, :2, 0, 0] + 1) * 127.5).round().int().tolist()
-                )
-                number = int(name.rpartition(":")[2]) - 1
-                assert pixel == [number * 8, 30 if "many" in name and number else 12]
+    sources = ["jsonl:few.jsonl", "jsonl:many.jsonl"]
+    made = read_records(settings(folder, *sources, validation=0))
+    steps = [
+        micro
+        for step in Order(made, processor, Settings(batch_size=7), WORLD).steps(0)
+        for micro in step
+    ]
+    assert sorted(Counter(name for micro in steps for name in micro.names).values()) == [1] * 42
+    for micro in steps:
+        assert not micro.bad
+        for name, index in zip(micro.names, micro.batch.image_index, strict=True):
+            pixel = ((micro.batch.pixel_values[index, :2, 0, 0] + 1) * 127.5).round().int().tolist()
+            number = int(name.rpartition(":")[2]) - 1
+            assert pixel == [number * 8, 30 if "many" in name and number else 12]
 
 
 def test_a_picture_of_two_sources_is_on_one_side(folder):
@@ -119,10 +109,6 @@ def test_flags_reach_the_readers(folder, tmp_path):
     assert all(
         r.sampled and r.prefix[:8] == "say What" and r.pictures[0].parts[-3] == "b" for r in made
     )
-    assert (
-        read_records(settings(folder, "shards:f-000.tar", shuffle_buffer=7, validation=0)).buffer
-        == 7
-    )
     given = [
         settings(folder, "jsonl:few.jsonl", eval_data="embedded", samples=20, seed=seed)
         for seed in (0, 1)
@@ -151,7 +137,6 @@ def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--data jsonl:few.jsonl --data shards:m-000.tar", "train.shard"),
         ("--data jsonl:few.jsonl@0.3", "@WEIGHT"),
         ("--data jsonl:few.jsonl --fraction 0.01", "--validation and --fraction"),
     ],

@@ -135,8 +135,7 @@ def test_a_run_resumes_to_the_bit(tmp_path, kind):
 
 @pytest.mark.long
 def test_two_processes_learn_what_one_does(text_folder, tmp_path):
-    """Breaks when a row is learned twice or not, FSDP2 loses a weight, or a run cannot go on with
-    fewer processes."""
+    """Breaks when a row is learned twice or not, or FSDP2 loses a weight."""
     step = (
         f"{SMALL} --tokens {4 * 6 * 128} --step-batch 6 --checkpoint-every 2"  # 4 steps of 6 rows
     )
@@ -145,10 +144,8 @@ def test_two_processes_learn_what_one_does(text_folder, tmp_path):
     in_pair(main, f"{step}/ddp", f"{step}/sharded --shard", meet=tmp_path)
     main(f"{step}/alone --batch-size 6".split())
     assert len(list((tmp_path / "sharded/checkpoints/step-4").glob("shard-*.safetensors"))) == 2
-    resumed, alone = tmp_path / "resumed", tmp_path / "alone"
-    shutil.copytree(tmp_path / "sharded", resumed, ignore=shutil.ignore_patterns("step-4", "model"))
-    main(["--resume", str(resumed)])
-    for run in (tmp_path / "ddp", tmp_path / "sharded", resumed):
+    alone = tmp_path / "alone"
+    for run in (tmp_path / "ddp", tmp_path / "sharded"):
         for ours, theirs in zip(metrics(run), metrics(alone), strict=True):
             assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-6)
             assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-4)

@@ -13,7 +13,7 @@ peak beyond imports. In fp32 on a CPU the command ends if tokens, texts, losses 
     decode    prefill and --tokens new tokens, greedy
     train     a LoRA step (r 16, attention of the decoder): loss, gradients, AdamW
     eval      24 questions on 4 pictures, from the files to the texts of the answers
-    quantize  load, decode and train in int8, int4 and nf4, against whole weights of transformers
+    quantize  load, decode and train in int8 and nf4, against whole weights of transformers
 """
 
 import json

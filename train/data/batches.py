@@ -216,9 +216,8 @@ class Weighted(list):
 class Order:
     """Which micro-batches a process reads at each of `total` steps: a pure function of the seed, so
     a run can start anywhere. A step takes `accumulate` micro-batches on each of `world_size`
-    processes, an epoch's last step what is left. `Shards` plan themselves.
+    processes, an epoch's last step what is left.
 
-    processes: the number that the run began with; the micro-batches of its steps stay the same.
     Raises UserError for steps that cannot be made, and for too few records for one.
     """
 
@@ -228,26 +227,17 @@ class Order:
         processor: Processor,
         settings: Settings,
         world: World,
-        processes: int = 0,
     ):
         self.records, self.processor = records, processor
         self.seed, self.per_picture = settings.seed, settings.per_picture
-        self.rank, self.world_size, self.picture_tokens = (
-            world.rank,
-            world.size,
-            processor.config.num_image_tokens,
-        )
-        self.batch_size, of_step = step_layout(settings, processes or world.size)
-        self.accumulate, rest = divmod(of_step, world.size)
-        if rest:
-            problem = f"{world.size} processes cannot share {of_step} micro-batches"
-            raise UserError(f"{problem}: start a number that divides them")
-        if isinstance(records, list):
-            encoded = processor.tokenizer.encode(["".join(chain(*r.turns)) for r in records])
-            # beside one picture: a batch of equal records has the same length whatever a picture's
-            # tokens are
-            more = [(len(r.pictures) - 1) * self.picture_tokens for r in records]
-            self.lengths = [len(ids) + tokens for ids, tokens in zip(encoded, more, strict=True)]
+        self.rank, self.world_size = world.rank, world.size
+        self.batch_size, of_step = step_layout(settings, world.size)
+        self.accumulate = of_step // world.size
+        encoded = processor.tokenizer.encode(["".join(chain(*r.turns)) for r in records])
+        # beside one picture: a batch of equal records has the same length whatever a picture's
+        # tokens are
+        more = [(len(r.pictures) - 1) * processor.config.num_image_tokens for r in records]
+        self.lengths = [len(ids) + tokens for ids, tokens in zip(encoded, more, strict=True)]
         self.micro_batches = -(-len(records) // self.batch_size)
         if self.micro_batches < of_step:
             problem = f"{len(records)} records make {self.micro_batches} micro-batches, but a step takes {of_step}"
@@ -261,16 +251,13 @@ class Order:
     def plan(self, epoch: int, first: int) -> Iterable[list[int]]:
         """The numbers of the records of an epoch's micro-batches, of all processes, from number
         `first` on."""
-        records, options = self.records, (self.batch_size, self.seed, epoch, self.per_picture)
-        if not isinstance(records, list):
-            return records.plan(*options, first, self.picture_tokens)
-        drawn = (
-            records.numbers(self.seed, epoch)
-            if isinstance(records, Weighted)
-            else range(len(records))
-        )
-        keys, lengths = [records[n].key for n in drawn], [self.lengths[n] for n in drawn]
-        return [[drawn[n] for n in batch] for batch in plan_epoch(keys, lengths, *options)[first:]]
+        drawn: Sequence[int] = range(len(self.records))
+        if isinstance(self.records, Weighted):
+            drawn = self.records.numbers(self.seed, epoch)
+        keys = [self.records[n].key for n in drawn]
+        lengths = [self.lengths[n] for n in drawn]
+        batches = plan_epoch(keys, lengths, self.batch_size, self.seed, epoch, self.per_picture)
+        return [[drawn[n] for n in batch] for batch in batches[first:]]
 
     def steps(
         self, first: int, workers: int | None = 0, pin: bool = False

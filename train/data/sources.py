@@ -1,8 +1,7 @@
 """The records that `--data` and `--eval-data` name: one source, or several together; or that a
 program has made.
 
-In: settings, and examples in memory. Out: a list of records, `Weighted` with shares of an epoch, or
-`Shards`.
+In: settings, and examples in memory. Out: a list of records, or `Weighted` with shares of an epoch.
 """
 
 import os
@@ -78,14 +77,11 @@ def read_records(
     if split == "validation":
         return asked
     learned = read_sources("--data", settings.data, split, settings, memory)
-    named = [
-        records for records in (learned, asked) if isinstance(records, list)
-    ]  # not in tar shards
     files = [
         {realpath(str(p)) for r in of for p in r.pictures if isinstance(p, Path | HeldPicture)}
-        for of in named
+        for of in (learned, asked)
     ]
-    common = set.intersection(*files) if len(files) == 2 else ()
+    common = set.intersection(*files)
     if common and os.environ.get("RANK", "0") == "0":  # the first process of torchrun
         count = f"{len(common)} of the {len(files[1])} pictures of --eval-data are in --data, too"
         print(f"warning: {count}: the scores say little about new pictures", file=sys.stderr)
@@ -131,40 +127,24 @@ def read_sources(
         "validation": 0.0 if settings.eval_data else validation,
         "seed": settings.seed,
     }
-    if "shards" in kinds:
-        from train.data.shards import Shards
-
-        if weights or {*kinds} != {"shards"}:
-            raise UserError(
-                f"{given}: tar shards stand alone, without weights: pack the others with "
-                "train.shard"
+    parts, files = [], []
+    for source, kind in zip(sources, kinds, strict=True):
+        if kind == "embedded":
+            side = "validation" if flag == "--eval-data" else split
+            part = embedded_records(
+                settings.tasks.split(","), side, settings.samples, settings.seed
             )
-        patterns = [str(source_parts(source)[1]) for source in sources]
-        share |= {"sampled": settings.answers == "sampled", "buffer": settings.shuffle_buffer}
-        records = Shards(*patterns, split=split, **share)
-    else:
-        parts, files = [], []
-        for source, kind in zip(sources, kinds, strict=True):
-            if kind == "embedded":
-                side = "validation" if flag == "--eval-data" else split
-                part = embedded_records(
-                    settings.tasks.split(","), side, settings.samples, settings.seed
-                )
-            else:
-                part = memory.get(source) or read_data(source, settings.images, settings.prompt)
-                part = [replace(r, sampled=settings.answers == "sampled") for r in part]
-            if len(sources) > 1:  # which may use one name or key for different things
-                part = [
-                    replace(r, name=f"{source}: {r.name}", key=f"{source}: {r.key}") for r in part
-                ]
-            parts.append(part)
-            files += [] if kind == "embedded" else part
-        left_out = {r.name for r in files} - {r.name for r in split_records(files, split, **share)}
-        parts = [[r for r in part if r.name not in left_out] for part in parts]
-        records = Weighted(parts, weights) if weights and split == "train" else list(chain(*parts))
-    bad = (
-        [r for r in records if not r.turns] if isinstance(records, list) else []
-    )  # shards say it when they are read
+        else:
+            part = memory.get(source) or read_data(source, settings.images, settings.prompt)
+            part = [replace(r, sampled=settings.answers == "sampled") for r in part]
+        if len(sources) > 1:  # which may use one name or key for different things
+            part = [replace(r, name=f"{source}: {r.name}", key=f"{source}: {r.key}") for r in part]
+        parts.append(part)
+        files += [] if kind == "embedded" else part
+    left_out = {r.name for r in files} - {r.name for r in split_records(files, split, **share)}
+    parts = [[r for r in part if r.name not in left_out] for part in parts]
+    records = Weighted(parts, weights) if weights and split == "train" else list(chain(*parts))
+    bad = [r for r in records if not r.turns]
     if len(bad) > settings.max_bad:
         problem = f"{len(bad)} records cannot be used, more than --max-bad {settings.max_bad}"
         first = f"{bad[0].name}: {bad[0].pictures[0].problem}"

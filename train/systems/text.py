@@ -133,7 +133,7 @@ def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -
 
 class TextOrder:
     """The rows of every step: step s takes rows s·R … s·R + R − 1, in equal shares of all
-    processes, so a run can start at any step, on any number of processes that divides R.
+    processes, so a run can start at any step.
     `order[numbers]` is the batch of these rows."""
 
     def __init__(
