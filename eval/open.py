@@ -11,19 +11,13 @@ from eval.command import add_flag, positive
 from eval.data import PROMPT, check_prompt
 from eval.text.reader import open_reader
 from lora import adapter
-from lora.quantize import BF16_KINDS, KINDS
 from model.common import UserError, file_errors, read_json, shown
 from model.device import DTYPES, choose_device, choose_dtype
 from model.processor import Processor
+from model.registry import system_of
 from model.source import EMBEDDED, local_path, preset_of, resolve
-from model.system_configs import (
-    LanguageConfig,
-    QMambaConfig,
-    TextModelConfig,
-    WingsConfig,
-    read_config,
-)
 from weights.load import load_model
+from weights.quantize import BF16_KINDS, KINDS
 
 TOY = ", a toy that knows forty emoji, and prompts such as 'answer en Where is the dog?', 'detect dog' and 'caption en'"
 
@@ -124,19 +118,13 @@ def last_run(folder: Path = Path("runs")) -> str | None:
 
 
 def kind_of(source: str) -> str:
-    """How a model is asked: `text`, as a language model; `llava`, as WINGS and Q-Mamba; or
+    """How a model is asked: `text`, as a language model; `llava`, as LLaVA's authors do; or
     `paligemma`."""
     if preset_of(source) or local_path(source).is_file():
         return "paligemma"
-    kinds = {
-        LanguageConfig: "text",
-        TextModelConfig: "text",
-        QMambaConfig: "llava",
-        WingsConfig: "llava",
-    }
-    return kinds.get(
-        type(read_config(resolve(source, ["config.json"]) / "config.json")), "paligemma"
-    )
+    model_type = read_json(resolve(source, ["config.json"]) / "config.json").get("model_type")
+    system = system_of(str(model_type))
+    return "paligemma" if system is None else system.asked_as
 
 
 def stored_prompt(subject: Subject, default: str = PROMPT) -> str:

@@ -31,7 +31,7 @@ from eval.report import bootstrap, interval_text
 from model.common import run_command, shown, write_text
 from model.paligemma import PaliGemma
 from model.processor import Processor
-from model.system_configs import WingsConfig
+from model.systems.configs import WingsConfig
 from model.turns import SLOT
 
 GROUPS = ("text before", "picture", "text after")
@@ -83,7 +83,7 @@ def measure(model: PaliGemma, processor: Processor, examples: Sequence[tuple[Any
     laws, queries = [], []
     for number, (picture, prompt) in enumerate(examples, start=1):
         # the slot stays where it is: a PaliGemma that is asked reads its picture first
-        batch = processor.pad([processor.layout(1, prompt)], [picture]).to(
+        batch = processor.pad([processor.row_of(1, [(prompt, None)])], [picture]).to(
             next(model.parameters()).device
         )
         is_picture = batch.input_ids[0] == model.config.image_token_id

@@ -18,13 +18,13 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lora.quantize import Int8Embedding, QuantizedLinear, pack, replaceable
 from model.common import UserError, atomic_path, quoted, read_json, shown, write_text
 from model.differential import Differential, graft, new_parameters
 from model.gemma import Adaptable
 from model.lowrank import LowRank
 from weights.fingerprint import gathered, tensor_fingerprint
 from weights.load import open_tensors
+from weights.quantize import Int8Embedding, QuantizedLinear, pack, replaceable
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
 PEFT, HF, GRAFT = (
@@ -240,7 +240,7 @@ def unload(model: Adaptable) -> None:
 
 
 def quantize(model: Adaptable, kind: str = "int8", head: bool = False) -> None:
-    """Turn every frozen linear layer of `model` into that of `lora.quantize.KINDS`, in place;
+    """Turn every frozen linear layer of `model` into that of `weights.quantize.KINDS`, in place;
     embedding and head only with `head`. `load` quantizes its base in the same way. Raises UserError
     as `replaceable`, and for merged LoRA."""
     layers, trained = replaceable(model, kind, head), set(adapter_parameters(model).values())

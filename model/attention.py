@@ -38,13 +38,16 @@ class Rope:
         if (width, dtype) in self._tables:
             return self._tables[width, dtype]
         even = torch.arange(0, width, 2, dtype=torch.float32, device=self.positions.device)
-        angles = self.positions[:, None, :, None].float() * (1.0 / self.theta ** (even / width))
-        cos, sin = angles.cos(), angles.sin()  # (B, 1, S, D/2)
+        frequencies = 1.0 / self.theta ** (even / width)
+        angles = self.positions[:, None, :, None].float() * frequencies  # (B, 1, S, D/2)
+        cos = angles.cos()
+        sin = angles.sin()
         # (x₁, x₂) becomes (x₁·cos − x₂·sin, x₂·cos + x₁·sin): the sign is in the table
-        table = torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype)
-        if (
-            not torch.compiler.is_compiling()
-        ):  # a compiled layer with checkpointing must not have side effects
+        cosines = torch.cat((cos, cos), dim=-1).to(dtype)
+        sines = torch.cat((-sin, sin), dim=-1).to(dtype)
+        table = cosines, sines
+        # a compiled layer with checkpointing must not have side effects
+        if not torch.compiler.is_compiling():
             self._tables[width, dtype] = table
         return table
 
@@ -75,25 +78,26 @@ def attention_mask(
     Every position attends to itself, padding included, so that no row is empty; outputs at padding
     are never used.
     """
-    if (
-        isinstance(queries, int) and queries == 1 and window is None and documents is None
-    ):  # decoding, one token
-        return F.pad(valid[:, None, None, :-1].bool(), (0, 1), value=True)
+    # decoding, one token
+    if isinstance(queries, int) and queries == 1 and window is None and documents is None:
+        before = valid[:, None, None, :-1].bool()
+        return F.pad(before, (0, 1), value=True)
     query = key = torch.arange(valid.shape[1], device=valid.device)
     if queries is not None:
         query = queries if isinstance(queries, torch.Tensor) else key[-queries:]
     causal = key[None, :] <= query[:, None]
-    if (
-        window is not None
-    ):  # counted in valid tokens: padding between them takes no place in the window
+    # counted in valid tokens: padding between them takes no place in the window
+    if window is not None:
         place = valid.long().cumsum(-1)
-        causal = causal & (place[:, query, None] - place[:, None, :] < window)
+        distance = place[:, query, None] - place[:, None, :]
+        causal = causal & (distance < window)
     prefix = types == 0
     both_prefix = prefix[:, query, None] & prefix[:, None, :]
     visible = (causal | both_prefix) & valid[:, None, :].bool()
     if documents is not None:
         visible &= documents[:, query, None] == documents[:, None, :]
-    return (visible | (key[None, :] == query[:, None]))[:, None]
+    is_itself = key[None, :] == query[:, None]
+    return (visible | is_itself)[:, None]
 
 
 def keep_positions(
@@ -130,9 +134,8 @@ class LayerCache:
             return self.keys, self.values
         end = self.length + k.shape[2]
         assert end <= self.capacity, f"{end} positions do not fit into a cache of {self.capacity}"
-        if (
-            self.keys.numel() == 0
-        ):  # zeros, not empty: a masked weight of 0 times a NaN left in memory would be NaN
+        # zeros, not empty: a masked weight of 0 times a NaN left in memory would be NaN
+        if self.keys.numel() == 0:
             self.keys = k.new_zeros(*k.shape[:2], self.capacity, k.shape[3])
             self.values = v.new_zeros(*v.shape[:2], self.capacity, v.shape[3])
         self.keys.narrow(2, self.length, k.shape[2]).copy_(k)
@@ -214,22 +217,25 @@ class Attention(nn.Module):
         # queries that nobody needs are dropped before the products; a tap needs the weights of all
         is_early = self.tap is None
         if is_early and positions is not None:
-            x, q = keep_positions(x, positions), keep_positions(q, positions, dim=2)
-            mask = (
-                None
-                if mask is None
-                else keep_positions(mask.expand(len(x), -1, -1, -1), positions, dim=2)
-            )
+            x = keep_positions(x, positions)
+            q = keep_positions(q, positions, dim=2)
+            if mask is not None:
+                mask = keep_positions(mask.expand(len(x), -1, -1, -1), positions, dim=2)
         heads = self.mix(x, q, k, v, mask)  # (B, N, S, D)
-        out = self.get_submodule(self.output_name)(heads.transpose(1, 2).flatten(2))
+        joined = heads.transpose(1, 2).flatten(2)  # (B, S, N·D)
+        out = self.get_submodule(self.output_name)(joined)
         return out if is_early else keep_positions(out, positions)
 
     def project(
         self, x: torch.Tensor, rope: Rope | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q (B, N, S, D), k and v (B, K, S, D), rotated; the cache keeps k and v."""
-        q, k, v = (self.split_heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        return (q, k, v) if rope is None else (rope(q), rope(k), v)
+        q = self.split_heads(self.q_proj(x))
+        k = self.split_heads(self.k_proj(x))
+        v = self.split_heads(self.v_proj(x))
+        if rope is None:
+            return q, k, v
+        return rope(q), rope(k), v
 
     def mix(self, x, q, k, v, mask) -> torch.Tensor:
         """Heads (B, N, S, D) from queries and all keys and values, cached ones included."""
@@ -242,12 +248,14 @@ class Attention(nn.Module):
     def softmax_attention(self, q, k, v, mask, scale: float | None = None) -> torch.Tensor:
         """softmax(qkᵀ·scale)·v for any number of query heads that is a multiple of the key
         heads."""
-        scale, groups = self.scale if scale is None else scale, q.shape[1] // k.shape[1]
+        scale = self.scale if scale is None else scale
+        # nothing needs the logits or the weights themselves
         if self.softcap is None and self.tap is None:
-            return fused_attention(
-                q, k, v, mask, scale
-            )  # nothing needs the logits or the weights themselves
-        k, v = (t.repeat_interleave(groups, dim=1) if groups > 1 else t for t in (k, v))
+            return fused_attention(q, k, v, mask, scale)
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1:
+            k = k.repeat_interleave(groups, dim=1)
+            v = v.repeat_interleave(groups, dim=1)
         logits = torch.matmul(q, k.transpose(2, 3)) * scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
@@ -263,20 +271,20 @@ def fused_attention(q, k, v, mask, scale: float) -> torch.Tensor:
     """softmax(qkᵀ·scale)·v (B, N, S, D) without tap or softcap, by the fastest function for the
     device."""
     groups = q.shape[1] // k.shape[1]
-    if (
-        q.shape[2] == 1
-    ):  # one query: the query heads of a key head are treated as its queries, which is faster
+    # one query: the query heads of a key head are treated as its queries, which is faster
+    if q.shape[2] == 1:
         by_key_head = q.reshape(*k.shape[:2], groups, -1)
         heads = F.scaled_dot_product_attention(by_key_head, k, v, mask, scale=scale)
         return heads.view(*q.shape[:3], -1)
-    if (
-        groups > 1 and mask is not None and q.is_cuda
-    ):  # CUDA's kernels take a mask or shared heads, not both
+    # CUDA's kernels take a mask or shared heads, not both
+    if groups > 1 and mask is not None and q.is_cuda:
         # a single key head is shared without a copy, which would be kept for the backward pass
-        k, v = (
-            t.expand(-1, groups, -1, -1) if t.shape[1] == 1 else t.repeat_interleave(groups, dim=1)
-            for t in (k, v)
-        )
+        if k.shape[1] == 1:
+            k = k.expand(-1, groups, -1, -1)
+            v = v.expand(-1, groups, -1, -1)
+        else:
+            k = k.repeat_interleave(groups, dim=1)
+            v = v.repeat_interleave(groups, dim=1)
         groups = 1
     return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=groups > 1)
 

@@ -2,7 +2,7 @@
 by name.
 
 In: the dictionary of a config.json (PaliGemma 1 or 2, of any transformers version), or a preset's
-name. Out: a `PaliGemmaConfig`. Other models: `model/system_configs.py`.
+name. Out: a `PaliGemmaConfig`. Other models: `model/registry.py`.
 
 Published files leave out what equalled the default of their day, so the defaults below are part of
 the format. Wrong sizes show when `weights/load.py` compares shapes with those in the files; here
@@ -53,6 +53,38 @@ def config_errors(path: str | Path) -> Iterator[None]:
         raise UserError(
             f"{shown(path)}: {what}{shown(str(error))}: take another model or download it again"
         ) from None
+
+
+# Keys of generation_config.json that change greedy decoding, with the values that do not
+_NEUTRAL = {
+    "repetition_penalty": 1,
+    "num_beams": 1,
+    "no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+}
+_NEUTRAL |= {"suppress_tokens": [], "bad_words_ids": [], "guidance_scale": 1}
+
+
+def read_generation(path: str | Path, *followed: str, suppressed: int | None = None) -> dict:
+    """The generation_config.json beside `path`. Raises UserError for other keys than `followed`
+    that change answers. suppressed: a token that our `generate` never says either."""
+    neutral = {**_NEUTRAL, "suppress_tokens": [suppressed]}
+    given = (
+        read_json(file)
+        if (file := Path(path).with_name("generation_config.json")).is_file()
+        else {}
+    )
+    if changed := [
+        n
+        for n in _NEUTRAL
+        if n not in followed and given.get(n) not in (None, _NEUTRAL[n], neutral[n])
+    ]:
+        raise UserError(
+            f"{shown(file)}: {changed[0]} changes answers, and is not followed here: delete this "
+            "key"
+        )
+    return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True)

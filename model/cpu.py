@@ -116,9 +116,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad):
         (x, weight), rows = ctx.saved_tensors, grad.flatten(0, -2)
         grad_x, grad_weight = None if weight is None else linear(grad, weight.T), None
-        if (
-            x is not None
-        ):  # oneDNN copies a transposed first operand, so the narrower matrix is put first
+        # oneDNN copies a transposed first operand, so the narrower matrix is put first
+        if x is not None:
             x = x.flatten(0, -2)
             grad_weight = (
                 linear(x.T, rows.T).T if x.shape[1] < rows.shape[1] else linear(rows.T, x.T)

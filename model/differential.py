@@ -42,9 +42,8 @@ class Differential(Attention):
         str, ...
     ] = ()  # projections whose weights a second branch reads too: no LoRA is merged there
     foldable = False  # `fold` makes plain attention of it
-    extrapolates = (
-        False  # two maps are blended as A₁ + f·(A₁ − A₂), not as A₁ − f·A₂, f being `factor`
-    )
+    # two maps are blended as A₁ + f·(A₁ − A₂), not as A₁ − f·A₂, f being `factor`
+    extrapolates = False
 
     def __init__(self, plain: Attention, layer: int):
         with torch.device("meta"):

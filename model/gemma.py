@@ -36,13 +36,12 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.full((width,), 1.0 - offset))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
         if not self.offset:
-            return self.weight * F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(
-                x.dtype
-            )
-        return F.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps).to(
-            x.dtype
-        )
+            normal = F.rms_norm(wide, self.weight.shape, None, self.eps)
+            return self.weight * normal.to(x.dtype)
+        factor = 1.0 + self.weight.float()
+        return F.rms_norm(wide, self.weight.shape, factor, self.eps).to(x.dtype)
 
 
 def norm_of(config: TextConfig) -> RMSNorm:
@@ -61,8 +60,10 @@ class GemmaMLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = activated(self.gate_proj, x, self.activation), self.up_proj(x)
-        return self.down_proj(gate * up if torch.is_grad_enabled() else gate.mul_(up))
+        gate = activated(self.gate_proj, x, self.activation)
+        up = self.up_proj(x)
+        gated = gate * up if torch.is_grad_enabled() else gate.mul_(up)
+        return self.down_proj(gated)
 
 
 class GemmaLayer(nn.Module):
@@ -120,9 +121,8 @@ class Gemma(nn.Module):
         from 0."""
         super().__init__()
         self.config, self.first_position = config, first_position
-        self.checkpointing = (
-            False  # recompute each layer in the backward pass instead of keeping its activations
-        )
+        # recompute each layer in the backward pass instead of keeping its activations
+        self.checkpointing = False
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(GemmaLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = norm_of(config)
@@ -182,15 +182,15 @@ class Gemma(nn.Module):
         """
         queries = x.shape[1]
         # valid tokens are counted, wherever the padding is
-        positions = (
-            valid.sum(-1, keepdim=True) if queries == 1 else valid.long().cumsum(-1)[:, -queries:]
-        )
+        if queries == 1:
+            positions = valid.sum(-1, keepdim=True)
+        else:
+            positions = valid.long().cumsum(-1)[:, -queries:]
         rope = Rope(positions + (self.first_position - 1), self.config.rope_theta)
         if cache is not None and cache[0].position is not None:
             queries = cache[0].position
-        may_read = (
-            x.device.type == "cpu" and not torch.compiler.is_compiling()
-        )  # reading a GPU's values would wait
+        # reading a GPU's values would wait
+        may_read = x.device.type == "cpu" and not torch.compiler.is_compiling()
 
         def mask(window: int | None = None) -> torch.Tensor | None:
             visible = attention_mask(valid, types, queries, window, documents=documents)
@@ -207,12 +207,13 @@ class Gemma(nn.Module):
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states (…, H) to float32 logits (…, V), soft-capped in Gemma 2."""
-        logits = self.embed_tokens.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
-        if self.config.final_logit_softcapping is not None:
-            logits = (
-                torch.tanh(logits / self.config.final_logit_softcapping)
-                * self.config.final_logit_softcapping
-            )
+        if self.lm_head is None:
+            logits = self.embed_tokens.logits(hidden)
+        else:
+            logits = self.lm_head(hidden)
+        cap = self.config.final_logit_softcapping
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
         return logits.float()
 
 
@@ -222,12 +223,10 @@ class Adaptable(nn.Module):
     config: Any
     language_model: Gemma
     grafts: tuple = ()  # of `model.differential.Graft`, in the order of the calls
-    base_fingerprint: str | None = (
-        None  # of the frozen weights, before they were quantized; None: not known yet
-    )
-    quantized: str | None = (
-        None  # how the frozen weights are held, of `lora.quantize.KINDS`; None: as they are
-    )
+    # of the frozen weights, before they were quantized; None: not known yet
+    base_fingerprint: str | None = None
+    # how the frozen weights are held, of `weights.quantize.KINDS`; None: as they are
+    quantized: str | None = None
 
     def set_checkpointing(self, on: bool) -> None:
         """Let the layers of the decoder compute their activations again in the backward pass, to

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from model.attention import LayerCache
-from model.chat import TextTokenizer
 from model.common import UserError
-from model.language import LanguageModel
 from model.paligemma import PaliGemma
 from model.processor import Processor
+from model.systems.chat import TextTokenizer
+from model.systems.language import LanguageModel
 
 CHECK_EVERY = (
     8  # steps between checks whether all rows have ended on a GPU: each makes the CPU wait for it

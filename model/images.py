@@ -72,9 +72,14 @@ def fit(source: Picture, size: int, square: bool = False) -> np.ndarray:
 
 
 def to_pixels(source: Picture, size: int) -> torch.Tensor:
-    """One picture as float32 (3, size, size) in [-1, 1]: `fit`, then x/255·2-1."""
+    """One picture as float32 (3, size, size) in [-1, 1]: `fit`, then `normalized`."""
+    return normalized(fit(source, size))
+
+
+def normalized(pixels: np.ndarray) -> torch.Tensor:
+    """uint8 (R, R, 3) to float32 (3, R, R): x/255·2 − 1."""
     # by NumPy: several threads for so little work are slower where other programs share the cores
-    pixels = np.divide(fit(source, size).transpose(2, 0, 1), 255, dtype=np.float32, order="C")
+    pixels = np.divide(pixels.transpose(2, 0, 1), 255, dtype=np.float32, order="C")
     return torch.from_numpy(pixels * np.float32(2) - np.float32(1))
 
 

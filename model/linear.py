@@ -93,8 +93,7 @@ def block_rows(width: int) -> int:
 def activated(layer: nn.Module, x: torch.Tensor, activation: str) -> torch.Tensor:
     """One of ACTIVATIONS of layer(x)."""
     product = None
-    if (
-        activation == "gelu_pytorch_tanh" and type(layer) is Linear
-    ):  # LoRA and 8 bits have their own `forward`
+    # LoRA and 8 bits have their own `forward`
+    if activation == "gelu_pytorch_tanh" and type(layer) is Linear:
         product = cpu.linear_gelu(x, layer.weight, layer.bias)
     return ACTIVATIONS[activation](layer(x)) if product is None else product

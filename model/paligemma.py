@@ -19,7 +19,6 @@ from model.config import PaliGemmaConfig
 from model.gemma import Adaptable, Gemma, RMSNorm
 from model.linear import Linear
 from model.siglip import Siglip
-from model.system_configs import QMambaConfig
 
 MAX_LOGITS = 1 << 25  # that the loss holds at a time: 130 positions of PaliGemma's vocabulary
 
@@ -27,7 +26,7 @@ MAX_LOGITS = 1 << 25  # that the loss holds at a time: 130 positions of PaliGemm
 class Projector(nn.Module):
     """One linear map from the vision tower's width to the decoder's."""
 
-    def __init__(self, config: PaliGemmaConfig | QMambaConfig):
+    def __init__(self, config: PaliGemmaConfig):
         super().__init__()
         self.linear = Linear(config.vision.hidden_size, config.text.hidden_size)
 
@@ -88,11 +87,9 @@ class PaliGemma(Adaptable):
             embeddings, attention_mask.bool(), token_type_ids, cache, positions_to_keep
         )
         head = self.language_model.head
-        return (
-            head(hidden)
-            if targets is None
-            else summed_loss(head, self.config.text.vocab_size, hidden, targets)
-        )
+        if targets is None:
+            return head(hidden)
+        return summed_loss(head, self.config.text.vocab_size, hidden, targets)
 
     def encode_images(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """pixel_values (pictures, 3, R, R) in [-1, 1] to features (pictures, I, H) of the decoder's
@@ -119,17 +116,13 @@ class PaliGemma(Adaptable):
         is_image = input_ids == self.config.image_token_id
         # some checkpoints have no embedding row for the image token; its value is overwritten
         # anyway
-        embeddings = self.language_model.embed(
-            input_ids.masked_fill(is_image, self.config.pad_token_id)
-        )
-        if (
-            not input_ids.is_cuda and not torch.compiler.is_compiling()
-        ):  # counting on a GPU would make the CPU wait
-            pictures, length = (
-                0 if image_features is None else len(image_features),
-                self.config.num_image_tokens,
-            )
-            tokens = is_image.sum(1).tolist()
+        ids = input_ids.masked_fill(is_image, self.config.pad_token_id)
+        embeddings = self.language_model.embed(ids)
+        # counting on a GPU would make the CPU wait
+        if not input_ids.is_cuda and not torch.compiler.is_compiling():
+            pictures = 0 if image_features is None else len(image_features)
+            length = self.config.num_image_tokens
+            tokens = is_image.sum(1).tolist()  # of each row
             if any(count % length for count in tokens) or sum(tokens) != pictures * length:
                 problem = f"the rows have {tokens} image tokens for {pictures} pictures"
                 raise UserError(
@@ -137,7 +130,8 @@ class PaliGemma(Adaptable):
                 )
         if image_features is None:
             return embeddings
-        return embeddings.masked_scatter(is_image[..., None], image_features.to(embeddings.dtype))
+        features = image_features.to(embeddings.dtype)
+        return embeddings.masked_scatter(is_image[..., None], features)
 
 
 def summed_loss(

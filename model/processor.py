@@ -5,8 +5,7 @@ A `Batch` has the layout that PaliGemma was trained with: `<image>` × I, bos, p
 then the answer and eos. Further turns follow in the same way, causal.
 
 Ids equal those of transformers' PaliGemmaProcessor, except that a prompt cannot spell control
-tokens, and that `<image>` within the prompt of a PaliGemma is taken out: its pictures come first.
-For WINGS and Q-Mamba a picture stands there, and bos where the text begins. A tokenizer.model may
+tokens, and that `<image>` within the prompt is taken out: pictures come first. A tokenizer.model may
 read a literal U+2581, more than 31 blanks in a row and reserved pieces of Gemma 1 such as `<b>`
 otherwise.
 """
@@ -16,18 +15,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 
-from model.chat import Texts, TextTokenizer
 from model.common import UserError, quoted, read_json, shown
 from model.config import PaliGemmaConfig
-from model.images import Picture, fit, to_pixels
+from model.images import Picture, fit, normalized
+from model.registry import read_config, system_of
 from model.source import preset_of
-from model.system_configs import LanguageWingsConfig, QMambaConfig, WingsConfig, read_config
-from model.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
+from model.tokenizer import Texts, Tokenizer, find_tokenizer, load_tokenizer
 from model.turns import SLOT, Turn, check_turns
 
 # Token ids; their types: 0 for pictures and the first prompt, which see each other, 1 for all that
@@ -65,44 +63,38 @@ class Batch(Movable):
 
     input_ids: torch.Tensor  # (B, S) int64
     pixel_values: torch.Tensor  # (pictures, 3, R, R) float32 in [-1, 1]
-    token_type_ids: (
-        torch.Tensor
-    )  # (B, S) int64: 0 for image, prefix and padding, 1 for the suffix and what follows
+    # (B, S) int64: 0 for image, prefix and padding, 1 for the suffix and what follows
+    token_type_ids: torch.Tensor
     attention_mask: torch.Tensor  # (B, S) int64: 0 at padding
     labels: torch.Tensor  # (B, S) int64: the id of answers and the eos after each, else -100
-    image_index: (
-        torch.Tensor
-    )  # (slots,) int64: the picture that fills each image slot, rows from top to bottom
+    # (slots,) int64: the picture that fills each image slot, rows from top to bottom
+    image_index: torch.Tensor
 
 
 class Processor:
     """From pictures and prompts to a `Batch`, and from answer tokens to text."""
 
+    is_square = False  # whether a picture is padded to a square before it is resized
+
     def __init__(
         self,
-        config: PaliGemmaConfig | QMambaConfig,
+        config: Any,
         tokenizer: Tokenizer,
         max_length: int = 8192,
         padding_side="left",
     ):
-        """max_length: tokens of a row, by default what PaliGemma's decoders were trained with; a
-        longer row is an error, it is never cut. padding_side: "left" as in transformers, so that
-        the last position of every row is its newest token, or "right". Raises UserError if config
-        and tokenizer disagree."""
+        """config: of a model that reads pictures. max_length: tokens of a row, by default what
+        PaliGemma's decoders were trained with; a longer row is an error, it is never cut.
+        padding_side: "left" as in transformers, so that the last position of every row is its
+        newest token, or "right". Raises UserError if config and tokenizer disagree."""
         self.config, self.tokenizer = config, tokenizer
         self.max_length, self.padding_side = max_length, padding_side
-        is_chat = isinstance(config, LanguageWingsConfig)
-        self.text = (
-            TextTokenizer(config.language, tokenizer)
-            if is_chat
-            else _plain_texts(config, tokenizer)
-        )
-        self.encode, self.decode = self.text.encode, self.text.decode
+        self.slot = [config.image_token_id] * config.num_image_tokens  # of a picture
+        self.texts = self.open_texts()
+        self.encode, self.decode = self.texts.encode, self.texts.decode
 
-    @classmethod
-    def from_source(
-        cls, source: str | Path, *, revision: str | None = None, **options
-    ) -> "Processor":
+    @staticmethod
+    def from_source(source: str | Path, *, revision: str | None = None, **options) -> "Processor":
         """The processor of a model: a folder, `embedded`, a hub id, or a preset with the embedded
         model's vocabulary.
 
@@ -110,7 +102,8 @@ class Processor:
         PaliGemma's image processor the file, if there is one, must say what is done here. options:
         those of the constructor. Raises UserError.
         """
-        preset, file = preset_of(source), find_tokenizer(source, revision)
+        preset = preset_of(source)
+        file = find_tokenizer(source, revision)
         config = preset or read_config(file.with_name("config.json"))
         if not hasattr(config, "image_token_id"):
             raise UserError(
@@ -126,7 +119,26 @@ class Processor:
                 "give a folder with config.json and a tokenizer, or the hub id of a published model"
             )
             raise UserError(f"{source}: this preset has random weights and no tokenizer: {remedy}")
-        return cls(config, tokenizer, **options)
+        return processor_for(config, tokenizer, **options)
+
+    def open_texts(self) -> Texts:
+        """The texts of the tokenizer. Raises UserError if it is of another model."""
+        config, tokenizer = self.config, self.tokenizer
+        control = config.pad_token_id, config.eos_token_id, config.bos_token_id
+        image = config.image_token_id
+        reserved = (*control, tokenizer.unk_id(), image)
+        texts = Texts(tokenizer, config.text.vocab_size, reserved, {config.eos_token_id})
+        given = tokenizer.pad_id(), tokenizer.eos_id(), tokenizer.bos_id()
+        piece = SLOT if image >= texts.pieces else tokenizer.id_to_piece(image)
+        if (given, piece) != (control, SLOT):
+            problem = (
+                f"its pad, eos and bos are {given}, config.json's {control}; "
+                f"image token {image} is its piece {piece!r}"
+            )
+            raise UserError(
+                f"the tokenizer is of another model: {problem}: take both files from one model"
+            )
+        return texts
 
     def __call__(
         self,
@@ -148,104 +160,110 @@ class Processor:
         return self.pad(rows, pictures)
 
     def row_of(self, n_images: int, turns: Sequence[Turn]) -> TokenRow:
-        """As `layout`, but a PaliGemma takes pictures first: `<image>` in a prompt is taken out."""
-        if check_turns(n_images, turns) and not isinstance(self.config, WingsConfig | QMambaConfig):
-            turns = [
-                (re.sub(rf"\s*{SLOT}", "", text).strip() if SLOT in text else text, said)
-                for text, said in turns
-            ]
-        *before, (prefix, suffix) = turns
-        return self.layout(n_images, prefix, suffix, before)
+        """The row of prompts with their answers; the last answer is None where it is asked for.
 
-    def layout(
-        self, n_images: int, prefix: str, suffix: str | None = None, before: Sequence[Turn] = ()
-    ) -> TokenRow:
-        """The row of a prompt, with its answer in training. before: earlier turns, prompts with
-        their answers.
-
-        `<image>` in a prompt marks the place of a picture, once for each picture. Without it
-        pictures come first. Raises UserError for another number of marks, and for text that cannot
-        be encoded or is too long.
+        `<image>` in a prompt marks the place of a picture, once for each picture. Raises UserError
+        for another number of marks, and for text that cannot be encoded or is too long.
         """
-        turns: list[Turn] = [*before, (prefix, suffix)]
+        has_marks = check_turns(n_images, turns)
         said = " ".join(text or "" for turn in turns for text in turn)
         if beyond := re.search(r"<loc(?!0|10[01]|102[0-3])\d{4}>", said):
             raise UserError(f"{beyond[0]} is no place in a picture: they end at <loc1023>")
-        is_chat = isinstance(self.text, TextTokenizer) and self.config.chat
-        if not check_turns(n_images, turns) and n_images:
-            first = -1 if is_chat else 0
-            turns[first] = SLOT * n_images + "\n" * is_chat + turns[first][0], turns[first][1]
-        slot = [self.config.image_token_id] * self.config.num_image_tokens
-        if is_chat:
-            ids, learned = self.text.conversation(turns, slot)
-            types = [1] * len(ids)
-        else:
-            ids, types, learned = [], [], []
-            for number, (prompt, answer) in enumerate(turns):
-                # the newline is encoded with the prompt: a prompt that ends in one makes a single
-                # piece "\n\n" with it
-                given = self.text.spell(prompt + "\n", slot)
-                if not number and self.config.bos_token_id is not None:
-                    begin = next(
-                        place for place, id_ in enumerate(given) if id_ != slot[0]
-                    )  # of the text
-                    given.insert(begin, self.config.bos_token_id)
-                reply = [] if answer is None else [*self.encode(answer), self.config.eos_token_id]
-                ids += given + reply
-                types += [int(number > 0)] * len(given) + [1] * len(reply)
-                learned += [0] * len(given) + [1] * len(reply)
+        ids, types, learned = self.layout(n_images, turns, has_marks)
         if len(ids) > self.max_length:
-            remedy = f"give fewer pictures, shorten the text or raise max_length ({quoted(prefix)})"
-            raise UserError(f"{len(ids)} tokens, but max_length is {self.max_length}: {remedy}")
+            remedy = "give fewer pictures, shorten the text or raise max_length"
+            problem = f"{len(ids)} tokens, but max_length is {self.max_length}"
+            raise UserError(f"{problem}: {remedy} ({quoted(turns[-1][0])})")
         return ids, types, learned
 
-    def pad(self, rows: Sequence[TokenRow], pictures: Sequence[Picture] | None = None) -> Batch:
-        """Rows of `layout` as one batch, with the pictures of all their image slots in order.
+    def layout(self, n_images: int, turns: Sequence[Turn], has_marks: bool) -> TokenRow:
+        """Pictures first, which see each other and the first prompt: a mark in a prompt is taken
+        out."""
+        ids = [*self.slot * n_images, self.config.bos_token_id]
+        types = [0] * len(ids)
+        learned = [0] * len(ids)
+        for number, (prompt, answer) in enumerate(turns):
+            if has_marks and SLOT in prompt:
+                prompt = re.sub(rf"\s*{SLOT}", "", prompt).strip()
+            # the newline is encoded with the prompt: a prompt that ends in one makes a single piece
+            # "\n\n" with it
+            given = self.encode(prompt + "\n")
+            reply = self.reply(answer)
+            ids += given + reply
+            types += [min(number, 1)] * len(given) + [1] * len(reply)
+            learned += [0] * len(given) + [1] * len(reply)
+        return ids, types, learned
 
-        A picture that is given twice, as the same object or path, is in the batch once. pictures
-        None: they are encoded elsewhere, the batch has no pixels, and its image_index counts the
-        slots. Raises UserError, naming the file.
+    def reply(self, answer: str | None) -> list[int]:
+        """The ids of an answer, and the one that ends it; none for an answer that is asked for."""
+        if answer is None:
+            return []
+        return [*self.encode(answer), self.config.eos_token_id]
+
+    def pad(
+        self, rows: Sequence[TokenRow], pictures: Sequence[Picture | torch.Tensor] | None = None
+    ) -> Batch:
+        """Rows of `row_of` as one batch, with the pictures of all their image slots in order.
+
+        A picture that is given twice, as the same object or path, is in the batch once. A tensor is
+        one of `pixels`. pictures None: they are encoded elsewhere, the batch has no pixels, and its
+        image_index counts the slots. Raises UserError, naming the file.
         """
-        slots = (
-            sum(ids.count(self.config.image_token_id) for ids, *_ in rows)
-            // self.config.num_image_tokens
-        )
-        if pictures is not None and len(pictures) != slots:  # a model on a GPU does not count them
+        pixels, index = self.distinct(pictures, self.count_slots(rows))
+        width = max(len(ids) for ids, *_ in rows)
+        size = len(rows), width
+        input_ids = torch.full(size, self.config.pad_token_id, dtype=torch.int64)
+        types, mask, learned = torch.zeros(3, *size, dtype=torch.int64)
+        for number, (ids, types_of_row, learned_of_row) in enumerate(rows):
+            place = slice(len(ids))
+            if self.padding_side == "left":
+                place = slice(width - len(ids), width)
+            input_ids[number, place] = torch.tensor(ids)
+            types[number, place] = torch.tensor(types_of_row)
+            learned[number, place] = torch.tensor(learned_of_row)
+            mask[number, place] = 1
+        labels = input_ids.where(learned > 0, -100)
+        return Batch(input_ids, pixels, types, mask, labels, index)
+
+    def count_slots(self, rows: Sequence[TokenRow]) -> int:
+        """The pictures that rows have a place for."""
+        tokens = sum(ids.count(self.config.image_token_id) for ids, *_ in rows)
+        return tokens // self.config.num_image_tokens
+
+    def distinct(
+        self, pictures: Sequence[Picture | torch.Tensor] | None, slots: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pixels (pictures, 3, R, R) of distinct pictures, and which of them fills each slot
+        (slots,)."""
+        size = self.config.vision.image_size
+        if pictures is None:
+            return torch.empty(0, 3, size, size), torch.arange(slots)
+        if len(pictures) != slots:  # a model on a GPU does not count them
             raise UserError(
                 f"{len(pictures)} pictures for {slots} image slots: give each slot a picture"
             )
-        keys = [os.fspath(p) if isinstance(p, str | os.PathLike) else id(p) for p in pictures or ()]
-        distinct = dict(zip(keys, pictures or (), strict=True))
-        index = (
-            list(range(slots)) if pictures is None else [list(distinct).index(key) for key in keys]
-        )
-        pixels = [self.pixels(picture) for picture in distinct.values()]
-        size, width = self.config.vision.image_size, max(len(ids) for ids, *_ in rows)
-        input_ids, types, mask, learned = torch.zeros(4, len(rows), width, dtype=torch.int64)
-        input_ids[:] = self.config.pad_token_id
-        for number, (ids, *others) in enumerate(rows):
-            place = (
-                slice(width - len(ids), width) if self.padding_side == "left" else slice(len(ids))
-            )
-            for tensor, values in zip((input_ids, types, learned), (ids, *others), strict=True):
-                tensor[number, place] = torch.tensor(values)
-            mask[number, place] = 1
-        labels = input_ids.where(learned > 0, -100)
-        pixel_values = torch.stack(pixels) if pixels else torch.empty(0, 3, size, size)
-        return Batch(
-            input_ids, pixel_values, types, mask, labels, torch.tensor(index, dtype=torch.int64)
-        )
+        numbers: dict[str | bytes | int, int] = {}  # of the distinct ones, by path or object
+        pixels, index = [], []
+        for picture in pictures:
+            is_path = isinstance(picture, str | os.PathLike)
+            key = os.fspath(picture) if is_path else id(picture)
+            if key not in numbers:
+                numbers[key] = len(pixels)
+                pixels.append(
+                    picture if isinstance(picture, torch.Tensor) else self.pixels(picture)
+                )
+            index.append(numbers[key])
+        stacked = torch.stack(pixels) if pixels else torch.empty(0, 3, size, size)
+        return stacked, torch.tensor(index, dtype=torch.int64)
 
     def fit(self, picture: Picture) -> np.ndarray:
         """A picture as uint8 (R, R, 3), all that the model sees of it. Raises UserError, naming the
         file."""
-        return fit(
-            picture, self.config.vision.image_size, square=isinstance(self.text, TextTokenizer)
-        )
+        return fit(picture, self.config.vision.image_size, square=self.is_square)
 
     def pixels(self, picture: Picture) -> torch.Tensor:
         """A picture as the vision tower reads it, float32 (3, R, R). Raises as `fit`."""
-        return to_pixels(self.fit(picture), self.config.vision.image_size)
+        return normalized(self.fit(picture))
 
     def continuation(self, prefix: str, answer: str) -> list[int]:
         """The ids of an answer after its prompt: by itself, since the prompt's newline is a piece
@@ -253,22 +271,11 @@ class Processor:
         return self.encode(answer)
 
 
-def _plain_texts(config: PaliGemmaConfig | QMambaConfig, tokenizer: Tokenizer) -> Texts:
-    ids, image = (
-        (config.pad_token_id, config.eos_token_id, config.bos_token_id),
-        config.image_token_id,
-    )
-    texts = Texts(
-        tokenizer, config.text.vocab_size, (*ids, tokenizer.unk_id(), image), {config.eos_token_id}
-    )
-    given = tokenizer.pad_id(), tokenizer.eos_id(), tokenizer.bos_id()
-    piece = SLOT if image >= texts.pieces else tokenizer.id_to_piece(image)
-    if (given, piece) != (ids, SLOT):
-        problem = f"its pad, eos and bos are {given}, config.json's {ids}; image token {image} is its piece {piece!r}"
-        raise UserError(
-            f"the tokenizer is of another model: {problem}: take both files from one model"
-        )
-    return texts
+def processor_for(config: Any, tokenizer: Tokenizer, **options) -> Processor:
+    """The processor of a configuration. options: those of the constructor. Raises UserError."""
+    system = system_of(config.kind)
+    kind = Processor if system is None else system.processor
+    return kind(config, tokenizer, **options)
 
 
 def _check_pixels(folder: Path, size: int) -> None:

@@ -6,10 +6,10 @@ In: a source, as every command's `--model` takes it. Out: a folder on this disk.
 
 import re
 from pathlib import Path
+from typing import Any
 
 from model.common import UserError, shown
-from model.config import PRESETS, PaliGemmaConfig
-from model.system_configs import QMAMBA_PRESETS, QMambaConfig
+from model.registry import preset_of_name
 
 EMBEDDED = "embedded"  # the name of the base model in this repository
 BUNDLED_FOLDER = Path(__file__).resolve().parent.parent / "weights" / "tiny"
@@ -28,9 +28,11 @@ def local_path(source: str | Path) -> Path:
     return path
 
 
-def preset_of(source: str | Path) -> PaliGemmaConfig | QMambaConfig | None:
+def preset_of(source: str | Path) -> Any:
     """The preset that `source` names; None for anything else, such as a folder of that name."""
-    return None if local_path(source).is_dir() else (PRESETS | QMAMBA_PRESETS).get(str(source))
+    if local_path(source).is_dir():
+        return None
+    return preset_of_name(str(source))
 
 
 def resolve(source: str | Path, patterns: list[str], revision: str | None = None) -> Path:

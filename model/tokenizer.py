@@ -4,14 +4,17 @@ Where a model has both files, tokenizer.model is read: it holds the pieces that 
 trained with, and needs no further package, so that ids are the same in every environment.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 
 from model.common import UserError, quoted
 from model.source import EMBEDDED, preset_of, resolve
+from model.turns import SLOT
 
 BESIDE = [
     "config.json",
@@ -115,3 +118,49 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise UserError(
             f"{path}: not a sentencepiece model ({error}): download the file again"
         ) from None
+
+
+class Texts:
+    """Text to ids and back. Texts spell no `control` token; an answer stops at the first of
+    `ends`."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, rows: int, control: Iterable[int | None], ends: Collection[int]
+    ):
+        """rows: of the embedding. Raises UserError if the tokenizer has more pieces."""
+        self.tokenizer, self.ends, self.pieces = tokenizer, ends, tokenizer.vocab_size()
+        if self.pieces > rows:
+            problem = f"it has {self.pieces} pieces, but the embedding only {rows} rows"
+            raise UserError(
+                f"the tokenizer is of another model: {problem}: take both files from one model"
+            )
+        self.control = {id_ for id_ in control if id_ is not None and id_ < self.pieces}
+        self._reserved = [
+            piece for piece in map(tokenizer.id_to_piece, sorted(self.control)) if piece
+        ]
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, nothing before and nothing behind. Raises UserError if it spells a
+        control token."""
+        for piece in self._reserved:
+            if piece in text:
+                raise UserError(
+                    f"the text spells the control token {piece}, which is placed for you: remove it"
+                )
+        return self.tokenizer.encode(text)
+
+    def spell(self, text: str, slot: Sequence[int]) -> list[int]:
+        """The ids of a text, those of `slot` in place of each `<image>`; without a slot it is
+        text."""
+        ids = []
+        for place, part in enumerate(text.split(SLOT) if slot else [text]):
+            ids += [*(slot if place else ()), *self.encode(part)]
+        return ids
+
+    def decode(self, ids: Any) -> str:
+        """The text of answer ids (T,) up to the first that ends it, without control tokens and ids
+        of no piece."""
+        said = takewhile(lambda id_: id_ not in self.ends, map(int, ids))
+        return self.tokenizer.decode(
+            [id_ for id_ in said if 0 <= id_ < self.pieces and id_ not in self.control]
+        )

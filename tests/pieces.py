@@ -11,10 +11,10 @@ from transformers import AddedToken, GemmaTokenizer, Qwen2Tokenizer
 from transformers.tokenization_utils_base import generate_merges
 
 from model.config import TextConfig
-from model.language import LanguageModel
 from model.paligemma import initialize
 from model.source import BUNDLED_FOLDER
-from model.system_configs import LanguageConfig
+from model.systems.configs import LanguageConfig
+from model.systems.language import LanguageModel
 from weights.export import export_model
 
 CONTROL = ("pad", "eos", "bos", "unk")

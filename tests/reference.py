@@ -14,9 +14,9 @@ import transformers
 from transformers.utils import logging
 
 from model.attention import attention_modules
-from model.mamba import MambaLM
 from model.paligemma import PaliGemma
-from weights.load import load_mamba, load_model
+from model.systems.mamba import MambaLM
+from weights.load import load_model, load_system
 
 IMAGE_TOKEN = 127
 logging.disable_progress_bar()  # of files that are written and read in milliseconds
@@ -130,7 +130,7 @@ def our_mamba(hf, dtype: torch.dtype = torch.float32) -> MambaLM:
     """The same model through the production path."""
     with tempfile.TemporaryDirectory() as folder:
         hf.save_pretrained(folder)
-        return load_mamba(folder, dtype)
+        return load_system(folder, "mamba", dtype)
 
 
 def reload_hf(hf, backend: str, dtype: torch.dtype):

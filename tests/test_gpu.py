@@ -62,7 +62,7 @@ def test_one_key_head_is_shared_without_a_copy(heads, is_masked, monkeypatch):
 def test_slots_and_pictures_are_counted_before_they_reach_a_gpu(processor):
     """Breaks when a picture too few ends in an assertion on the device, which ends the process's
     use of the GPU."""
-    rows = [processor.layout(1, "what"), processor.layout(1, "count")]
+    rows = [processor.row_of(1, [("what", None)]), processor.row_of(1, [("count", None)])]
     picture = torch.zeros(8, 8, 3, dtype=torch.uint8).numpy()
     assert len(processor.pad(rows, [picture, picture]).image_index) == 2
     refused(lambda: processor.pad(rows, [picture]), "2 image slots")

@@ -30,10 +30,10 @@ from model.common import UserError
 from model.images import to_pixels
 from model.processor import Processor, load_tokenizer
 from model.source import BUNDLED_FOLDER
-from model.system_configs import LanguageConfig
+from model.systems.configs import LanguageConfig
 from tests.files import write_vqav2
 from train.settings import Settings, parse
-from weights.load import load_mamba, load_model
+from weights.load import load_model, load_system
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has no alarm")
 CASES = 60  # of each reader
@@ -215,7 +215,7 @@ READERS: dict[str, Callable[[Path], object]] = {  # each opens its file as the c
     "index/model.safetensors.index.json": lambda path: load_model(path.parent),
     "npz/model.npz": load_model,
     "tokenizer/tokenizer.json": load_tokenizer,
-    "mamba/config.json": lambda path: load_mamba(path.parent),
+    "mamba/config.json": lambda path: load_system(path.parent, "mamba"),
     "language/config.json": LanguageConfig.from_file,
     **dict.fromkeys(LORA, lambda path: adapter.load(load_model("tiny"), path.parent)),
     "run/config.json": lambda path: parse(["--resume", str(path.parent)]),

@@ -28,7 +28,7 @@ from eval.report import markdown_table
 from model.common import UserError
 from model.device import DTYPES, autocast_dtype, processor_name
 from model.paligemma import PaliGemma
-from model.processor import Processor
+from model.processor import Processor, processor_for
 from model.source import preset_of
 from train.align import align, is_taught
 from train.data.batches import MicroBatch, Order
@@ -130,7 +130,7 @@ def processor_of(settings: Settings, model: PaliGemma) -> Processor:
         else system_of(settings.arch).tokenizer_source(settings)
     )
     if preset_of(source):
-        return Processor(
+        return processor_for(
             model.config,
             Processor.from_source("embedded").tokenizer,
             max_length=settings.max_length,

@@ -10,16 +10,16 @@ from pathlib import Path
 from eval.data import PROMPT, check_prompt
 from eval.records import EMBEDDED_TASKS, SOURCES
 from lora.adapter import DECODER_TARGETS
-from lora.quantize import KINDS as QUANTIZED
 from model.common import UserError, shown
 from model.config import PRESETS
 from model.device import DTYPES
 from model.differential import FEED_FORWARDS, KINDS
+from model.registry import read_config
 from model.source import local_path, preset_of
-from model.system_configs import read_config
 from train.flags import RunArguments, flag, read_run
 from train.loop import LoopSettings
 from train.optim import OPTIMIZERS
+from weights.quantize import KINDS as QUANTIZED
 
 EMBEDDED = ("embedded",)
 

@@ -80,7 +80,8 @@ def export_model(
     temporary = folder.absolute().with_name(f".{folder.name}-{os.getpid()}.partial")
     tensors = plain_tensors(model)
     known = kind_of(model.config)[1].dialects
-    names = dialect_names(tensors, dialect if dialect in known else known[0])
+    prefixes = known.get(dialect) or next(iter(known.values()))
+    names = dialect_names(tensors, prefixes)
     specs = {name: tensors[ours].to("meta", dtype) for name, ours in names.items()}
     split = split_torch_state_dict_into_shards(specs, max_shard_size=int(max_shard_gb * 1e9))
     # older versions of transformers read torch_dtype only, newer ones both

@@ -16,17 +16,16 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lora.quantize import pack, replaceable
 from model import cpu
-from model import system_configs as configs
 from model.common import UserError, file_errors, read_json, shown
 from model.config import PRESETS, PaliGemmaConfig, VisionConfig, config_errors
 from model.paligemma import PaliGemma, initialize
+from model.registry import read_config, system_of
 from model.siglip import Siglip
 from model.source import local_path, preset_of, resolve
-from model.system_configs import read_config
 from weights import mapping
 from weights.mapping import STORED_DTYPES, Entry
+from weights.quantize import pack, replaceable
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PATTERNS = ["config.json", "generation_config.json", "model*.safetensors", INDEX_FILE, "*.npz"]
@@ -40,16 +39,9 @@ def kind_of(config: Any) -> tuple[type[nn.Module], mapping.Names]:
         return PaliGemma, mapping.PALIGEMMA_NAMES
     if type(config) is VisionConfig:
         return Siglip, mapping.SIGLIP_NAMES
-    from model import language, mamba, qmamba, wings  # of other models alone
-
-    return {
-        configs.QMambaConfig: (qmamba.QMamba, mapping.OWN_NAMES),
-        configs.TextModelConfig: (language.TextModel, mapping.OWN_NAMES),
-        configs.LanguageConfig: (language.LanguageModel, mapping.LANGUAGE_NAMES),
-        configs.WingsConfig: (wings.Wings, mapping.OWN_NAMES),
-        configs.LanguageWingsConfig: (wings.Wings, mapping.OWN_NAMES),
-        configs.MambaConfig: (mamba.MambaLM, mapping.MAMBA_NAMES),
-    }[type(config)]
+    system = system_of(config.kind)
+    assert system is not None, f"{config.kind} is in no table"
+    return system.model, mapping.Names({mapping.OWN: system.prefixes}, system.aliases)
 
 
 class _SkipInit(TorchFunctionMode):
@@ -172,12 +164,12 @@ def compare(folder: Path, entries: dict[str, Entry], config: Any) -> Checkpoint:
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     is_array = any(entry.path.suffix == ".npz" for entry in entries.values())
     spellings = {
-        dialect: mapping.dialect_names(expected, dialect)
-        for dialect in (*kind.dialects, mapping.NPZ)
+        dialect: mapping.dialect_names(expected, prefixes)
+        for dialect, prefixes in {**kind.dialects, mapping.NPZ: mapping.SAME}.items()
     }
     likely = [mapping.NPZ] if is_array else kind.dialects
     dialect = max(likely, key=lambda name: len(spellings[name].keys() & entries.keys()))
-    allowed = kind.aliases | spellings[dialect]
+    allowed = {**kind.aliases, **spellings[dialect]}
     names = {name: allowed[name] for name in entries if name in allowed}
     problems = [f"missing {name}" for name in sorted(expected.keys() - names.values())]
     problems += [f"unexpected {shown(name)}" for name in sorted(entries.keys() - allowed.keys())]
@@ -203,7 +195,7 @@ def read_model(
     """The model of an examined checkpoint. On a CPU a tensor of this dtype is a private view of its
     file.
 
-    quantize: a key of `lora.quantize.KINDS`; a matrix is then packed as soon as it is read, so that
+    quantize: a key of `weights.quantize.KINDS`; a matrix is then packed as soon as it is read, so that
     whole weights are never all in memory. Raises UserError for the checkpoint's problems, and where
     a stored head differs from the embedding that it is tied to.
     """
@@ -264,23 +256,24 @@ def load_model(
     if preset := preset_of(source):
         model = empty_model(preset, dtype)
         if torch.device(device).type != "meta":
-            fill = initialize
-            if type(preset) is configs.QMambaConfig:
-                from model.qmamba import initialize_qmamba as fill
+            system = system_of(preset.kind)
+            fill = system.initialize if system and system.initialize else initialize
             model = fill(model.to_empty(device=device))
         return pack(model, quantize, replaceable(model, quantize, head=True)) if quantize else model
     return read_model(examine(source, revision), dtype, device, quantize)
 
 
+def load_system(source: str | Path, kind: str, dtype=torch.float32, device="cpu") -> Any:
+    """The model of `source`, which must be of a kind of `model/registry.py`, under the
+    names of transformers where it has such a model."""
+    system = system_of(kind)
+    assert system is not None, f"{kind} is in no table"
+    return read_model(examine(source, read=system.config.from_file), dtype, device)
+
+
 def load_text(source: str | Path, dtype=torch.float32, device="cpu") -> Any:
-    """The published language model of `source`, Gemma, Gemma 2, Qwen1.5 or Qwen2, under the names
-    of transformers."""
-    return read_model(examine(source, read=configs.LanguageConfig.from_file), dtype, device)
-
-
-def load_mamba(source: str | Path, dtype=torch.float32, device="cpu") -> Any:
-    """The Mamba language model of `source`, under the names of transformers."""
-    return read_model(examine(source, read=configs.MambaConfig.from_file), dtype, device)
+    """The published language model of `source`, under the names of transformers."""
+    return load_system(source, "language", dtype, device)
 
 
 def load_siglip(source: str | Path, dtype=torch.float32, device="cpu") -> Siglip:

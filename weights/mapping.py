@@ -5,7 +5,7 @@ four dialects, which differ in the prefixes of the model's three parts. big_visi
 layers of a tower in one array and keeps the attention heads as an axis.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -46,16 +46,10 @@ DIALECTS: dict[str, dict[str, str]] = {
     # what transformers 5 saves
     "D": {"language_model.": "language_model.model.", "": ""},
 }
-# our own names, those of a SigLIP alone, of a decoder alone, and of a .npz, whose arrays
-# `weights/npz.py` renames
-OWN, SIGLIP, TEXT, NPZ = "own", "siglip", "text", "big_vision"
-_PREFIXES = DIALECTS | {
-    OWN: {"": ""},
-    NPZ: {"": ""},
-    SIGLIP: {"": "vision_model."},
-    TEXT: {"language_model.lm_head.": "lm_head.", "language_model.": "model."},
-}
-EMBEDDING, MAMBA_EMBEDDING = "language_model.embed_tokens.weight", "backbone.embeddings.weight"
+# our own names, and those of a .npz, whose arrays `weights/npz.py` renames
+OWN, NPZ = "own", "big_vision"
+SAME = {"": ""}
+EMBEDDING = "language_model.embed_tokens.weight"
 # the tied head, which any dialect may store besides the embedding or in its place
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
@@ -64,19 +58,14 @@ HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 class Names:
     """How the files of one kind of model name its tensors."""
 
-    dialects: tuple[str, ...] = (OWN,)
-    aliases: dict[str, str] = field(default_factory=dict)  # further names, in any dialect: ours
+    # {dialect: {our prefix: the dialect's}}
+    dialects: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: {OWN: SAME})
+    # further names, in any dialect: ours
+    aliases: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()  # prefixes of tensors that the model does not have
 
 
-OWN_NAMES = Names()
-PALIGEMMA_NAMES = Names(tuple(DIALECTS), dict.fromkeys(HEADS, EMBEDDING))
-# a tied head may be stored, too; where it is not tied, `lm_head.weight` is its own parameter
-LANGUAGE_NAMES = Names((TEXT,), {"lm_head.weight": EMBEDDING})
-# the original repository's name of the embedding, and the tied head
-MAMBA_NAMES = Names(
-    aliases=dict.fromkeys(("backbone.embedding.weight", "lm_head.weight"), MAMBA_EMBEDDING)
-)
+PALIGEMMA_NAMES = Names(DIALECTS, dict.fromkeys(HEADS, EMBEDDING))
 # the text tower and the pooling head are left out; transformers 5 saves a tower by itself without a
 # prefix
 _NO_TOWER = (
@@ -86,16 +75,14 @@ _NO_TOWER = (
     "vision_model.head.",
     "vision_model.embeddings.position_ids",
 )
-SIGLIP_NAMES = Names((SIGLIP, OWN), ignored=_NO_TOWER)
+SIGLIP_NAMES = Names({"siglip": {"": "vision_model."}, OWN: SAME}, ignored=_NO_TOWER)
 
 
-def dialect_names(ours: Iterable[str], dialect: str) -> dict[str, str]:
+def dialect_names(ours: Iterable[str], prefixes: Mapping[str, str]) -> dict[str, str]:
     """{the dialect's name: our name} of each of our parameters."""
     names = {}
     for name in ours:
-        prefix, theirs = next(
-            pair for pair in _PREFIXES[dialect].items() if name.startswith(pair[0])
-        )
+        prefix, theirs = next(pair for pair in prefixes.items() if name.startswith(pair[0]))
         names[theirs + name.removeprefix(prefix)] = name
     return names
 

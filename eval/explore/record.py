@@ -19,9 +19,9 @@ from model.attention import Attention, attention_modules, tapped
 from model.common import UserError, quoted
 from model.differential import Differential
 from model.generate import check_finite, generate
-from model.language import LanguageModel
 from model.paligemma import PaliGemma
 from model.processor import Batch, Processor, parse_boxes
+from model.systems.language import LanguageModel
 from model.tokenizer import SPACE
 
 ONE_MAP = {

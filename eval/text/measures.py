@@ -29,7 +29,7 @@ from eval.text.tasks import LETTERS, SHOWN, Document, Tasks
 from model.common import UserError, read_json
 from model.device import choose_device
 from model.generate import NonFiniteError, check_finite, finite_rows
-from model.language import TextModel
+from model.systems.language import TextModel
 from weights.load import load_model
 
 SPLIT, SEED = "test", 7

@@ -13,13 +13,14 @@ import torch
 
 from eval.question import Question
 from eval.text.corpus import BOS, PAD
-from model.chat import Texts, load_text_tokenizer
 from model.common import UserError
 from model.generate import pad_left
 from model.processor import Batch, TokenRow
+from model.registry import read_config
 from model.source import resolve
-from model.system_configs import LanguageConfig, read_config
-from model.tokenizer import find_tokenizer, load_tokenizer
+from model.systems.chat import load_text_tokenizer
+from model.systems.configs import LanguageConfig
+from model.tokenizer import Texts, find_tokenizer, load_tokenizer
 
 
 class TextReader:

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, PaliGemmaForConditionalGeneration
 from eval import answer, choices
 from eval.bench import parser_of
 from eval.question import Question
-from model.language import new_model
 from model.processor import Processor
+from model.systems.language import new_model
 from tests.eval.conftest import TOKENIZER
 from tests.pieces import language_folder
 from tests.runs import refused

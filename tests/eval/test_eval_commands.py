@@ -125,7 +125,7 @@ def test_the_likeliest_choice_is_the_answer(processor, kind, monkeypatch):
         [likelihood_by_hand(model, processor, q.picture, q.prefix, c) for c in choices]
         for q in asked
     ]
-    batch = processor.pad([processor.layout(1, question.prefix) for question in asked])
+    batch = processor.pad([processor.row_of(1, [(question.prefix, None)]) for question in asked])
     features = model.encode_images(
         processor([q.picture for q in asked], ["-"] * len(asked)).pixel_values
     )

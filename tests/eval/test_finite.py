@@ -11,7 +11,7 @@ from eval.answer import ask_all
 from eval.question import Question
 from eval.text import measures
 from model.generate import NonFiniteError, generate
-from model.language import new_model
+from model.systems.language import new_model
 from tests.runs import refused
 from weights.export import companions, export_model
 from weights.load import load_model

@@ -21,8 +21,8 @@ from eval.records import (
     read_examples,
     split_records,
 )
-from model.processor import Processor
-from model.system_configs import MambaConfig, ProjectorConfig, QMambaConfig, WingsConfig
+from model.processor import processor_for
+from model.systems.configs import MambaConfig, ProjectorConfig, QMambaConfig, WingsConfig
 from tests.runs import refused
 from train.data.batches import collate
 from train.data.sources import held_records
@@ -117,7 +117,7 @@ def processors(processor):
     }
     qmamba = replace(QMambaConfig(), image_token_id=config.image_token_id, **parts)
     wings = WingsConfig(**vars(config), rank=4)
-    made = [Processor(of, processor.tokenizer) for of in (wings, qmamba)]
+    made = [processor_for(of, processor.tokenizer) for of in (wings, qmamba)]
     return dict(zip(("paligemma", "wings", "qmamba"), (processor, *made), strict=True))
 
 

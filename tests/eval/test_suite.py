@@ -11,7 +11,7 @@ from PIL import Image
 from eval import suite
 from eval.vqa_scoring import answerability
 from model.config import PRESETS
-from model.system_configs import WingsConfig
+from model.systems.configs import WingsConfig
 from tests.eval.test_mmbench import BY_HAND, rows_of, write
 from tests.files import write_mmneedle, write_vqav2
 from tests.runs import refused

@@ -25,7 +25,7 @@ from eval.text.corpus import (
 )
 from eval.text.measures import attention_shares, chance, context_bins, windows
 from eval.text.tasks import CITIES, LETTERS, RECORDS, SHOWN, SYMBOLS, Document, Tasks
-from model.language import TextModel, new_model
+from model.systems.language import TextModel, new_model
 from tests.files import prose
 from tests.runs import refused
 from train.systems import text as training

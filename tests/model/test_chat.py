@@ -11,8 +11,8 @@ import torch
 from transformers import AutoTokenizer
 
 from eval.ask import main
-from model.chat import TextTokenizer, load_text_tokenizer
 from model.generate import ask_text
+from model.systems.chat import TextTokenizer, load_text_tokenizer
 from tests.pieces import TEXTS, language_folder
 from tests.runs import refused
 from weights.load import load_text

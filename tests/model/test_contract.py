@@ -10,15 +10,15 @@ import torch.nn.functional as F
 
 from eval.answer import log_likelihoods
 from model import paligemma
-from model import system_configs as configs
 from model.config import PaliGemmaConfig, TextConfig, VisionConfig
 from model.differential import graft
 from model.generate import generate
-from model.language import LanguageModel, TextModel
-from model.mamba import MambaLM
 from model.paligemma import PaliGemma
-from model.qmamba import QMamba
-from model.wings import Wings
+from model.systems import configs
+from model.systems.language import LanguageModel, TextModel
+from model.systems.mamba import MambaLM
+from model.systems.qmamba import QMamba
+from model.systems.wings import Wings
 from tests.reference import left_padded, randomize, relative_error, right_padded
 
 IMAGE, SLOTS = 63, 4  # a picture takes four tokens

@@ -19,9 +19,9 @@ from transformers import (
 )
 
 from model.generate import generate
-from model.language import LanguageModel
 from model.processor import Processor
-from model.system_configs import read_config
+from model.registry import read_config
+from model.systems.language import LanguageModel
 from tests.reference import (
     outputs_by_layer,
     randomize,

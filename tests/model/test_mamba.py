@@ -10,11 +10,11 @@ import torch.nn.functional as F
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import scan
 from model.generate import generate
-from model.mamba import Mamba, MambaLM, initialize_mamba
-from model.scan import BLOCK, selective_scan
-from model.system_configs import MambaConfig
+from model.systems import scan
+from model.systems.configs import MambaConfig
+from model.systems.mamba import Mamba, MambaLM, initialize_mamba
+from model.systems.scan import BLOCK, selective_scan
 from tests.reference import hf_mamba, our_mamba, relative_error
 
 
@@ -162,7 +162,8 @@ def test_a_bf16_layer_rounds_only_what_it_must(monkeypatch):
     layer, mixer = model.backbone.layers[0], model.backbone.layers[0].mixer
     mixer.dt_proj.bias -= 6.0
     monkeypatch.setattr(
-        "model.mamba.selective_scan", lambda *args: seen.append(args) or selective_scan(*args)
+        "model.systems.mamba.selective_scan",
+        lambda *args: seen.append(args) or selective_scan(*args),
     )
     mixer(h.bfloat16())
     x, delta, *_ = seen[0]

@@ -10,9 +10,15 @@ import transformers
 from transformers.models.mamba.modeling_mamba import MambaMixer as HFMambaMixer
 
 from model.config import VisionConfig
-from model.qmamba import QMamba, QMambaProjector, fresh_projector, initialize_qmamba, local_mask
 from model.siglip import Siglip
-from model.system_configs import MambaConfig, ProjectorConfig, QMambaConfig
+from model.systems.configs import MambaConfig, ProjectorConfig, QMambaConfig
+from model.systems.qmamba import (
+    QMamba,
+    QMambaProjector,
+    fresh_projector,
+    initialize_qmamba,
+    local_mask,
+)
 from tests.reference import left_padded, randomize, relative_error, set_attention_backend
 
 IMAGE = 59

@@ -11,8 +11,8 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
 from model.config import TextConfig
 from model.differential import Split
-from model.language import TextModel, new_model
-from model.system_configs import TEXT_PRESETS, TextModelConfig
+from model.systems.configs import TEXT_PRESETS, TextModelConfig
+from model.systems.language import TextModel, new_model
 from tests.reference import relative_error
 
 pytestmark = pytest.mark.usefixtures("seeded")

@@ -15,8 +15,8 @@ from model.config import PaliGemmaConfig, TextConfig, VisionConfig
 from model.differential import graft
 from model.generate import CompiledStep, generate
 from model.paligemma import PaliGemma, initialize
-from model.system_configs import WingsConfig
-from model.wings import OCTAVES, Learner, LearnerInput, Router, Wings, attach, route
+from model.systems.configs import WingsConfig
+from model.systems.wings import OCTAVES, Learner, LearnerInput, Router, Wings, attach, route
 from tests.reference import set_attention_backend
 from tests.runs import refused
 from train.settings import parse

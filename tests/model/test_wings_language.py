@@ -10,9 +10,9 @@ import torch
 import transformers
 from PIL import Image
 
-from model.processor import Processor
+from model.processor import Processor, processor_for
+from model.systems.wings import route
 from model.tokenizer import load_tokenizer
-from model.wings import route
 from tests.pieces import qwen_tokenizer
 from tests.reference import set_attention_backend
 from train import finetune
@@ -80,7 +80,7 @@ def opened(parts: Path, more: str = ""):
 
 
 def reader(parts: Path, model) -> Processor:
-    return Processor(model.config, load_tokenizer(parts / "text" / "tokenizer.json"))
+    return processor_for(model.config, load_tokenizer(parts / "text" / "tokenizer.json"))
 
 
 @torch.no_grad()
@@ -105,8 +105,8 @@ def test_a_conversation_is_laid_out_and_learned_as_released(parts):
     test_chat.py."""
     model, theirs = opened(parts), transformers.AutoTokenizer.from_pretrained(parts / "text")
     image = model.config.image_token_id
-    ids, _, learned = reader(parts, model).layout(
-        1, "Sure?", "yes", [("What is<image> it?", "a box")]
+    ids, _, learned = reader(parts, model).row_of(
+        1, [("What is<image> it?", "a box"), ("Sure?", "yes")]
     )
     system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
     asked = system + "What is it?<|im_end|>\n<|im_start|>assistant\na box<|im_end|>\n"
@@ -117,7 +117,7 @@ def test_a_conversation_is_laid_out_and_learned_as_released(parts):
     start = len(theirs(system + "What is").input_ids)
     assert [place for place, i in enumerate(ids) if i == image] == list(range(start, start + 16))
     # a model that is not asked in turns: the prompt, a newline, the answer and its end
-    ids = reader(parts, opened(parts, "--option chat=false")).layout(1, "Say<image>", "box")[0]
+    ids = reader(parts, opened(parts, "--option chat=false")).row_of(1, [("Say<image>", "box")])[0]
     assert theirs.decode([i for i in ids if i != image]) == "Say\nbox<|im_end|>"
 
 

@@ -11,9 +11,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import cpu, mamba, scan
+from model import cpu
 from model.config import PRESETS
-from model.system_configs import QMAMBA_PRESETS, MambaConfig, QMambaConfig
+from model.systems import mamba, scan
+from model.systems.configs import QMAMBA_PRESETS, MambaConfig, QMambaConfig
 from tests.files import write_vqav2
 from tests.reference import set_attention_backend
 from tests.runs import refused

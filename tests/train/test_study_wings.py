@@ -8,7 +8,7 @@ import torch
 
 from eval.scenes import CATEGORIES
 from lora import adapter
-from model.wings import attach, route
+from model.systems.wings import attach, route
 from tests.reference import relative_error
 from train.embedded.text import TASKS, make_text_base, sentence
 from train.optim import count, matching, trainable
@@ -88,7 +88,7 @@ def test_the_miniature_starts_from_the_text_base_of_its_seed(tmp_path):
     assert torch.equal(
         model.language_model.embed_tokens.weight, text.language_model.embed_tokens.weight
     )
-    batch = processor.pad([processor.layout(0, "What is a tiger?")])
+    batch = processor.pad([processor.row_of(0, [("What is a tiger?", None)])])
     logits = [
         m(batch.input_ids, None, torch.ones_like(batch.input_ids)) for m in (model, text.eval())
     ]

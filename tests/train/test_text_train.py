@@ -10,7 +10,7 @@ import torch
 
 from eval.text.corpus import BOS, EOS
 from eval.text.tasks import QUESTIONS, RECORDS, Tasks
-from model.language import new_model
+from model.systems.language import new_model
 from tests.files import prose, write_prose
 from tests.pair import in_pair
 from tests.runs import metrics, refused

@@ -7,10 +7,10 @@ import pytest
 import torch
 import transformers
 
-from model.mamba import MambaLM, initialize_mamba
-from model.qmamba import QMamba
 from model.source import BUNDLED_FOLDER
-from model.system_configs import MambaConfig
+from model.systems.configs import MambaConfig
+from model.systems.mamba import MambaLM, initialize_mamba
+from model.systems.qmamba import QMamba
 from tests.reference import relative_error
 from tests.runs import refused
 from train import finetune

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
-from model.system_configs import MambaConfig, ProjectorConfig, QMambaConfig
+from model.systems.configs import MambaConfig, ProjectorConfig, QMambaConfig
 from tests.reference import hf_mamba
 from tests.runs import refused
-from weights.load import SINGLE_FILE, load_mamba
+from weights.load import SINGLE_FILE, load_system
 
 
 @pytest.fixture
@@ -39,9 +39,9 @@ def test_other_names_of_the_embedding(published, name):
     opened, or loses one."""
     embedding = load_file(published / SINGLE_FILE)["backbone.embeddings.weight"]
     change_tensors(published, {"backbone.embeddings.weight": None, name: embedding})
-    assert torch.equal(load_mamba(published).backbone.embeddings.weight, embedding)
+    assert torch.equal(load_system(published, "mamba").backbone.embeddings.weight, embedding)
     change_tensors(published, {"backbone.embeddings.weight": embedding + 1})
-    refused(lambda: load_mamba(published), "differs from")
+    refused(lambda: load_system(published, "mamba"), "differs from")
 
 
 TEXT = ["Is there a dog?", "  two  spaces", "yes", "naïve 北京 🦒", "a\n\nb\t", "1,234.5"]

@@ -11,7 +11,6 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice, pairwise
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -57,14 +56,13 @@ def collate(records: Sequence[Record], processor: Processor) -> MicroBatch:
     """Open pictures, prepare them and the text, and lay them out as one micro-batch. A record that
     cannot be used is left out and gets a line in `bad`. If none is left, a blank row without
     targets stands for them: other processes wait for its gradients."""
-    opened: dict[
-        str, list[np.ndarray]
-    ] = {}  # by key; of a photograph no more than the model sees is kept
+    # by key; of a photograph no more than the model sees is kept
+    opened: dict[str, list[torch.Tensor]] = {}
     good, rows, bad = [], [], []
     for record in records:
         try:
             if record.pictures and record.key not in opened:
-                opened[record.key] = list(map(processor.fit, record.pictures))
+                opened[record.key] = list(map(processor.pixels, record.pictures))
             rows.append(processor.row_of(len(record.pictures), record.turns))
             good.append(record)
         except UserError as error:
@@ -73,7 +71,7 @@ def collate(records: Sequence[Record], processor: Processor) -> MicroBatch:
     if not good:
         rows, pictures = (
             [processor.row_of(1, [("nothing", "nothing")])],
-            [processor.fit(gray_picture)],
+            [processor.pixels(gray_picture)],
         )
     batch = processor.pad(rows, pictures)
     positions, targets = supervised(batch.labels)

@@ -31,7 +31,7 @@ from eval.text.tasks import SYMBOLS
 from model.common import write_text
 from model.device import choose_device
 from model.differential import lambdas
-from model.system_configs import TEXT_PRESETS
+from model.systems.configs import TEXT_PRESETS
 from train.distributed import World
 from train.flags import flag, from_values
 from train.optim import count

@@ -35,7 +35,7 @@ from lora import adapter
 from model.device import choose_device
 from model.processor import Processor
 from model.source import EMBEDDED
-from model.wings import Wings, route
+from model.systems.wings import Wings, route
 from train.data.sources import read_records
 from train.embedded.text import TASKS, make_text_base, sentence
 from train.estimates import estimate

@@ -19,7 +19,7 @@ from model.common import UserError
 from model.device import choose_dtype
 from model.differential import default_options, graft
 from model.paligemma import PaliGemma
-from model.processor import Processor
+from model.processor import Processor, processor_for
 from model.tokenizer import find_tokenizer, load_tokenizer
 from train.checkpoint import Progress
 from train.data.batches import MicroBatch, Order, shifted
@@ -138,9 +138,9 @@ def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, lis
     tokenizer's."""
     if settings.stage is not None:
         tokenizer = find_tokenizer(system_of(settings.arch).tokenizer_source(settings))
-        return Processor(model.config, load_tokenizer(tokenizer), max_length=settings.max_length), [
-            tokenizer
-        ]
+        return processor_for(
+            model.config, load_tokenizer(tokenizer), max_length=settings.max_length
+        ), [tokenizer]
     processor = Processor.from_source(settings.base, max_length=settings.max_length)
     processor.config = model.config  # of a new tower
     if not settings.writes_model:

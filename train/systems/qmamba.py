@@ -2,7 +2,7 @@
 stage 1 made of them.
 
 In: the settings of a run with `--arch qmamba`; `--option NAME=VALUE` sets a field of `Parts` or of
-`model.qmamba.ProjectorConfig`. Out: the model of a stage.
+`model.systems.qmamba.ProjectorConfig`. Out: the model of a stage.
 
     python -m train.finetune --arch qmamba --stage 1 --base google/siglip-so400m-patch14-384 --data
         jsonl:FILE \\ --option language_model=state-spaces/mamba-2.8b-hf --option
@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from model.common import UserError
-from model.qmamba import QMamba, fill_from_mamba, fresh_projector
 from model.source import BUNDLED_FOLDER, EMBEDDED
-from model.system_configs import ProjectorConfig, QMambaConfig
+from model.systems.configs import ProjectorConfig, QMambaConfig
+from model.systems.qmamba import QMamba, fill_from_mamba, fresh_projector
 from train.settings import Settings
-from weights.load import empty_model, load_mamba, load_model, load_siglip
+from weights.load import empty_model, load_model, load_siglip, load_system
 
 TINY_MAMBA = BUNDLED_FOLDER.parent / "tiny-mamba"  # the embedded language model
 # for the embedded base, which has 16 image tokens
@@ -71,7 +71,7 @@ def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
         return load_qmamba(settings.base, dtype, device)
     parts, projector = read_options(settings)
     tower = load_siglip(settings.base, dtype, device)
-    text = load_mamba(tokenizer_source(settings), dtype, device)
+    text = load_system(tokenizer_source(settings), "mamba", dtype, device)
     vision, padding = (
         replace(tower.config, feature_layer=parts.feature_layer),
         text.config.vocab_size - 1,
@@ -84,7 +84,7 @@ def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
     model.vision_tower, model.language_model = tower, text.backbone
     fresh = fresh_projector(config, settings.seed)
     if parts.blocks_from:
-        fill_from_mamba(fresh, load_mamba(parts.blocks_from).backbone)
+        fill_from_mamba(fresh, load_system(parts.blocks_from, "mamba").backbone)
     if parts.connector_from:
         trained = load_qmamba(parts.connector_from).multi_modal_projector
         try:

@@ -21,9 +21,9 @@ import torch
 from eval.text.corpus import BOS, Corpus, kept_corpus, open_corpus
 from eval.text.tasks import MOST_ASKED, SYMBOLS, Tasks
 from model.common import UserError, run_command
-from model.language import TextModel, new_model
 from model.processor import Movable
-from model.system_configs import TEXT_PRESETS
+from model.systems.configs import TEXT_PRESETS
+from model.systems.language import TextModel, new_model
 from train.checkpoint import Progress, newest_progress
 from train.data.batches import load
 from train.distributed import World, joined_world, whole_model

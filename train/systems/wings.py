@@ -1,7 +1,7 @@
 """WINGS as it is trained: a base with visual learners, then with textual learners and routers.
 
 In: the settings of a run with `--arch wings`; in stage 1 `--option NAME=VALUE` sets a field of
-`Parts`. Out: the model of a stage, see `model/wings.py`. The base is a PaliGemma or, with a
+`Parts`. Out: the model of a stage, see `model/systems/wings.py`. The base is a PaliGemma or, with a
 language model, the vision tower beside it:
 
     python -m train.finetune --arch wings --stage 1 --base google/siglip-so400m-patch14-384 --data
@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
-from model.chat import load_text_tokenizer
 from model.common import UserError
 from model.source import EMBEDDED
-from model.system_configs import LanguageWingsConfig
-from model.wings import Wings, attach, join, route
+from model.systems.chat import load_text_tokenizer
+from model.systems.configs import LanguageWingsConfig
+from model.systems.wings import Wings, attach, join, route
 from train.settings import Settings
 from weights.load import load_model, load_siglip, load_text
 

@@ -43,9 +43,8 @@ def selective_scan(
     )
     state = x.new_zeros(batch, size, channels, dtype=dtype) if state is None else state.to(dtype)
     x, delta, A, B, C = (tensor.to(dtype).contiguous() for tensor in (x, delta, A.T, B, C))
-    if (
-        length == 1 and not torch.is_grad_enabled()
-    ):  # a decoding step: the general path would take three times as long
+    # a decoding step: the general path would take three times as long
+    if length == 1 and not torch.is_grad_enabled():
         _, states = _states(state, x, delta, A, B, parallel=False)
         return _sum_states(C, states[:, 1:]), states[
             :, 1

@@ -5,7 +5,7 @@ In: a batch of `model/processor.py`, as for PaliGemma, with Q image tokens per p
 logits (B, S, V).
 A connector scans SigLIP's features in both directions; in the blocks of the projector Q queries
 attend to them; a linear map brings the queries to the width of the language model
-(`model/mamba.py`). Follows "Query-based Cross-Modal Projector Bolstering Mamba Multimodal LLM"
+(`model/systems/mamba.py`). Follows "Query-based Cross-Modal Projector Bolstering Mamba Multimodal LLM"
 (anonymous ACL submission). The authors released no weights, so this was not compared with their
 model. Uncertain are the feed-forward network, which an early version of their code has off, and its
 width, here the block's; the 24 blocks of the paper, where later code has one; and the connector
@@ -24,9 +24,11 @@ from torch.utils.checkpoint import checkpoint
 from model.attention import Attention
 from model.config import require
 from model.linear import Linear
-from model.mamba import Mamba, MambaMixer, initialize_mamba, initialize_mixer
 from model.paligemma import PaliGemma, Projector, initialize
-from model.system_configs import ProjectorConfig, QMambaConfig
+from model.registry import System
+from model.systems.configs import QMAMBA_PRESETS, ProjectorConfig, QMambaConfig
+from model.systems.mamba import Mamba, MambaMixer, initialize_mamba, initialize_mixer
+from model.systems.processors import SlotProcessor
 
 
 def local_mask(queries: int, keys: int, device: torch.device | str | None = None) -> torch.Tensor:
@@ -108,9 +110,8 @@ class QMambaProjector(nn.Module):
     def __init__(self, config: QMambaConfig):
         super().__init__()
         self.config, width = config.projector, config.projector.hidden_size
-        self.checkpointing = (
-            False  # recompute each block in the backward pass instead of keeping its activations
-        )
+        # recompute each block in the backward pass instead of keeping its activations
+        self.checkpointing = False
         self.vision_proj = Linear(config.vision.hidden_size, width)
         self.vision_norm = nn.LayerNorm(width)
         self.connector = Connector(self.config)
@@ -195,3 +196,15 @@ def initialize_qmamba(model: QMamba, seed: int = 0) -> QMamba:
     initialize_mamba(model.language_model, seed)
     model.multi_modal_projector.load_state_dict(fresh_projector(model.config, seed).state_dict())
     return model
+
+
+SYSTEMS = {
+    QMambaConfig.kind: System(
+        QMambaConfig,
+        QMamba,
+        SlotProcessor,
+        asked_as="llava",
+        initialize=initialize_qmamba,
+        presets=QMAMBA_PRESETS,
+    )
+}

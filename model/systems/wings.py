@@ -30,11 +30,13 @@ from torch import nn
 from model.attention import Attention, LayerCache, Rope, keep_positions, tapped
 from model.config import require
 from model.gemma import Gemma
-from model.language import LanguageModel
 from model.linear import Linear
 from model.paligemma import PaliGemma, Projector
+from model.registry import System
 from model.siglip import Siglip
-from model.system_configs import LanguageWingsConfig, WingsConfig
+from model.systems.configs import LanguageWingsConfig, WingsConfig
+from model.systems.language import LanguageModel
+from model.systems.processors import LanguageProcessor, SlotProcessor
 
 OCTAVES = 16  # buckets of distance in a router: 0, 1–2, 3–6, 7–14, …, from 32767 on
 NEVER = 1 << 40  # as a column: after every query, so that no query sees it
@@ -56,9 +58,8 @@ class WingsRope(Rope):
 
     visual: LearnerInput
     textual: LearnerInput
-    buckets: torch.Tensor | None = (
-        None  # (B, S, Sk): where a router counts each key; None without routers
-    )
+    # (B, S, Sk): where a router counts each key; None without routers
+    buckets: torch.Tensor | None = None
 
 
 class LearnerCache(LayerCache):
@@ -341,3 +342,9 @@ def _assemble(config: WingsConfig, state: Mapping[str, torch.Tensor], seed: int)
         fresh[name] = tensor.to(model.language_model.embed_tokens.weight)
     model.load_state_dict(fresh, strict=False, assign=True)
     return model
+
+
+SYSTEMS = {
+    WingsConfig.kind: System(WingsConfig, Wings, SlotProcessor, asked_as="llava"),
+    LanguageWingsConfig.kind: System(LanguageWingsConfig, Wings, LanguageProcessor),
+}

@@ -21,7 +21,8 @@ from model.config import require
 from model.differential import graft
 from model.gemma import Adaptable, Gemma
 from model.paligemma import initialize, summed_loss
-from model.system_configs import TEXT_PRESETS, TextModelConfig
+from model.registry import System
+from model.systems.configs import CLASSES, TEXT_PRESETS, LanguageConfig, TextModelConfig
 
 
 class LanguageModel(Adaptable):
@@ -93,3 +94,16 @@ def new_model(preset: str, differential: bool, seed: int = 0, wide: bool = False
     model = TextModel(TextModelConfig.of(TEXT_PRESETS[preset], differential, wide), seed)
     initialize(model, seed)
     return model
+
+
+# as transformers names its tensors; a tied head may be stored, too
+LANGUAGE = System(
+    LanguageConfig,
+    LanguageModel,
+    asked_as="text",
+    prefixes={"language_model.lm_head.": "lm_head.", "language_model.": "model."},
+    aliases={"lm_head.weight": "language_model.embed_tokens.weight"},
+)
+SYSTEMS = dict.fromkeys([LanguageConfig.kind, *CLASSES], LANGUAGE) | {
+    TextModelConfig.kind: System(TextModelConfig, TextModel, asked_as="text"),
+}

@@ -9,19 +9,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from lora import adapter
-from lora import quantize as packing
 from lora.adapter import quantize
-from lora.quantize import Int8Linear, Nf4Linear, QuantizedLinear
 from model import cpu
 from model.differential import graft
 from model.linear import Linear
-from model.qmamba import QMamba
+from model.systems.qmamba import QMamba
 from tests.model.test_qmamba import CONFIG as QMAMBA
 from tests.reference import batch, hf_forward, hf_model, ours, relative_error
 from tests.runs import refused, run
 from train.optim import trainable
 from train.settings import parse
+from weights import quantize as packing
 from weights.load import load_model
+from weights.quantize import Int8Linear, Nf4Linear, QuantizedLinear
 
 TARGETS = r"language_model\..*\.(q_proj|up_proj)"
 
@@ -124,7 +124,7 @@ def test_products_are_those_of_the_stored_weights(kind, dtype, monkeypatch):
             with monkeypatch.context() as patch, torch.no_grad():
                 patch.setattr("model.linear.BLOCK_ELEMENTS", 1 << 14)
                 assert relative_error(layer(x), exact) < tolerance
-                patch.setattr("lora.quantize._int8_product", None)
+                patch.setattr("weights.quantize._int8_product", None)
                 plain = layer(x)
                 patch.setattr(cpu, "ways", frozenset({"bf16"}))
                 wide = layer(x)

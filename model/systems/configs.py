@@ -1,12 +1,11 @@
-"""Configurations of the models other than PaliGemma, and the reader that picks one by config.json's
-model_type."""
+"""Configurations of the models other than PaliGemma."""
 
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from model.common import UserError, quoted, read_json, shown
+from model.common import quoted, read_json
 from model.config import (
     CONTROL_TOKENS,
     Config,
@@ -14,41 +13,12 @@ from model.config import (
     TextConfig,
     VisionConfig,
     config_errors,
+    read_generation,
     require,
 )
 
 # transformers' classes of language models, by model_type
 CLASSES = {"gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
-# Keys of generation_config.json that change greedy decoding, with the values that do not
-_NEUTRAL = {
-    "repetition_penalty": 1,
-    "num_beams": 1,
-    "no_repeat_ngram_size": 0,
-    "min_length": 0,
-    "min_new_tokens": 0,
-}
-_NEUTRAL |= {"suppress_tokens": [], "bad_words_ids": [], "guidance_scale": 1}
-
-
-def read_generation(path: str | Path, *followed: str, suppressed: int | None = None) -> dict:
-    """The generation_config.json beside `path`. Raises UserError for other keys than `followed`
-    that change answers. suppressed: a token that our `generate` never says either."""
-    neutral = {**_NEUTRAL, "suppress_tokens": [suppressed]}
-    given = (
-        read_json(file)
-        if (file := Path(path).with_name("generation_config.json")).is_file()
-        else {}
-    )
-    if changed := [
-        n
-        for n in _NEUTRAL
-        if n not in followed and given.get(n) not in (None, _NEUTRAL[n], neutral[n])
-    ]:
-        raise UserError(
-            f"{shown(file)}: {changed[0]} changes answers, and is not followed here: delete this "
-            "key"
-        )
-    return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -56,6 +26,7 @@ class LanguageConfig(Config):
     """A published decoder and its control tokens. eos_token_id: each of them ends an answer; there
     may be none."""
 
+    kind = "language"
     text: TextConfig
     eos_token_id: tuple[int, ...] = ()
     pad_token_id: int | None = None
@@ -194,7 +165,7 @@ class WingsConfig(PaliGemmaConfig):
 @dataclass(frozen=True)
 class LanguageWingsConfig(WingsConfig):
     """WINGS on a published language model. chat: it is asked in turns of its family, see
-    `model/chat.py`."""
+    `model/systems/chat.py`."""
 
     kind = "wings-language"
     bos_token_id: int | None = None
@@ -255,9 +226,8 @@ class ProjectorConfig(Config):
     num_attention_heads: int = 16
     state_size: int = 16
     local_attention: bool = True
-    scan_order: Literal["bidirectional", "forward", "backward"] = (
-        "bidirectional"  # of the connector
-    )
+    # of the connector
+    scan_order: Literal["bidirectional", "forward", "backward"] = "bidirectional"
 
     @property
     def mixers(self) -> MambaConfig:
@@ -310,22 +280,3 @@ class QMambaConfig(Config):
 QMAMBA_PRESETS = {
     "qmamba-2.8b": QMambaConfig(text=MambaConfig(50280, 2560, 64, eos_token_id=1, bos_token_id=2))
 }
-
-_MODELS: tuple[type[Config], ...] = (
-    PaliGemmaConfig,
-    TextModelConfig,
-    WingsConfig,
-    LanguageWingsConfig,
-    QMambaConfig,
-)
-CONFIGS = dict.fromkeys(CLASSES, LanguageConfig) | {model.kind: model for model in _MODELS}
-
-
-def read_config(path: str | Path) -> Any:
-    """The configuration in the config.json at `path`. Raises UserError for a file that is no model
-    of this project."""
-    kind = CONFIGS.get(str(read_json(path).get("model_type")), PaliGemmaConfig)
-    config = kind.from_file(path)
-    if kind is not LanguageConfig:
-        read_generation(path, suppressed=getattr(config, "image_token_id", None))
-    return config

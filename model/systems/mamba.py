@@ -2,7 +2,7 @@
 key/value cache.
 
 In: token ids (B, S), or embeddings that text and pictures share. Out: float32 logits (B, S, V).
-`MambaMixer` is the layer around `model/scan.py`, `Mamba` the decoder that `model/qmamba.py` uses,
+`MambaMixer` is the layer around `model/systems/scan.py`, `Mamba` the decoder that `model/systems/qmamba.py` uses,
 `MambaLM` the model for text alone. Letters beyond those of `model/config.py`: E = 2H channels of
 the mixer, N state size (not heads), R rank of the step.
 """
@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from model.attention import keep_positions
 from model.gemma import RMSNorm
 from model.linear import Linear, linear
-from model.scan import selective_scan
-from model.system_configs import MambaConfig
+from model.registry import System
+from model.systems.configs import MambaConfig
+from model.systems.scan import selective_scan
 
 
 class MambaState:
@@ -114,9 +115,8 @@ class Mamba(nn.Module):
     def __init__(self, config: MambaConfig):
         super().__init__()
         self.config = config
-        self.checkpointing = (
-            False  # recompute each layer in the backward pass instead of keeping its activations
-        )
+        # recompute each layer in the backward pass instead of keeping its activations
+        self.checkpointing = False
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(MambaBlock(config) for _ in range(config.num_hidden_layers))
         self.norm_f = RMSNorm(config.hidden_size, config.layer_norm_epsilon, offset=0)
@@ -222,3 +222,14 @@ def initialize_mamba(model: Mamba, seed: int = 0) -> None:
             initialize_mixer(module, len(model.layers), generator)
         elif isinstance(module, RMSNorm):
             module.weight.fill_(1.0)
+
+
+# the original repository's name of the embedding, and the tied head
+_ALIASES = ("backbone.embedding.weight", "lm_head.weight")
+SYSTEMS = {
+    MambaConfig.kind: System(
+        MambaConfig,
+        MambaLM,
+        aliases=dict.fromkeys(_ALIASES, "backbone.embeddings.weight"),
+    )
+}

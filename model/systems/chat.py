@@ -5,67 +5,19 @@ cannot spell control tokens: they are placed here.
 """
 
 import re
-from collections.abc import Collection, Iterable, Sequence
-from itertools import takewhile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from model.common import UserError, read_json, read_text
 from model.source import resolve
-from model.system_configs import LanguageConfig
-from model.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
-from model.turns import SLOT, Turn
+from model.systems.configs import LanguageConfig
+from model.tokenizer import Texts, Tokenizer, find_tokenizer, load_tokenizer
+from model.turns import Turn
 
 GEMMA = "<start_of_turn>", "<end_of_turn>", "model"  # begin and end of a turn, and the model's role
 CHATML = "<|im_start|>", "<|im_end|>", "assistant"
 # the system turn that a template of Qwen's writes where a conversation has none
 SYSTEM = re.compile(r"<\|im_start\|>system(?:\\n|\n)([^'<]+)<\|im_end\|>")
-
-
-class Texts:
-    """Text to ids and back. Texts spell no `control` token; an answer stops at the first of
-    `ends`."""
-
-    def __init__(
-        self, tokenizer: Tokenizer, rows: int, control: Iterable[int | None], ends: Collection[int]
-    ):
-        """rows: of the embedding. Raises UserError if the tokenizer has more pieces."""
-        self.tokenizer, self.ends, self.pieces = tokenizer, ends, tokenizer.vocab_size()
-        if self.pieces > rows:
-            problem = f"it has {self.pieces} pieces, but the embedding only {rows} rows"
-            raise UserError(
-                f"the tokenizer is of another model: {problem}: take both files from one model"
-            )
-        self.control = {id_ for id_ in control if id_ is not None and id_ < self.pieces}
-        self._reserved = [
-            piece for piece in map(tokenizer.id_to_piece, sorted(self.control)) if piece
-        ]
-
-    def encode(self, text: str) -> list[int]:
-        """The ids of a text, nothing before and nothing behind. Raises UserError if it spells a
-        control token."""
-        for piece in self._reserved:
-            if piece in text:
-                raise UserError(
-                    f"the text spells the control token {piece}, which is placed for you: remove it"
-                )
-        return self.tokenizer.encode(text)
-
-    def spell(self, text: str, slot: Sequence[int]) -> list[int]:
-        """The ids of a text, those of `slot` in place of each `<image>`; without a slot it is
-        text."""
-        ids = []
-        for place, part in enumerate(text.split(SLOT) if slot else [text]):
-            ids += [*(slot if place else ()), *self.encode(part)]
-        return ids
-
-    def decode(self, ids: Any) -> str:
-        """The text of answer ids (T,) up to the first that ends it, without control tokens and ids
-        of no piece."""
-        said = takewhile(lambda id_: id_ not in self.ends, map(int, ids))
-        return self.tokenizer.decode(
-            [id_ for id_ in said if 0 <= id_ < self.pieces and id_ not in self.control]
-        )
 
 
 class TextTokenizer(Texts):
