@@ -26,7 +26,8 @@ from eval.question import Answer, Question
 from eval.text.reader import TextReader
 from lora.adapter import LoRALinear
 from model.common import UserError, file_errors, shown
-from model.generate import CompiledStep, NonFiniteError, finite_rows, generate, last_valid
+from model.compiled import CompiledStep
+from model.generate import NonFiniteError, finite_rows, generate, last_valid
 from model.paligemma import PaliGemma
 from model.processor import Batch, Processor, TokenRow
 from weights.fingerprint import exact_fingerprint

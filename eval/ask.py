@@ -24,10 +24,10 @@ from eval.command import add_flag, command_parser, positive, whole
 from eval.data import fill_prompt
 from eval.open import add_model_flags, kind_of, load, model_of, open_model, stored_prompt, toy_note
 from model.common import UserError, run_command, shown
-from model.generate import NonFiniteError, ask, ask_text, check_options
+from model.generate import NonFiniteError, ask, check_options
 from model.images import load_image
 from model.processor import parse_boxes
-from model.systems.chat import load_text_tokenizer
+from model.systems.chat import ask_text, load_text_tokenizer
 
 BATCH = 16  # prompts at a time
 

@@ -215,7 +215,7 @@ def ask_models(benchmark: Benchmark, args: Namespace) -> Results:
     baselines; writes the files of each model. Raises UserError."""
     from eval.answer import ask_all, open_log
     from eval.open import models_of, open_model, out_folder
-    from model.generate import CompiledStep
+    from model.compiled import CompiledStep
 
     subjects, results, talk = models_of(args), {}, sys.stderr if args.json else sys.stdout
     newest = (

@@ -5,6 +5,7 @@ In: a batch of `model/processor.py`: input_ids (B, S) with I image tokens a pict
 (pictures, 3, R, R), token_type_ids and attention_mask (B, S). Out: float32 logits (B, S, V).
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -132,6 +133,13 @@ class PaliGemma(Adaptable):
             return embeddings
         features = image_features.to(embeddings.dtype)
         return embeddings.masked_scatter(is_image[..., None], features)
+
+    def adjusted(self, logits: torch.Tensor, *read) -> torch.Tensor:
+        """Logits (B, V) from which the next token is chosen: never the image token."""
+        image = self.config.image_token_id
+        if image < logits.shape[-1]:
+            logits[:, image] = -math.inf
+        return logits
 
 
 def summed_loss(

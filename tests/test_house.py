@@ -30,7 +30,6 @@ MAX_FOLDED = {"model": 23, "lora": 1, "weights": 10, "eval": 81, "train": 87, "t
 MAX_STATEMENTS = 40
 # to be shortened
 LONG_FUNCTIONS = [
-    "generate.py: generate",
     "export.py: main",
     "ask.py: main",
     "align.py: align",

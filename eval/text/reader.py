@@ -14,11 +14,10 @@ import torch
 from eval.question import Question
 from eval.text.corpus import BOS, PAD
 from model.common import UserError
-from model.generate import pad_left
 from model.processor import Batch, TokenRow
 from model.registry import read_config
 from model.source import resolve
-from model.systems.chat import load_text_tokenizer
+from model.systems.chat import load_text_tokenizer, pad_left
 from model.systems.configs import LanguageConfig
 from model.tokenizer import Texts, find_tokenizer, load_tokenizer
 

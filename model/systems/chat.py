@@ -7,8 +7,12 @@ cannot spell control tokens: they are placed here.
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from model.common import UserError, read_json, read_text
+from model.generate import generate
 from model.source import resolve
 from model.systems.configs import LanguageConfig
 from model.tokenizer import Texts, Tokenizer, find_tokenizer, load_tokenizer
@@ -132,3 +136,35 @@ def load_text_tokenizer(source: str | Path, max_length: int | None = None) -> Te
     return TextTokenizer(
         config, tokenizer, max_length, template if isinstance(template, str) else ""
     )
+
+
+def ask_text(
+    model: Any,
+    tokenizer: TextTokenizer,
+    prompts: Sequence[str],
+    max_new_tokens: int = 32,
+    chat: bool = False,
+    **options,
+) -> list[str]:
+    """How the model goes on from each prompt or, with `chat`, answers it. options: those of
+    `generate`. UserError."""
+    rows = [tokenizer.prompt(prompt, chat) for prompt in prompts]
+    ids, valid = pad_left(rows, model.config.pad_token_id)
+    device = next(model.parameters()).device
+    ids, valid = ids.to(device), valid.to(device)
+    options["also_end"] = tokenizer.end_of_turn if chat else ()
+    answers = generate(model, ids, None, torch.ones_like(ids), valid, max_new_tokens, **options)
+    return [tokenizer.decode(answer) for answer in answers]
+
+
+def pad_left(rows: Sequence[Sequence[int]], pad: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids (B, S) of rows of unequal length, and the attention mask (B, S). pad: None where a
+    model has none."""
+    width = max(map(len, rows))
+    size = len(rows), width
+    ids = torch.full(size, pad or 0, dtype=torch.int64)
+    valid = torch.zeros(size, dtype=torch.int64)
+    for number, row in enumerate(rows):
+        ids[number, width - len(row) :] = torch.tensor(row)
+        valid[number, width - len(row) :] = 1
+    return ids, valid

@@ -12,6 +12,7 @@ pairs is the published attention:
     differential    h of width 2d      2, of width d      norm((A₁ − λ·A₂)·V)·(1 − λ_init)    4·H² + 8·H² + 6d
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,15 +59,31 @@ class LanguageModel(Adaptable):
         if attention_mask is None:
             length = x.shape[1] + (cache[0].length if cache else 0)
             attention_mask = torch.ones(len(x), length, dtype=torch.int64, device=x.device)
-        causal, head = torch.ones_like(attention_mask), self.language_model.head
+        causal = torch.ones_like(attention_mask)
         hidden = self.language_model(
             x, attention_mask.bool(), causal, cache, positions_to_keep, documents
         )
-        return (
-            head(hidden)
-            if targets is None
-            else summed_loss(head, self.config.text.vocab_size, hidden, targets)
-        )
+        head = self.language_model.head
+        if targets is None:
+            return head(hidden)
+        return summed_loss(head, self.config.text.vocab_size, hidden, targets)
+
+    def adjusted(
+        self,
+        logits: torch.Tensor,
+        prompt: torch.Tensor,
+        tokens: Sequence[torch.Tensor],
+        valid: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits (B, V) after the repetition penalty (Keskar et al. 2019, section 4.1) of what was
+        read or said; padding was not."""
+        penalty = getattr(self.config, "repetition_penalty", 1.0)
+        if penalty == 1:
+            return logits
+        ids = torch.cat((prompt, *(token[:, None] for token in tokens)), dim=1)
+        counts = torch.zeros_like(logits).scatter_add(1, ids, valid[:, : ids.shape[1]].to(logits))
+        lowered = torch.where(logits < 0, logits * penalty, logits / penalty)
+        return torch.where(counts > 0, lowered, logits)
 
 
 class TextModel(LanguageModel):

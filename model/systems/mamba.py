@@ -184,6 +184,9 @@ class MambaLM(nn.Module):
         x = self.backbone.embed(input_ids)
         return self.backbone.head(self.backbone(x, attention_mask, None, cache, positions_to_keep))
 
+    def adjusted(self, logits: torch.Tensor, *read) -> torch.Tensor:
+        return logits
+
     def new_cache(self, capacity: int | None = None) -> list[MambaState]:
         return self.backbone.new_cache()
 

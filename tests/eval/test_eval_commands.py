@@ -16,8 +16,9 @@ from torch._dynamo.testing import CompileCounter
 from eval import answer, needle, open, pope, shift, vqa
 from eval.question import Question
 from lora import adapter
+from model.compiled import CompiledStep
 from model.differential import graft
-from model.generate import CompiledStep, generate
+from model.generate import generate
 from tests.eval.conftest import random_model
 from tests.runs import refused
 

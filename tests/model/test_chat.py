@@ -11,8 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from eval.ask import main
-from model.generate import ask_text
-from model.systems.chat import TextTokenizer, load_text_tokenizer
+from model.systems.chat import TextTokenizer, ask_text, load_text_tokenizer
 from tests.pieces import TEXTS, language_folder
 from tests.runs import refused
 from weights.load import load_text

@@ -13,9 +13,10 @@ from eval.records import embedded_records
 from lora import adapter
 from lora.adapter import LoRALinear
 from model import cpu, device, paligemma
+from model.compiled import CompiledStep
 from model.differential import graft
 from model.gemma import RMSNorm
-from model.generate import CompiledStep, generate
+from model.generate import generate
 from model.linear import ACTIVATIONS, Linear, activated, linear
 from tests.model.test_differential import TARGETS, sibling
 from tests.reference import batch, hf_model, ours, relative_error, right_padded

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 
 from lora import adapter
 from model.attention import Rope
+from model.compiled import CompiledStep
 from model.config import PaliGemmaConfig, TextConfig, VisionConfig
 from model.differential import graft
-from model.generate import CompiledStep, generate
+from model.generate import generate
 from model.paligemma import PaliGemma, initialize
 from model.systems.configs import WingsConfig
 from model.systems.wings import OCTAVES, Learner, LearnerInput, Router, Wings, attach, route

@@ -9,8 +9,9 @@ from eval.answer import ask_all
 from eval.question import Question
 from lora import adapter
 from model.common import keep_memory
+from model.compiled import CompiledStep
 from model.device import choose_device
-from model.generate import CompiledStep, generate
+from model.generate import generate
 from model.processor import Processor
 from train.benchmark.work import ADAMW, ALPHA, ANSWER, RANK, TARGETS, Side, serve
 from train.data.batches import supervised
