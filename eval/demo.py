@@ -4,8 +4,9 @@
     python -m eval.demo                          the newest run, or the embedded base, with its scenes as examples
     python -m eval.demo --model google/paligemma-3b-pt-224 --adapter RUN
 
-In: a model. Out: a page on this machine alone (127.0.0.1). It loads nothing from the network and reports to nobody. One
-question is answered at a time. Pictures are kept in a temporary folder, which is deleted at the end.
+In: a model. Out: a page on this machine alone (127.0.0.1), which no page from elsewhere can ask. It loads nothing from
+the network and reports to nobody. One question is answered at a time. Pictures are kept in a temporary folder, which
+is deleted at the end.
 """
 
 import html
@@ -13,7 +14,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ EXAMPLES = [
     (192, "detect dog"),
 ]  # scenes of the test split, and prompts
 EXAMPLES += [(193, "answer en How many objects are there in the image?"), (200, "caption en")]
+LOCAL_NAMES = (b"127.0.0.1", b"localhost")
 STYLE = """
 .gradio-container { width: 100%; max-width: 1180px !important; margin: 0 auto !important; }
 .image-frame img { width: 100% !important; height: 100% !important; object-fit: contain !important; }
@@ -56,6 +58,31 @@ def explored(
         )
         case.add_plain(subject.title, plain)
     return page([case], f"{prompt} · {subject.title}")
+
+
+class OwnPage:
+    """ASGI middleware that refuses what pages from elsewhere send to this server, with status 403.
+
+    A foreign page comes by a name of its own that it lets point to this machine (DNS rebinding:
+    the Host is foreign), or sends without reading (the Origin is foreign). The port is the
+    browser's, so that one forwarded by ssh works too.
+    """
+
+    def __init__(self, app: Callable):
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        headers = dict(scope.get("headers", ()))
+        host = headers.get(b"host", b"")
+        own = b"http://" + host
+        is_local = host.partition(b":")[0].lower() in LOCAL_NAMES
+        is_own = is_local and headers.get(b"origin", own) == own
+        if is_own or scope["type"] == "lifespan":
+            await self.app(scope, receive, send)
+            return
+        text = b"Open this page itself: it answers http://127.0.0.1 and http://localhost alone."
+        await send({"type": "http.response.start", "status": 403, "headers": []})
+        await send({"type": "http.response.body", "body": text})
 
 
 def load_gradio() -> Any:
@@ -145,7 +172,12 @@ def serve(
         server_name="127.0.0.1", server_port=port, share=False, max_file_size="20mb", ssr_mode=False
     )
     blocks.queue(max_size=8).launch(
-        **local, quiet=True, prevent_thread_lock=True, theme=theme, css=STYLE
+        **local,
+        quiet=True,
+        prevent_thread_lock=True,
+        theme=theme,
+        css=STYLE,
+        app_kwargs={"middleware": [(OwnPage, (), {})]},
     )
     return blocks
 
