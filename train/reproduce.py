@@ -1,6 +1,6 @@
 """Run a paper's experiments as published, in one command, and print its tables beside the published figures.
 
-python -m train.reproduce paligemma      differential PaliGemma (Li et al. 2024), see train/studies/paper.py
+python -m train.reproduce paligemma      differential PaliGemma (Li et al. 2025), see train/studies/paper.py
 python -m train.reproduce text           the Differential Transformer (Ye et al. 2024), see train/studies/text.py
 python -m train.reproduce wings          WINGS (Zhang et al. 2024), see train/studies/wings.py
 python -m train.reproduce qmamba         Q-Mamba, see train/studies/qmamba.py

@@ -3,15 +3,19 @@ those published."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from eval.figures import accuracy_color
 from model.common import UserError
 from tests.files import write_mmneedle, write_vqav2
 from train.plan import StepCost
 from train.settings import RECIPES
-from train.studies.paper import PART_2, VQA_SCORES, main, on_share, read_models
+from train.studies import paper
+from train.studies.paper import CONTROL, PART_2, VQA_SCORES, main, on_share, read_models
+from train.studies.rules import Measure
 
 SMALL = "--samples 20 --vqa-limit 12 --needle-limit 6 --device cpu --jobs 1".split()
 
@@ -34,7 +38,7 @@ def steps(folder: Path) -> int:
 @pytest.mark.long
 def test_the_plan_in_miniature(tmp_path):
     """Breaks when a part or a published figure is missing, Part 2 is not the best of Part 1 on all
-    data, or a finished run is trained again."""
+    data, its control has another attention than plain, or a finished run is trained again."""
     cells = run(tmp_path, *SMALL)
     assert cells.keys() == {"baseline", *VQA_SCORES, *PART_2}
     assert {steps(cells[name][0]) for name in VQA_SCORES} == {
@@ -44,13 +48,20 @@ def test_the_plan_in_miniature(tmp_path):
         folder, cell = cells[row]
         best = max(candidates, key=lambda name: vqa(cells[name][1]))
         assert cell["facts"]["chosen"] == best and steps(folder) == 5
-        assert cell["facts"]["parameters"] == cells[best][1]["facts"]["parameters"]
+        config, of_best = (
+            json.loads((at / "adapter_config.json").read_text()) for at in (folder, cells[best][0])
+        )
+        assert config["r"] == of_best["r"]
+        assert config.get("differential") == (
+            of_best.get("differential") if row != CONTROL else None
+        )
     lines = (tmp_path / "comparison.md").read_text().splitlines()
     table_1, table_2 = (
         next(line.split() for line in lines if text in line) for text in ("53.21", "28.75")
     )
     assert table_1[-4:-1] == ["53.21", "|", f"{vqa(cells['paper-1'][1]):.2f}"]
     assert f"{100 * np.mean(cells['baseline'][1]['scores']['test']['needle']):.2f}" in table_2
+    assert (tmp_path / "figure-2.png").exists()
     times = {file: file.stat().st_mtime for file in tmp_path.glob("cells/*/*")}
     run(tmp_path, *SMALL)
     assert times == {file: file.stat().st_mtime for file in tmp_path.glob("cells/*/*")}
@@ -96,9 +107,35 @@ def test_official_files_and_finished_runs(tmp_path, capsys, monkeypatch):
     finished = [f"{row}={cells[row][0]}" for row in ("paper-1", "part-2-with")]
     again = run(tmp_path / "b", *flags, "--from", *finished)
     assert not (again["paper-1"][0] / "metrics.jsonl").exists() and steps(again["paper-4"][0]) == 2
-    assert all(again[row][1]["scores"] == cell["scores"] for row, (_, cell) in cells.items())
+    assert cells.keys() - again.keys() == {CONTROL}  # nobody knows the settings of a finished run
+    assert all(cells[row][1]["scores"] == cell["scores"] for row, (_, cell) in again.items())
     with pytest.raises(UserError, match="another base"):
         run(tmp_path / "c", *flags, "--base", "tiny", "--from", finished[0])
+
+
+def test_the_control_differs_in_attention_alone():
+    """Breaks when the control has another rate, rank or feed-forward than its model, so that a
+    difference says nothing of the attention."""
+    for model in read_models(()).values():
+        control = paper.plain(model)
+        changed = {key for key, value in vars(model).items() if vars(control)[key] != value}
+        assert changed <= {"attention", "option"} and control.attention == "softmax"
+
+
+def test_figure_2_has_the_needles_of_each_cell(monkeypatch):
+    """Breaks when a cell shows the needles of another cell or row, or a scale is the row's own."""
+    places = [f"row {y}, column {x}" for x in (1, 2) for y in (1, 2)] * 2  # not in raster order
+    hits = {"baseline": [0.0] * 8, paper.WITH: [0, 100, 0, 0, 0, 100, 0, 100]}
+    run = SimpleNamespace(
+        cells=hits,
+        scores=lambda row: {"needle": np.array([hits[row]])},
+        study=SimpleNamespace(measures={"needle": Measure("needles", places, rungs=places)}),
+    )
+    sheet = paper.draw_needles(run, {paper.WITH: "paper-2"})
+    colors = []
+    for at in (60, 178, 352, 470):  # points from the left: two cells of each map
+        colors += [sheet.getpixel((2 * at, 2 * (90 + down))) for down in (0, 118)]
+    assert colors == [accuracy_color(share) for share in (0, 0, 0, 0, 0, 1, 0, 0.5)]
 
 
 def test_a_flag_overrides_a_recipe(tmp_path):

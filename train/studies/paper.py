@@ -1,4 +1,4 @@
-"""The experiment of the differential PaliGemma paper (Li et al. 2024): five models, the choice of two, and needles.
+"""The experiment of the differential PaliGemma paper (Li et al. 2025): five models, the choice of two, and needles.
 
     python -m train.reproduce paligemma                      the same plan in miniature, on the embedded base and scenes
     python -m train.reproduce paligemma --quick              and with a tenth of the samples
@@ -9,10 +9,12 @@
 Part 1 fine-tunes the five models of Table 1, recipes of `train/settings.py`, on 40 % of the training pictures. Of those
 with and those without differential attention the one with the best VQA score is chosen. Part 2 fine-tunes these two on
 all pictures. Needles are looked for in stitched pictures of 2×2, by the paper's prompt and its two questions. The
-report has the paper's Table 1 (VQA) and Table 2 (needles) beside the published figures.
+report has the paper's Table 1 (VQA), Table 2 (needles) and Figure 2 (needles by place) beside the published figures.
 
-One seed and no controls, as published: `train.compare` has both. What the paper leaves open is a setting of the recipes
-and a flag of `train.finetune`, such as --optimizer, --schedule, --answers, and --diff-in, the towers.
+The paper's two models differ in more than attention. So a third one, `part-2-control`, learns beside: it has all
+settings of the one with differential attention, but plain attention. Otherwise one seed and no controls, as published:
+`train.compare` has both. What the paper leaves open is a setting of the recipes and a flag of `train.finetune`, such as
+--optimizer, --schedule, --answers, and --diff-in, the towers.
 """
 
 import json
@@ -23,7 +25,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 
+from eval.figures import heatmaps, save
 from eval.report import markdown_table
 from lora import adapter
 from model.common import UserError, shown
@@ -54,11 +58,14 @@ VQA_SCORES = {
     "paper-5": 41.32,
 }  # Table 1, %
 WITHOUT, WITH = "part-2-without", "part-2-with"  # differential attention
-NEEDLE_SCORES = {"baseline": 28.75, WITHOUT: 30.42, WITH: 34.72}  # Table 2: index accuracy, %
+CONTROL = "part-2-control"  # all settings of WITH, but plain attention
+# Table 2: index accuracy, %
+NEEDLE_SCORES = {"baseline": "28.75", WITHOUT: "30.42", WITH: "34.72", CONTROL: ""}
 PART_2 = {
     WITHOUT: ("paper-1", "paper-3"),
     WITH: ("paper-2", "paper-4", "paper-5"),
 }  # chosen of these
+PART_2[CONTROL] = PART_2[WITH]
 SHARE = 0.4  # of the pictures, in Part 1
 # half of the miniature's samples ask for needles, since the embedded base has never seen their
 # words
@@ -134,6 +141,11 @@ def on_share(settings: Options) -> Options:
     return replace(settings, fraction=SHARE, samples=samples)
 
 
+def plain(settings: Options) -> Options:
+    """The same settings, with plain attention."""
+    return replace(settings, attention="softmax", option=())
+
+
 def make(
     models: Mapping[str, Options], tasks: Tasks, job: Job, folder: Path, *part_1: Path
 ) -> dict:
@@ -154,6 +166,8 @@ def make(
             key=lambda cell: np.mean(cell["scores"]["test"]["VQA"] if cell["scores"] else 0.0),
         )["row"]
     settings = models[name] if part_1 else on_share(models[name])
+    if job.row == CONTROL:
+        settings = plain(settings)
     result = fine_tune(replace(settings, seed=job.seed), tasks, folder)
     return result | {"facts": result["facts"] | {"chosen": name}}
 
@@ -163,6 +177,8 @@ def study_of(models: Mapping[str, Options]) -> engine.Study:
     marks = {row: (file_digest(run / adapter.TENSOR_FILE),) for row, run in base.finished.items()}
     rows: dict[str, tuple] = {row: marks.get(row, ()) for row in ("baseline", *base.rows)}
     for row, names in PART_2.items():
+        if row == CONTROL and WITH in base.finished:
+            continue  # nobody knows the settings of a finished run
         if part_1 := tuple((name, *rows[name]) for name in names if name in rows):
             rows[row] = marks.get(row, part_1)
     tasks = {
@@ -170,13 +186,16 @@ def study_of(models: Mapping[str, Options]) -> engine.Study:
             base, "test", base.vqa_limit or (600 if base.is_embedded else None), base.scoring
         )
     }
-    title, trials = "n2o1", []  # needles, where there are pictures for them
+    title, trials = "needles, 2×2", []  # where there are pictures for them
     if base.is_embedded:
         trials = scene_needles("n2o1", base.needle_limit)
     elif base.coco:
         title, trials = coco_needles(base.needle_limit, base.coco, base.captions)
     if trials:
-        places = [str(trial.places[0][1:]) for trial in trials]  # Figure 2: by place
+        places = []  # Figure 2: by place
+        for trial in trials:
+            _, y, x = trial.places[0]
+            places.append(f"row {y + 1}, column {x + 1}")
         tasks["needle"] = trial_task(title, trials, "paper", in_mean=False, rungs=places)
     asked, settings = {"test": tasks}, [deciding(of_model) for of_model in models.values()]
 
@@ -193,9 +212,7 @@ def study_of(models: Mapping[str, Options]) -> engine.Study:
             key_of([base], load_base(base, torch.device("cpu")), asked), settings, base.scoring
         ),
         measures=tasks,
-        beside={"without differential attention": {WITH: (WITHOUT,)}}
-        if rows.keys() >= PART_2.keys()
-        else {},
+        beside={row: {WITH: (row,)} for row in (CONTROL, WITHOUT) if {row, WITH} <= rows.keys()},
         main="VQA",
         needs=needs,
         more=partial(blocks, models),
@@ -203,7 +220,7 @@ def study_of(models: Mapping[str, Options]) -> engine.Study:
 
 
 def blocks(models: Mapping[str, Options], run: engine.Run) -> list:
-    """The paper's tables beside ours, and what agrees."""
+    """The paper's tables and its figure beside ours, what agrees, and what they confound."""
     models = {name: models[name] for name in models if name in run.cells}
     scores = {
         row: {name: f"{each.mean():.2f}" for name, each in run.scores(row).items()}
@@ -228,7 +245,7 @@ def blocks(models: Mapping[str, Options], run: engine.Run) -> list:
     for row, score in NEEDLE_SCORES.items():
         if row in scores:
             needles = scores[row].get("needle", "")
-            table_2.append([row, chosen.get(row, ""), f"{score:.2f}", needles, scores[row]["VQA"]])
+            table_2.append([row, chosen.get(row, ""), score, needles, scores[row]["VQA"]])
     head = [
         "model",
         "attention",
@@ -239,14 +256,37 @@ def blocks(models: Mapping[str, Options], run: engine.Run) -> list:
         "the paper",
         "here",
     ]
-    return [
+    tables = [
         "## Table 1: VQA after 40 % of the training pictures, %",
         markdown_table(head, table_1),
         f"Here {order}; the paper: {published}.",
         "## Table 2: needles in 2×2, index accuracy in %, and VQA, after all pictures; chance 25",
         markdown_table(["model", "as", "needles, the paper", "here", "VQA, here"], table_2),
-        f"Chosen for Part 2: {' and '.join(chosen.values())}; the paper: paper-1 and paper-2.",
+        "The paper chose paper-1 and paper-2. Their feed-forwards differ too, so that their scores "
+        f"do not tell what attention does. Only `{CONTROL}` and `{WITH}` differ in attention alone.",
     ]
+    pair = [line for line in table_1 if line[0] in (chosen.get(WITH), chosen.get(WITHOUT))]
+    if len(pair) == 2:  # no finished runs
+        settings = list(zip(head, *pair, strict=True))[1:6]
+        differing = [f"{name} ({one}, {other})" for name, one, other in settings if one != other]
+        tables.append(f"Here, {pair[0][0]} and {pair[1][0]} differ in {', '.join(differing)}.")
+    if "needle" in run.study.measures:
+        save(draw_needles(run, chosen), run.out / "figure-2.png")
+        tables += ["## Figure 2: needles by the cell they lie in", "![Figure 2](figure-2.png)"]
+    return tables
+
+
+def draw_needles(run: engine.Run, chosen: Mapping[str, str]) -> Image.Image:
+    """Figure 2: for each model, with what it was `chosen` as, the share of needles found, by row
+    and column in the picture."""
+    maps = {}
+    for row in NEEDLE_SCORES:
+        if row in run.cells:
+            rungs = run.study.measures["needle"].rungs
+            found = report.by_rung(run.scores(row)["needle"].mean(0) / 100, rungs)
+            shares = [float(np.mean(found[place])) for place in sorted(found)]
+            maps[f"{row} {chosen.get(row, '')}"] = shares[:2], shares[2:]
+    return heatmaps(maps, "Figure 2: needles found, by the cell they lie in, %")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -258,6 +298,8 @@ def main(argv: Sequence[str]) -> None:
             name for name in ("paper-1", "paper-2") if name in options.rows
         ]  # which the paper chose for Part 2
         rows += [plan(models[name], f"{name}, all pictures", gpus=options.gpus) for name in whole]
+        if "paper-2" in whole:
+            rows.append(plan(plain(models["paper-2"]), CONTROL, gpus=options.gpus))
         print(plan_table(rows, options.gpu))
     else:
         print(report.write(engine.run(study_of(models), options)))
