@@ -133,7 +133,9 @@ def read_answers(file: str | Path, questions: Sequence[Question]) -> list[Answer
         check(id_ in known and id_ not in answers, f"id {shown(id_)} is unknown, or occurs twice")
         check(isinstance(answer, list if known[id_].scored else str), f"answer is {quoted(answer)}")
         asked, text = known[id_].prefix, str(record.get("question", ""))
-        check(text.strip().lower() in asked.lower(), f"answers {quoted(text)}, not {quoted(asked)}")
+        is_asked = text.strip().lower() in asked.lower()
+        problem = f"answers {quoted(text)}, not {quoted(asked)}: see --prompt and --wording"
+        check(is_asked, problem)
         answers[id_] = answer
 
     read(file, add)

@@ -7,16 +7,20 @@ places.
 In: the official TSV, and a model, or its answers. Out: CircularEval's accuracy by split and
 category, results.json, and submission.tsv for the evaluation server, which takes it as .xlsx from
 any spreadsheet. Rows of equal index mod 1,000,000 are one question with its options rotated; it is
-right if all are. An answer is read as VLMEvalKit does where no other model judges it; undecided
-ones are wrong:
+right if all are. An answer is an option's letter or its text, by how the model is asked; undecided
+ones are wrong. In the wording `llava`, or a file's of unknown wording, it is read as VLMEvalKit does
+where no other model judges it:
 
 1. One of REFUSALS in it: no option. FAILED in it: go on at 4.
 2. The marks .()[],:;!*#{} become blanks. Exactly one option's letter among the words, a capital,
    first seen in the last four: that option. No letter but a word Z: no option.
-3. Else the first "answer is X" or "answer is **X**", ignoring case, if X is an option's letter:
-that option.
+3. Else the first "answer is X", ignoring case, if X is an option's letter: that option. Blanks, then
+   asterisks may stand before X.
 4. Else, ignoring case: the one option whose text is in the answer, unless the answer has more than
    twice as many characters as all options together.
+
+In the wording `paligemma` options have no letters. There the answer is the one option whose text is
+in it as whole words, ignoring case and blanks: "upper left" is not "left", nor is "woman" "man".
 
 Sources: Liu et al., "MMBench: Is Your Multi-modal Model an All-around Player?", ECCV 2024;
 open-compass/VLMEvalKit.
@@ -31,7 +35,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 
-from eval.bench import Benchmark, Row, means, run
+from eval.bench import Benchmark, Row, means, run, write_records
 from eval.data import check, check_unique, read, rows_in
 from eval.question import Question
 from model.common import UserError, atomic_path, quoted, run_command, shown
@@ -47,6 +51,11 @@ ABSENT = (
     "#N/A #NA -1.#IND -1.#QNAN -NaN -nan 1.#IND 1.#QNAN <NA> N/A NA NULL NaN n/a nan null".split()
 )
 ABSENT += ["", "#N/A N/A"]
+CHINESE = "\u4e00-\u9fff"
+IN_WORD = f"[^\\W{CHINESE}]"  # Chinese has no blanks between words
+# a word is no part of "t-shirt", a number none of "-3" or "1.5"
+BEFORE = f"(?<!{IN_WORD})(?<![-−])(?<!\\d[.,])"
+AFTER = f"(?!{IN_WORD}|-\\w|[.,]\\d)"
 
 
 class MMBench(Benchmark):
@@ -56,7 +65,8 @@ class MMBench(Benchmark):
             help="MMBench's file for CircularEval, with the pictures in it", metavar="FILE"
         ),
         "--wording": dict(
-            help="as these models are asked", default="llava", choices=("llava", "paligemma")
+            help="as these models are asked (default: as the model's kind; of --results llava)",
+            choices=("llava", "paligemma"),
         ),
     }
     limit = "questions, the first N, all their rotations (default: all)"
@@ -74,7 +84,7 @@ class MMBench(Benchmark):
                     partial(open_picture, line),
                     prompt_of(args.wording, line),
                 )
-                questions.append(Question(*asked, truth=line, group=keys[0]))
+                questions.append(Question(*asked, truth=line, kind=args.wording, group=keys[0]))
         return questions
 
     def rows(self, questions, answers):
@@ -86,10 +96,7 @@ class MMBench(Benchmark):
             groups[question.id % BASE].append(rows[-1])
         for group in groups.values():
             if all(row.answer is not None and row.question.truth.get("answer") for row in group):
-                hits = [
-                    choose(r.answer, options_of(r.question.truth)) == r.question.truth["answer"]
-                    for r in group
-                ]
+                hits = [chosen(row) == row.question.truth["answer"] for row in group]
                 group[0].scores["CircularEval"] = float(all(hits))
         return rows
 
@@ -109,17 +116,19 @@ class MMBench(Benchmark):
         summary = {
             name: {"CircularEval": round(*means(of).values(), 2)} for name, of in lines.items()
         }
-        letters = [
-            choose(row.answer, options_of(row.question.truth))
-            for row in rows
-            if row.answer is not None
-        ]
+        letters = [chosen(row) for row in rows if row.answer is not None]
         if summary:  # in percent of the rotations
             summary["overall"]["undecided"] = round(100 * letters.count(None) / len(letters), 2)
         return summary
 
     def write(self, rows, out, subject):
-        super().write([row for row in rows if row.answer is not None], out, subject)
+        # with the prompt: a file scored in another wording than it was asked in is refused
+        results = [
+            {"question_id": q.id, "question": q.prefix, "answer": answer}
+            for q, answer, _ in rows
+            if answer is not None
+        ]
+        write_records(out / "results.json", results)
         names = [name for name in rows[0].question.truth if name not in NOT_SUBMITTED]
         names.insert(6, "prediction")
         lines = [
@@ -200,13 +209,20 @@ def prompt_of(wording: str, line: Mapping[str, str]) -> str:
         )
     listed = "".join(f"{letter}. {text}\n" for letter, text in options.items())
     request = "Answer with the option's letter from the given choices directly."
-    request = "请直接回答选项字母。" if re.search("[\u4e00-\u9fff]", question) else request
+    request = "请直接回答选项字母。" if re.search(f"[{CHINESE}]", question) else request
     return f"{hint}{chr(10) * bool(hint)}{question}\n{listed}{request}"
 
 
-def choose(answer: str, options: Mapping[str, str]) -> str | None:
-    """The letter of the option that an answer names, by the rules above; Z for none of them, None
-    if undecided."""
+def chosen(row: Row) -> str | None:
+    """The letter that a row's answer names."""
+    return choose(row.answer, options_of(row.question.truth), row.question.kind)
+
+
+def choose(answer: str, options: Mapping[str, str], wording: str | None = None) -> str | None:
+    """The letter of the option that an answer names, by the rules of a wording above; Z for none of
+    them, None if undecided."""
+    if wording == "paligemma":
+        return choose_text(answer, options)
     if FAILED not in answer:
         if any(refusal in answer for refusal in REFUSALS):
             return "Z"
@@ -216,13 +232,25 @@ def choose(answer: str, options: Mapping[str, str]) -> str | None:
             return named[0]
         if not named and "Z" in words:
             return "Z"
-        said = re.search(r"(?:correct )?answer is (?:\*\*)?([A-D])(?:\*\*)?", answer, re.IGNORECASE)
+        said = re.search(r"answer\s+is\s+\**([A-D])", answer, re.IGNORECASE)
         if said and said[1].upper() in options:
             return said[1].upper()
     if len(answer) > 2 * sum(map(len, options.values())):
         return None
     found = [letter for letter, text in options.items() if text.lower() in answer.lower()]
     return found[0] if len(found) == 1 else None
+
+
+def choose_text(answer: str, options: Mapping[str, str]) -> str | None:
+    """The letter of the one option whose text is in an answer, None if undecided."""
+    said, *texts = (" ".join(text.lower().split()) for text in (answer, *options.values()))
+    named = []
+    # a longer text takes its place, so that the shorter ones in it are not found
+    for text in sorted({*texts}, key=len, reverse=True):
+        said, count = re.subn(BEFORE + re.escape(text) + AFTER, "\0", said)
+        if count:
+            named += [letter for letter, own in zip(options, texts, strict=True) if own == text]
+    return named[0] if len(named) == 1 else None
 
 
 main = partial(run, MMBench())

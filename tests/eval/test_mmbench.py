@@ -36,7 +36,7 @@ RULES = {
     "no capital and no option's text; a letter one word too early, one also behind, and a text in wHAT": """
         b → | B is what I think → D | B, I think it is a cat: B → A | →""",
     "two letters, then the phrase": """
-        A or B Z → | A or B, but the answer is B → B | A or B. The correct answer is **b** → B
+        A or B Z → | The answer is *B*, A and C are wrong here → B | A or B. The answer  is ***b → B
         A or B. The answer is D or C → D""",
     "one text, also in a word; 36 characters, where 2·18 are allowed, and 37": """
         dog → B | It is a Dog! → B | the dogs of my neighbour, next doors → B | a red bus → C | dog and cat →
@@ -122,6 +122,46 @@ def test_thirty_questions_by_hand(workplace, capsys):
     assert lines["dev l2-0"] == 10 * sum(hits[0:20:2]) and lines["test l3-1"] == round(
         100 * sum(third) / len(third), 2
     )
+
+
+# options → the answers that name each, in its place; behind the last "/" those that name none
+IN_WORDS = """
+    A cat | A dog | A bird | A fish → a cat. | A dog | it is  a BIRD | A fish / B | A | (B) | | A dog, a cat
+    1 | 10 | 11 | 1.5 → 1 | 10 | 11. | 1.5 / 2.5 | -1 | 1,000 | 111
+    left | upper left | right | upper right → left | Upper\tleft | on the right | upper right / left, right | upright
+    woman | man | C++ | C → a woman | the man. | C++ | C / men | C+++ C
+    dog | cat | dog and cat | none → dog | cat | Dog and cat | none / dog or cat
+    狗 | 左 | 左上 | t-shirt → 是狗 | 左 | 左上 | t-shirt / 狗左 | T shirt
+    a shirt | same | Same | no → a shirt |  |  | no / same | shirt"""
+
+
+def test_an_answer_in_words_names_the_option_of_these_words():
+    """Breaks when "A dog" is option A, "10" also "1", or one of two named options counts."""
+    for line in IN_WORDS.strip().splitlines():
+        texts, rest = line.split("→")
+        named, neither = rest.split("/")
+        options = dict(zip("ABCD", (text.strip() for text in texts.split("|")), strict=True))
+        for letter, said in zip(options, named.split("|"), strict=True):
+            if said.strip():
+                assert mmbench.choose(said, options, "paligemma") == letter, said
+        for said in neither.split("|"):
+            assert mmbench.choose(said, options, "paligemma") is None, said
+
+
+def test_a_file_of_answers_in_words(workplace, capsys):
+    """Breaks when right answers of a PaliGemma do not score 100, or a file is scored in another
+    wording than it was asked in."""
+    texts = "A cat|A dog|no, 1|10|left|upper left|man|woman|A|B|yes|no|Dog|A dog".split("|")
+    rows = rows_of([("", (texts[n], texts[n + 1]), "", "") for n in range(0, 14, 2)])
+    write(workplace / "T", rows)
+    said = [{"question_id": row[0], "answer": row["ABCD".index(row[7]) + 3]} for row in rows]
+    (workplace / "R").write_text(json.dumps(said))
+    mmbench.main("--tsv T --results R --wording paligemma --json".split())
+    found = json.loads(capsys.readouterr().out)["R"]["summary"]["overall"]
+    assert found == {"CircularEval": 100, "undecided": 0}
+    said[1]["question"] = "answer en  what, 1? choose from: A dog \t A cat"
+    (workplace / "R").write_text(json.dumps(said))
+    refused(lambda: mmbench.main("--tsv T --results R".split()), "R[1]: ", "--wording")
 
 
 def test_questions_on_one_picture_belong_together(workplace):
@@ -211,4 +251,4 @@ def test_bad_files_are_named(workplace):
         rows = rows_of(BY_HAND[:1])
         rows[1][place] = value
         write(workplace / "T", rows)
-        refused(lambda: mmbench.main("--tsv T --model none".split()), expected)
+        refused(lambda: mmbench.main("--tsv T --model embedded".split()), expected)
