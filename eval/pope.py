@@ -5,11 +5,13 @@
 
 In: POPE's questions, and a model, or its free-text answers. Out: accuracy, precision, recall, F1
 and the share of yes, for each file and their mean; with --probability also the accuracy where yes
-is the answer if P(yes) ≥ P(no).
+is the answer if P(yes) ≥ P(no). "neither" is the share of answers without the word yes that count as
+yes, as in the published script.
 
 Source: Li et al., "Evaluating Object Hallucination in Large Vision-Language Models", EMNLP 2023.
 """
 
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,8 @@ from eval.bench import PROMPT_FLAG, Benchmark, by_kind, means, run
 from eval.data import check, check_unique, fill_prompt, find_picture, id_of, read, records_in, text
 from eval.question import Question
 from model.common import UserError, quoted, run_command
+
+SAYS_YES = "(?i)[^.]*(?<![a-z])yes(?![a-z])"  # in the first sentence
 
 
 class Pope(Benchmark):
@@ -92,12 +96,11 @@ class Pope(Benchmark):
                 "it out"
             )
         for kind, of_kind in by_kind(rows).items():
-            said = [
-                (row.question.truth, parse_answer(row.answer))
-                for row in of_kind
-                if not row.question.scored
-            ]
+            free = [row for row in of_kind if not row.question.scored]
+            said = [(row.question.truth, parse_answer(row.answer)) for row in free]
+            neither = [row for row in free if is_neither(row.answer)]
             lines[kind] = score_answers(said)
+            lines[kind]["neither"] = 100 * len(neither) / max(1, len(free))
             if likely := [row for row in of_kind if row.question.scored]:
                 lines[kind]["P(yes)"] = next(iter(means(likely).values()))
         if len(lines) > 1:
@@ -113,6 +116,11 @@ def parse_answer(text: str) -> str:
     script."""
     words = text.split(".")[0].replace(",", "").split(" ")
     return "no" if {"No", "not", "no"} & set(words) else "yes"
+
+
+def is_neither(text: str) -> bool:
+    """Whether an answer counts as yes without this word in its first sentence, such as "Maybe"."""
+    return parse_answer(text) == "yes" and not re.match(SAYS_YES, text)
 
 
 def score_answers(pairs: list[tuple[str, str]]) -> dict[str, float]:

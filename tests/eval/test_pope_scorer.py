@@ -21,14 +21,17 @@ PARSED = {
         "There is not a dog.",
         "yes, no",
     ],
-    "yes": ["yes", "Yes. There is no cat, though.", "no,yes", "NO", "nothing", "no\n", "", ". no"],
+    "yes": ["yes", "Yes. There is no cat, though.", "no,yes", "**Yes**, it is", "NO", "**No**"],
 }
+PARSED["yes"] += ["nothing", "no\n", "", ". no", "Maybe", "eyes. Yes"]
+NEITHER = PARSED["yes"][4:]
 
 
 def test_answers_by_hand():
     """The published parse, its oddities included, decides every published number."""
     for answer, texts in PARSED.items():
         assert [pope.parse_answer(text) for text in texts] == [answer] * len(texts)
+        assert [text for text in texts if pope.is_neither(text)] == NEITHER * (answer == "yes")
 
 
 @pytest.mark.parametrize(
@@ -85,11 +88,13 @@ def test_a_file_of_answers(score):
     without ids fail."""
     values = score(ANSWERS)  # right: 1 and 4; said yes: 1 and 2; are yes: 1 and 3
     assert values["summary"] == {
-        "Q": dict.fromkeys(("accuracy", "precision", "recall", "F1", "yes"), 50)
+        "Q": dict.fromkeys(("accuracy", "precision", "recall", "F1", "yes"), 50) | {"neither": 0}
     }
     assert values["measures"]["accuracy, Q"]["mean"] == 50
     by_order = [{"question": q["text"].lower(), "answer": "yes"} for q in QUESTIONS]
     assert score(by_order)["summary"]["Q"]["recall"] == 100
+    by_order[2]["answer"] = "Maybe"
+    assert score(by_order)["summary"]["Q"]["neither"] == 25
     refused(lambda: score(ANSWERS[:3]), "A: 1 questions have no answer")
     refused(lambda: score([*ANSWERS, {"question_id": 9, "answer": "x"}]), "A:5: id 9")
     refused(
