@@ -67,7 +67,7 @@ def explorer(run: Path) -> None:
     3 of our twin."""
     from playwright.sync_api import sync_playwright
 
-    from eval import scenes
+    from eval.data import scenes
     from eval.explore.__main__ import main as explore
 
     with sync_playwright() as started, tempfile.TemporaryDirectory() as folder:

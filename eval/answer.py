@@ -23,7 +23,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eval.progress import Bar
 from eval.question import Answer, Question
-from eval.text.reader import TextReader
 from lora.adapter import LoRALinear
 from model.common import UserError, file_errors, shown
 from model.compiled import CompiledStep
@@ -139,8 +138,7 @@ def ask_window(
 def layout(processor: Processor, question: Question, n_images: int) -> TokenRow:
     """The row of a question, with the turns before it. Raises UserError, also where its longest
     choice is too long."""
-    is_text, turns = isinstance(processor, TextReader), [*question.before, (question.prefix, None)]
-    row = processor.row(question) if is_text else processor.row_of(n_images, turns)
+    row = processor.row_of(n_images, [*question.before, (question.prefix, None)])
     longest = max(
         (len(processor.continuation(question.prefix, choice)) for choice in question.choices),
         default=1,
@@ -235,11 +233,10 @@ def log_likelihoods(
 def pick_rows(memory, rows: torch.Tensor) -> None:
     """Keep `rows`, in their order, of every tensor in a layer's cache, of whatever class it is."""
     for name, value in vars(memory).items():
-        if isinstance(value, torch.Tensor) and len(
-            value
-        ):  # without a router, WINGS leaves the cache of text empty
+        # a cache may be empty, or hold others
+        if isinstance(value, torch.Tensor) and len(value):
             setattr(memory, name, value[rows])
-        elif hasattr(value, "__dict__"):  # WINGS nests caches
+        elif hasattr(value, "__dict__"):
             pick_rows(value, rows)
 
 

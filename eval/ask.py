@@ -21,13 +21,12 @@ import torch
 
 from eval import figures
 from eval.command import add_flag, command_parser, positive, whole
-from eval.data import fill_prompt
-from eval.open import add_model_flags, kind_of, load, model_of, open_model, stored_prompt, toy_note
+from eval.data.published import fill_prompt
+from eval.open import add_model_flags, kind_of, model_of, open_model, stored_prompt, toy_note
 from model.common import UserError, run_command, shown
 from model.generate import NonFiniteError, ask, check_options
 from model.images import load_image
 from model.processor import parse_boxes
-from model.systems.chat import ask_text, load_text_tokenizer
 
 BATCH = 16  # prompts at a time
 
@@ -89,14 +88,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{shown(subject.name)} answers{toy_note(subject)}", file=sys.stderr)
     sampling = {"temperature": args.temperature, "top_p": args.top_p}
     if is_text:
-        model, tokenizer = (
-            load(args, subject),
-            load_text_tokenizer(subject.source, max_length=args.max_length),
-        )
+        model, reader = open_model(args, subject, text=True)
         sampling["generator"] = torch.Generator(next(model.parameters()).device).manual_seed(
             args.seed
         )
-        texts = ask_text(model, tokenizer, prompts, args.max_new_tokens, args.chat, **sampling)
+        texts = reader.ask(model, prompts, args.max_new_tokens, args.chat, **sampling)
         answers = [
             {"prompt": prompt, "answer": text} for prompt, text in zip(prompts, texts, strict=True)
         ]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.command import add_flag, command_parser, positive
-from eval.data import PROMPT, check, check_prompt, read, some
+from eval.data.published import PROMPT, check, check_prompt, read, some
 from eval.question import Answer, Question
 from eval.report import bootstrap, interval_text, markdown_table
 from model.common import UserError, quoted, shown, write_text
@@ -177,9 +177,8 @@ def parser_of(benchmark: Benchmark) -> ArgumentParser:
     """The parser of a benchmark's command."""
     from eval.open import add_model_flags  # here, since scoring a file starts without torch
 
-    parser = command_parser(
-        f"eval.{benchmark.name}", sys.modules[type(benchmark).__module__].__doc__
-    )
+    module = sys.modules[type(benchmark).__module__]
+    parser = command_parser(module.__spec__.name, module.__doc__)
     tokens = dict(
         help="limit of an answer's tokens",
         default=benchmark.max_new_tokens,

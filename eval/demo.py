@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval import figures, scenes
+from eval import figures
 from eval.command import add_flag, command_parser, positive, whole
+from eval.data import scenes
 from eval.explore.page import page
 from eval.explore.record import Case
 from eval.open import Subject, add_model_flags, model_of, open_model, toy_note

@@ -25,9 +25,9 @@ from PIL.Image import Image
 
 from eval import figures
 from eval.bench import Benchmark, Row, run
-from eval.data import check, read, text
+from eval.data.published import check, read, text
+from eval.data.records import Box, Detection, embedded_records, read_data
 from eval.question import Question, question_of
-from eval.records import Box, Detection, embedded_records, read_data
 from model.common import UserError, run_command, shown, write_text
 from model.images import load_image
 from model.processor import parse_boxes

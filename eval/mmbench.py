@@ -36,7 +36,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from eval.bench import Benchmark, Row, means, run, write_records
-from eval.data import check, check_unique, read, rows_in
+from eval.data.published import check, check_unique, read, rows_in
 from eval.question import Question
 from model.common import UserError, atomic_path, quoted, run_command, shown
 

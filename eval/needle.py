@@ -4,8 +4,9 @@
     python -m eval.needle --coco DIR --captions file_to_caption.json --metadata DIR --model SRC --adapter RUN
     python -m eval.needle --results responses.json
 
-In: tests (`eval/data.py`) and a folder of COCO pictures, or a response file in MMNeedle's format. Out: such a file,
-existence, index and exact accuracy beside chance, a heatmap of accuracy by place, and a sheet of hits and misses.
+In: tests (`eval/data/published.py`) and a folder of COCO pictures, or a response file in MMNeedle's
+format. Out: such a file, existence, index and exact accuracy beside chance, a heatmap of accuracy
+by place, and a sheet of hits and misses.
 
 Source: Wang et al., "Multimodal Needle in a Haystack: Benchmarking Long-Context Capability of Multimodal Large Language
 Models", NAACL 2025, arXiv 2406.11230 (its prompts, parsing and measures). The `paper` protocol is the adaptation of the
@@ -27,10 +28,10 @@ from pathlib import Path
 
 from PIL import Image
 
-from eval import data, scenes
 from eval.bench import Benchmark, Row, by_kind, run
 from eval.command import whole
-from eval.data import ABSENT, NeedleTest, check, find_image, find_picture, read, text
+from eval.data import published, scenes
+from eval.data.published import ABSENT, NeedleTest, check, find_image, find_picture, read, text
 from eval.figures import contact_sheet, draw_boxes, heatmaps, save
 from eval.question import Question
 from model.common import UserError, quoted, run_command, write_text
@@ -212,7 +213,7 @@ def official_tests(args: Namespace, halves: Sequence[bool]) -> dict[str, list[Ne
         Path(args.metadata, f"{name}{size}.json")
         for name in ("", f"{few}annotations_{args.pictures}_")
     ]
-    listed = data.read_needle_tests(*files, args.captions)
+    listed = published.read_needle_tests(*files, args.captions)
     by_half = [[test for test in listed if (ABSENT in test.places) is absent] for absent in halves]
     chosen = [test for half in by_half for test in choose(half, args.limit, SEED)]
     return {f"{few}{args.pictures}_{size}": [on_pictures(test, args.coco) for test in chosen]}
@@ -224,7 +225,7 @@ def drawn_tests(
     """`count` tests of one needle in 2×2 pictures, drawn from all captioned ones of a folder:
     needles take all places in turn, no picture occurs twice in a test. Raises UserError if pictures
     are few."""
-    listed = data.read_captions(captions)
+    listed = published.read_captions(captions)
     listed = {
         name if Path(name).name != name else f"val2014/{name}": text
         for name, text in listed.items()
@@ -432,7 +433,7 @@ def read_responses(path: str | Path) -> list[dict]:
         return record
 
     records = read(path, response)
-    data.check_unique((record["id"] for record in records), path)
+    published.check_unique((record["id"] for record in records), path)
     return records
 
 

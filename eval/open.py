@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.command import add_flag, positive
-from eval.data import PROMPT, check_prompt
-from eval.text.reader import open_reader
+from eval.data.published import PROMPT, check_prompt
 from lora import adapter
 from model.common import UserError, file_errors, read_json, shown
 from model.device import DTYPES, choose_device, choose_dtype
 from model.processor import Processor
-from model.registry import system_of
+from model.registry import System, system_of
 from model.source import EMBEDDED, local_path, preset_of, resolve
 from weights.load import load_model
 from weights.quantize import BF16_KINDS, KINDS
@@ -117,13 +116,21 @@ def last_run(folder: Path = Path("runs")) -> str | None:
     return None
 
 
+def system_at(source: str) -> System | None:
+    """The system of a source, see `model/registry.py`; None for a PaliGemma."""
+    if local_path(source).is_file():
+        return None
+    preset = preset_of(source)
+    if preset:
+        return system_of(preset.kind)
+    model_type = read_json(resolve(source, ["config.json"]) / "config.json").get("model_type")
+    return system_of(str(model_type))
+
+
 def kind_of(source: str) -> str:
     """How a model is asked: `text`, as a language model; `llava`, as LLaVA's authors do; or
     `paligemma`."""
-    if preset_of(source) or local_path(source).is_file():
-        return "paligemma"
-    model_type = read_json(resolve(source, ["config.json"]) / "config.json").get("model_type")
-    system = system_of(str(model_type))
+    system = None if preset_of(source) else system_at(source)
     return "paligemma" if system is None else system.asked_as
 
 
@@ -157,9 +164,10 @@ def toy_note(subject: Subject) -> str:
 
 
 def open_model(args: Namespace, subject: Subject, text: bool = False) -> tuple[Any, Any]:
-    """A model and its processor. text: a language model may be opened, with a `TextReader`. Raises
-    UserError."""
-    make = open_reader if text and kind_of(subject.source) == "text" else Processor.from_source
+    """A model and its processor. text: a language model may be opened, with the reader of its
+    system. Raises UserError."""
+    system = system_at(subject.source) if text else None
+    make = system.reader if system and system.reader else Processor.from_source
     processor = make(subject.source, max_length=args.max_length)
     return load(args, subject), processor
 

@@ -17,9 +17,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eval import scenes
 from eval.bench import PROMPT_FLAG, Benchmark, by_kind, means, run
-from eval.data import check, check_unique, fill_prompt, find_picture, id_of, read, records_in, text
+from eval.data import scenes
+from eval.data.published import (
+    check,
+    check_unique,
+    fill_prompt,
+    find_picture,
+    id_of,
+    read,
+    records_in,
+    text,
+)
 from eval.question import Question
 from model.common import UserError, quoted, run_command
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eval.records import Picture, Record, gray_picture
+from eval.data.records import Picture, Record, gray_picture
 
 Answer = (
     str | list[float]

@@ -5,9 +5,10 @@
     python -m eval.vqa --data jsonl:test.jsonl --adapter RUN --adapter OTHER --blind
     python -m eval.vqa --questions Q --annotations A --images DIR --results R
 
-In: questions and annotations (`eval/data.py`) or your own examples (`eval/records.py`), and a model, or its answers.
-Out: results.json, and accuracy in percent, overall and by type, beside the best guess from the text alone. Your own
-examples are scored by exact match, and by VQA accuracy where people differ; of a conversation the last answer is asked.
+In: questions and annotations (`eval/data/published.py`) or your own examples
+(`eval/data/records.py`), and a model, or its answers. Out: results.json, and accuracy in percent,
+overall and by type, beside the best guess from the text alone. Your own examples are scored by exact
+match, and by VQA accuracy where people differ; of a conversation the last answer is asked.
 """
 
 import math
@@ -17,11 +18,10 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from eval import scenes
 from eval.bench import PROMPT_FLAG, Benchmark, Summary, run, write_records
-from eval.data import PROMPT, Annotation, fill_prompt, find_picture, read_vqa
-from eval.question import Question, question_of
-from eval.records import (
+from eval.data import scenes
+from eval.data.published import PROMPT, Annotation, fill_prompt, find_picture, read_vqa
+from eval.data.records import (
     ANNOTATIONS_FILE,
     QUESTIONS_FILE,
     Record,
@@ -29,6 +29,7 @@ from eval.records import (
     read_data,
     source_parts,
 )
+from eval.question import Question, question_of
 from eval.vqa_scoring import SCORERS, answerability, official, record_scores, summarize, truths_of
 from model.common import UserError, run_command, shown
 

@@ -15,8 +15,8 @@ from functools import lru_cache
 from itertools import groupby
 from operator import attrgetter
 
-from eval.data import Annotation
-from eval.records import Record
+from eval.data.published import Annotation
+from eval.data.records import Record
 
 # Normalisation of answers
 

@@ -38,8 +38,8 @@ class System:
     config: reads its config.json. model: its class. processor: the class that makes its batches;
     None where it reads text alone. asked_as: "paligemma", "llava" (as LLaVA's authors ask) or
     "text" (as a language model). prefixes: {ours: the files'} of its tensors' names. aliases:
-    further names in files, and ours. initialize: fills a model with random weights. presets: sizes
-    by name.
+    further names in files, and ours. reader: opens what a processor is for a model of text.
+    initialize: fills a model with random weights. presets: sizes by name.
     """
 
     config: Any
@@ -48,6 +48,7 @@ class System:
     asked_as: str = "paligemma"
     prefixes: Mapping[str, str] = field(default_factory=lambda: {"": ""})
     aliases: Mapping[str, str] = field(default_factory=dict)
+    reader: Callable[..., Any] | None = None
     initialize: Callable[[Any], Any] | None = None
     presets: Mapping[str, Any] = field(default_factory=dict)
 

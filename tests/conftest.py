@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.text.corpus import Corpus, open_corpus
-from eval.text.tasks import SYMBOLS
+from eval.systems.text.corpus import Corpus, open_corpus
+from eval.systems.text.tasks import SYMBOLS
 from model.processor import Processor
 from tests.files import write_prose
 

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
 import model.cpu as cpu
-from eval.records import embedded_records
+from eval.data.records import embedded_records
 from lora import adapter
 from model.attention import attention_mask, fused_attention
 from tests.runs import WORLD, refused

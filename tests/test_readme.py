@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.scenes import sample
+from eval.data.scenes import sample
 from model.common import UserError
 
 ROOT = Path(__file__).parent.parent

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+from eval.data.records import Record
 from eval.progress import Bar
-from eval.records import Record
 from model.common import UserError
 from model.device import autocast_of
 from model.images import to_pixels

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
-from eval.data import problems_at
+from eval.data.published import problems_at
 from model.common import UserError, file_errors, read_json, shown, sync_files, sync_folder
 from train.distributed import World, is_sharded
 from train.optim import changed_by

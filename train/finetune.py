@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eval.records import Record
+from eval.data.records import Record
 from lora import adapter
 from model.common import UserError, run_command, shown, write_text
 from model.paligemma import PaliGemma

@@ -25,7 +25,7 @@ from typing import IO
 
 import torch
 
-from eval.records import Record
+from eval.data.records import Record
 from model.common import UserError, atomic_path, file_errors, quoted, shown, write_text
 from model.device import processor_name
 from train.checkpoint import Progress, checkpoints, file_digest

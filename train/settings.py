@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from eval.data import PROMPT, check_prompt
-from eval.records import EMBEDDED_TASKS, SOURCES
+from eval.data.published import PROMPT, check_prompt
+from eval.data.records import EMBEDDED_TASKS, SOURCES
 from lora.adapter import DECODER_TARGETS
 from model.common import UserError, shown
 from model.config import PRESETS
@@ -252,7 +252,7 @@ class Settings(LoopSettings):
     steps: int | None = flag(None, "stop after so many steps (default: all epochs)", least=1)
     samples: int = flag(16000, "size of an epoch of the embedded data", least=1, most=10**8)
     tasks: str = flag(
-        ",".join(EMBEDDED_TASKS), "tasks of the embedded data, in turn, see eval/scenes.py"
+        ",".join(EMBEDDED_TASKS), "tasks of the embedded data, in turn, see eval/data/scenes.py"
     )
     fraction: float = flag(
         1.0, "share of the training pictures (the paper's Part 1: 0.4)", least=0, most=1

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from eval import figures
-from eval.data import PROMPT, fill_prompt
+from eval.data.published import PROMPT, fill_prompt
+from eval.data.scenes import NEEDLE_TITLES, NEEDLES
 from eval.detect import draw_row
-from eval.scenes import NEEDLE_TITLES, NEEDLES
 from eval.vqa import embedded, guess_accuracy
 from model.common import write_text
 from model.differential import KINDS

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from eval.records import Record, blind
+from eval.data.records import Record, blind
 from model.common import UserError
 from model.device import autocast_of
 from model.differential import lambdas, map_distance, variants_of
@@ -127,7 +127,8 @@ class HeldOut:
         result = self.evaluate(model, f"held-out, {column}")
         result.tests = {"vqa": result.scores["vqa_accuracy"], "needle": None}
         if self.settings.is_embedded:
-            from eval import needle, scenes, vqa
+            from eval import needle, vqa
+            from eval.data import scenes
 
             limit, kinds = self.settings.eval_limit, dict.fromkeys(self.settings.tasks.split(","))
             opened, ask_all = (model, self.processor), partial(ask_together, self.world)

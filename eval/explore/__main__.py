@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.command import add_flag, command_parser, positive
+from eval.data.records import one_picture_records
 from eval.explore.page import page
 from eval.explore.record import Case
 from eval.open import add_model_flags, load, models_of, open_model, out_folder
-from eval.records import one_picture_records
 from model.common import UserError, run_command, shown, write_text
 from model.images import load_image
 

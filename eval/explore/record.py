@@ -21,7 +21,6 @@ from model.differential import Differential
 from model.generate import check_finite, generate
 from model.paligemma import PaliGemma
 from model.processor import Batch, Processor, parse_boxes
-from model.systems.language import LanguageModel
 from model.tokenizer import SPACE
 
 ONE_MAP = {
@@ -111,13 +110,13 @@ def spell_token(processor: Processor, id_: int) -> str:
     return processor.tokenizer.id_to_piece(id_).replace(SPACE, " ")
 
 
-def decoder_layers(model: PaliGemma | LanguageModel) -> list[Attention]:
+def decoder_layers(model: Any) -> list[Attention]:
     return [m for path, m in attention_modules(model).items() if path.startswith("language_model.")]
 
 
 @torch.no_grad()
 def decoder_maps(
-    model: PaliGemma | LanguageModel,
+    model: Any,
     reduce: Callable[[torch.Tensor], Any],
     name: str,
     *,

@@ -92,6 +92,9 @@ class LanguageConfig(Config):
         )
 
 
+PAD, EOS, BOS, UNK = range(4)  # of the tokenizer that a `TextModelConfig`'s text has
+
+
 @dataclass(frozen=True)
 class TextModelConfig(Config):
     """Sizes of a decoder that is trained from nothing, as it is built, and whether its attention is

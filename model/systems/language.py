@@ -24,6 +24,7 @@ from model.gemma import Adaptable, Gemma
 from model.paligemma import initialize, summed_loss
 from model.registry import System
 from model.systems.configs import CLASSES, TEXT_PRESETS, LanguageConfig, TextModelConfig
+from model.systems.reader import open_reader
 
 
 class LanguageModel(Adaptable):
@@ -118,9 +119,10 @@ LANGUAGE = System(
     LanguageConfig,
     LanguageModel,
     asked_as="text",
+    reader=open_reader,
     prefixes={"language_model.lm_head.": "lm_head.", "language_model.": "model."},
     aliases={"lm_head.weight": "language_model.embed_tokens.weight"},
 )
 SYSTEMS = dict.fromkeys([LanguageConfig.kind, *CLASSES], LANGUAGE) | {
-    TextModelConfig.kind: System(TextModelConfig, TextModel, asked_as="text"),
+    TextModelConfig.kind: System(TextModelConfig, TextModel, asked_as="text", reader=open_reader),
 }

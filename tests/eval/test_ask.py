@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import tqdm
 
-from eval import ask, scenes
+from eval import ask
+from eval.data import scenes
 from eval.open import Subject, toy_note
 from eval.progress import Bar
 from model import generate

@@ -13,9 +13,10 @@ import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM, PaliGemmaForConditionalGeneration
 
-from eval import answer, choices
+from eval import answer
 from eval.bench import parser_of
 from eval.question import Question
+from eval.systems import choices
 from model.processor import Processor
 from model.systems.language import new_model
 from tests.eval.conftest import TOKENIZER

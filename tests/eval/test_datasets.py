@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from eval import data
-from eval.data import Annotation
+from eval.data import published
+from eval.data.published import Annotation
 from tests.runs import refused
 
 
@@ -25,7 +25,7 @@ def test_names_of_pictures(tmp_path, subset, image_id, image):
     """COCO's name has twelve digits, the split twice; test-dev asks about test's pictures."""
     questions = [{"image_id": image_id, "question": "What?", "question_id": 9}]
     path = write(tmp_path / "q.json", {"info": {}, "data_subtype": subset, "questions": questions})
-    assert data.read_vqa(path)[1] == [Annotation(9, question="What?", image=image)]
+    assert published.read_vqa(path)[1] == [Annotation(9, question="What?", image=image)]
 
 
 def test_vqav2_annotations(tmp_path):
@@ -43,7 +43,7 @@ def test_vqav2_annotations(tmp_path):
     questions = [{"question_id": n, "image_id": 4, "question": "?"} for n in (9, 10)]
     files = write(tmp_path / "q.json", {"questions": questions}), tmp_path / "a.json"
     bare = {"question_id": 10, "answers": ["x", "net", "net"]}
-    layout, made = data.read_vqa(
+    layout, made = published.read_vqa(
         *files[:1], write(files[1], {"annotations": [full | {"answers": answers}, bare]})
     )
     expected = Annotation(
@@ -53,7 +53,7 @@ def test_vqav2_annotations(tmp_path):
     assert (made[1].answer, made[1].answer_type, made[1].question_type) == ("net", None, None)
     write(files[1], {"annotations": [bare]})
     refused(
-        lambda: data.read_vqa(*files),
+        lambda: published.read_vqa(*files),
         "q.json: questions[0]: question 9 has no answers in",
         "a.json",
     )
@@ -95,7 +95,7 @@ RELATIVES += [
 @pytest.mark.parametrize(("value", "layout", "expected"), RELATIVES)
 def test_relatives_of_vqav2(value, layout, expected, tmp_path):
     """GQA's, TextVQA's and VizWiz's own ids, picture names, answers and scoring, in one file."""
-    assert data.read_vqa(write(tmp_path / "q.json", value)) == (
+    assert published.read_vqa(write(tmp_path / "q.json", value)) == (
         layout,
         [replace(expected, question="?")],
     )
@@ -106,7 +106,7 @@ def test_ids_that_a_log_cannot_tell_apart_are_refused(ids, tmp_path):
     """Breaks when the answer to question 1 is that to question "1"."""
     records = [{"question_id": i, "image": "a.png", "question": "?"} for i in ids]
     refused(
-        lambda: data.read_vqa(write(tmp_path / "q.json", {"questions": records})),
+        lambda: published.read_vqa(write(tmp_path / "q.json", {"questions": records})),
         "q.json: 1 duplicate",
     )
 
@@ -119,9 +119,9 @@ def test_coco_s_pictures_may_lie_flat(tmp_path):
     (tmp_path / "data/link.png").symlink_to(tmp_path / "data/c.png")
     names = {name: name for name in ("val2014/COCO_a.png", "link.png", "../data/c.png")}
     for name, path in (names | {"val2014/COCO_b.png": "COCO_b.png"}).items():
-        assert data.find_picture(tmp_path / "data", name) == tmp_path / "data" / path
+        assert published.find_picture(tmp_path / "data", name) == tmp_path / "data" / path
     refused(
-        lambda: data.find_picture(tmp_path, "val2014/c.png"),
+        lambda: published.find_picture(tmp_path, "val2014/c.png"),
         "'val2014/c.png' is not in",
         "--images",
     )
@@ -148,7 +148,7 @@ TWO = {
 
 def read(tmp_path, records, grids=GRIDS):
     files = (("2_2.json", grids), ("annotations.json", records), ("captions.json", CAPTIONS))
-    return data.read_needle_tests(*(write(tmp_path / name, value) for name, value in files))
+    return published.read_needle_tests(*(write(tmp_path / name, value) for name, value in files))
 
 
 def test_needle_tests(tmp_path):
@@ -161,7 +161,7 @@ def test_needle_tests(tmp_path):
         ("val2014/201.jpg",),
         ("caption 201",),
     )
-    assert negative.places == (data.ABSENT,) and negative.captions == ("caption 311",)
+    assert negative.places == (published.ABSENT,) and negative.captions == ("caption 311",)
     assert two.places == ((0, 1, 0), (1, 0, 1)) and two.captions == ("caption 010", "caption 201")
 
 
@@ -174,7 +174,7 @@ def test_captions_of_coco_the_last_counts(tmp_path):
     value["annotations"] = [
         {"image_id": n, "caption": text} for n, text in ((0, "first"), (1, "only"), (0, "last "))
     ]
-    assert data.read_captions(write(tmp_path / "c.json", value)) == {
+    assert published.read_captions(write(tmp_path / "c.json", value)) == {
         "a.jpg": "last ",
         "b.jpg": "only",
     }

@@ -13,7 +13,8 @@ import urllib.request
 
 import pytest
 
-from eval import demo, scenes
+from eval import demo
+from eval.data import scenes
 from eval.open import Subject
 from tests.runs import refused
 from weights.load import load_model

@@ -11,9 +11,9 @@ from pycocotools.cocoeval import COCOeval
 
 from eval import detect
 from eval.bench import Row
+from eval.data.records import Box, Detection, embedded_records
 from eval.detect import Found
 from eval.question import Question
-from eval.records import Box, Detection, embedded_records
 from tests.runs import refused
 
 STATS = "AP,AP50,AP75,AP small,AP medium,AP large,AR1,AR10,AR100,AR small,AR medium,AR large".split(

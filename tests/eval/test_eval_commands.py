@@ -13,8 +13,9 @@ import torch
 from PIL import Image
 from torch._dynamo.testing import CompileCounter
 
-from eval import answer, needle, open, pope, shift, vqa
+from eval import answer, needle, open, pope, vqa
 from eval.question import Question
+from eval.systems import shift
 from lora import adapter
 from model.compiled import CompiledStep
 from model.differential import graft

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from eval import scenes
+from eval.data import scenes
 from eval.explore import page
 from eval.explore.__main__ import main
 from eval.explore.record import Case, Maps, Said, answer, maps_of

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from eval import scenes
+from eval.data import scenes
 from eval.explore.page import page
 from eval.explore.record import Case
 from model.differential import graft

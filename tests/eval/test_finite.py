@@ -6,10 +6,11 @@ from functools import partial
 import pytest
 from PIL import Image
 
-from eval import ask, pope, shift, vqa
+from eval import ask, pope, vqa
 from eval.answer import ask_all
 from eval.question import Question
-from eval.text import measures
+from eval.systems import shift
+from eval.systems.text import measures
 from model.generate import NonFiniteError, generate
 from model.systems.language import new_model
 from tests.runs import refused

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from eval import answer, needle, scenes
+from eval import answer, needle
+from eval.data import scenes
 from model.processor import Processor
 from tests.files import write_mmneedle
 from tests.runs import refused

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from eval import needle, scenes
-from eval.data import ABSENT, NeedleTest
+from eval import needle
+from eval.data import scenes
+from eval.data.published import ABSENT, NeedleTest
 from tests.runs import refused
 
 

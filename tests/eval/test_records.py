@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 
 from eval.answer import layout
-from eval.question import question_of
-from eval.records import (
+from eval.data.records import (
     Box,
     embedded_records,
     one_picture_records,
@@ -21,6 +20,7 @@ from eval.records import (
     read_examples,
     split_records,
 )
+from eval.question import question_of
 from model.processor import processor_for
 from model.systems.configs import MambaConfig, ProjectorConfig, QMambaConfig, WingsConfig
 from tests.runs import refused

@@ -14,8 +14,8 @@ from itertools import combinations
 import pytest
 from sentencepiece import SentencePieceProcessor
 
-from eval import pictures, scenes
-from eval.records import sample_record
+from eval.data import pictures, scenes
+from eval.data.records import sample_record
 from model.common import read_json
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER

@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
-from eval import shift
-from eval.shift import GROUPS, Shift, measure, put_slot
+from eval.systems import shift
+from eval.systems.shift import GROUPS, Shift, measure, put_slot
 from model.attention import attention_modules
 from model.differential import graft
 from model.systems.wings import attach

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from eval.text import measures
-from eval.text.corpus import (
+from eval.systems.text import measures
+from eval.systems.text.corpus import (
     BOS,
     EOS,
     HELD_OUT,
@@ -23,8 +23,8 @@ from eval.text.corpus import (
     read_texts,
     split,
 )
-from eval.text.measures import attention_shares, chance, context_bins, windows
-from eval.text.tasks import CITIES, LETTERS, RECORDS, SHOWN, SYMBOLS, Document, Tasks
+from eval.systems.text.measures import attention_shares, chance, context_bins, windows
+from eval.systems.text.tasks import CITIES, LETTERS, RECORDS, SHOWN, SYMBOLS, Document, Tasks
 from model.systems.language import TextModel, new_model
 from tests.files import prose
 from tests.runs import refused

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from eval import answer, vqa
+from eval.data.records import Record, read_data
 from eval.question import question_of
-from eval.records import Record, read_data
 from tests.eval.test_eval_commands import FAST, count_asked, noise
 from tests.runs import refused
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from eval import vqa, vqa_scoring
-from eval.data import Annotation
+from eval.data.published import Annotation
+from eval.data.records import Record
 from eval.question import Question
-from eval.records import Record
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from eval.records import embedded_records
+from eval.data.records import embedded_records
 from lora import adapter
 from lora.adapter import LoRALinear
 from model import cpu, device, paligemma

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
-from eval.records import Record, Refusal
+from eval.data.records import Record, Refusal
 from model.processor import Processor
 from tests.runs import WORLD, refused
 from train import align as alignment

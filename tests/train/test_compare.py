@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from eval.records import read_examples
+from eval.data.records import read_examples
 from model.common import UserError
 from tests.files import write_vqav2
 from tests.runs import read_cells

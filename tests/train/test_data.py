@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from eval.records import Record, split_records, vqav2_records
+from eval.data.records import Record, split_records, vqav2_records
 from tests.files import write_vqav2
 from tests.runs import WORLD, refused
 from train.data import batches

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from eval import scenes
 from eval.answer import ask_all
+from eval.data import scenes
+from eval.data.records import embedded_records
 from eval.question import Question
-from eval.records import embedded_records
 from model.processor import Processor
 from tests.files import write_vqav2
 from tests.runs import WORLD, metrics, refused, torchrun, words

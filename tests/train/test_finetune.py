@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from eval.records import embedded_records
+from eval.data.records import embedded_records
 from lora import adapter
 from model.differential import KINDS
 from model.generate import ask

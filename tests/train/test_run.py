@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from eval.records import Record
+from eval.data.records import Record
 from model.source import BUNDLED_FOLDER
 from tests.runs import SERVER, metrics, refused, words
 from train import finetune

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from eval.text.corpus import kept_corpus
-from eval.text.measures import Scores, chance, examples, nll, recall
+from eval.systems.text.corpus import kept_corpus
+from eval.systems.text.measures import Scores, chance, examples, nll, recall
 from model.common import UserError
 from tests.runs import read_cells
 from train.studies.text import hardest, main, window_losses

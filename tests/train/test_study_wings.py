@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
-from eval.scenes import CATEGORIES
+from eval.data.scenes import CATEGORIES
 from lora import adapter
 from model.systems.wings import attach, route
 from tests.reference import relative_error

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from eval.text.corpus import BOS, EOS
-from eval.text.tasks import QUESTIONS, RECORDS, Tasks
+from eval.systems.text.tasks import QUESTIONS, RECORDS, Tasks
+from model.systems.configs import BOS, EOS
 from model.systems.language import new_model
 from tests.files import prose, write_prose
 from tests.pair import in_pair

@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from eval import figures
-from eval.records import Record, read_data
+from eval.data.records import Record, read_data
 from lora import adapter
 from model.processor import Processor
 from tests.runs import WORLD, metrics, words

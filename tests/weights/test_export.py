@@ -16,7 +16,7 @@ from transformers import (
 )
 
 import weights.export
-from eval.scenes import sample
+from eval.data.scenes import sample
 from lora import adapter
 from model.config import PRESETS
 from model.differential import graft

@@ -33,8 +33,8 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from eval import scenes
 from eval.command import whole
+from eval.data import scenes
 from eval.report import interval_text, markdown_table
 from model.common import UserError, run_command, write_text
 from model.device import DTYPES, choose_device, choose_dtype

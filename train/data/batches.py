@@ -14,7 +14,7 @@ from itertools import accumulate, chain, islice, pairwise
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from eval.records import Record, gray_picture
+from eval.data.records import Record, gray_picture
 from model.common import UserError, shown
 from model.processor import Batch, Movable, Processor
 from train.distributed import World

@@ -14,8 +14,15 @@ from os.path import realpath
 from pathlib import Path
 from typing import Any
 
-from eval import records as readers
-from eval.records import Record, embedded_records, read_data, record_of, source_parts, split_records
+from eval.data import records as readers
+from eval.data.records import (
+    Record,
+    embedded_records,
+    read_data,
+    record_of,
+    source_parts,
+    split_records,
+)
 from model.common import UserError
 from train.data.batches import Weighted
 from train.settings import Settings

@@ -27,9 +27,9 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
 from eval.command import add_flag, command_parser, whole
-from eval.pictures import CATEGORIES, NAMES, Dice, split_of
-from eval.records import Record
-from eval.scenes import with_article
+from eval.data.pictures import CATEGORIES, NAMES, Dice, split_of
+from eval.data.records import Record
+from eval.data.scenes import with_article
 from model.common import run_command
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 
-from eval import scenes, vqa
+from eval import vqa
+from eval.data import scenes
 from eval.needle import PROTOCOLS
 from eval.vqa_scoring import official
 from model.common import UserError
@@ -47,7 +48,7 @@ ROWS: dict[str, dict] = {
     "swiglu": PLAIN | {"feed_forward": "swiglu"},
 }
 # On the embedded scenes; difficulties at which plain LoRA neither guesses nor is perfect, as the
-# range table shows. eval/scenes.py names them: n4d7 is a 4×4 needle with 7 distractors, o1 and o2
+# range table shows. eval/data/scenes.py names them: n4d7 is a 4×4 needle with 7 distractors, o1 and o2
 # are full pictures.
 NEEDLES = {
     "n2o2": "2×2, two objects each",

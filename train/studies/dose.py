@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
-from eval import scenes
+from eval.data import scenes
 from eval.figures import save
 from eval.report import interval_text, markdown_table
 from model.attention import attention_modules, tapped

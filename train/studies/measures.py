@@ -9,10 +9,11 @@ from operator import eq
 from pathlib import Path
 from typing import Any
 
-from eval import needle, scenes, vqa
-from eval.data import Annotation, NeedleTest, read_vqa
+from eval import needle, vqa
+from eval.data import scenes
+from eval.data.published import Annotation, NeedleTest, read_vqa
+from eval.data.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record
 from eval.question import Question, question_of
-from eval.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record
 from eval.vqa_scoring import SCORERS, record_scores
 from model.common import UserError
 from train.data.sources import read_records

@@ -23,7 +23,8 @@ from typing import NamedTuple
 
 import torch
 
-from eval import scenes, vqa
+from eval import vqa
+from eval.data import scenes
 from eval.question import Question
 from eval.report import markdown_table
 from model.device import choose_device

@@ -4,13 +4,15 @@
     python -m train.compare --rows text --quick                  two sizes, shorter runs
     python -m train.reproduce text --sizes small --tokens 2e9 --batch-size 64 --device cuda --text DIR
 
-In: text, by default the source of Python's standard library, and the tasks of `eval/text/tasks.py`, each at its largest
-number of records, needles or examples. Out: the report, with λ, and the figures of Ye et al. (2024) beside ours. Runs
-of one size and seed are a pair: both kinds have equal parameters to within 1 %, the same rows in the same order, and,
-but for λ and the norm by head, the same initial weights to the bit. Differential attention has half as many heads, each
-twice as wide; so has `wide`, a plain row. A task that gets no harder with its number does not count. The loss on
-validation text chooses the rates. Of the paper's experiments are missing: scaling beyond a miniature, downstream tasks,
-hallucination, outliers and attention in few bits, and the ablations.
+In: text, by default the source of Python's standard library, and the tasks of
+`eval/systems/text/tasks.py`, each at its largest number of records, needles or examples. Out: the
+report, with λ, and the figures of Ye et al. (2024) beside ours. Runs of one size and seed are a
+pair: both kinds have equal parameters to within 1 %, the same rows in the same order, and, but for
+λ and the norm by head, the same initial weights to the bit. Differential attention has half as many
+heads, each twice as wide; so has `wide`, a plain row. A task that gets no harder with its number
+does not count. The loss on validation text chooses the rates. Of the paper's experiments are
+missing: scaling beyond a miniature, downstream tasks, hallucination, outliers and attention in few
+bits, and the ablations.
 """
 
 import json
@@ -25,9 +27,9 @@ from pathlib import Path
 import numpy as np
 
 from eval.report import markdown_table
-from eval.text import measures
-from eval.text.corpus import Corpus, kept_corpus, open_corpus
-from eval.text.tasks import SYMBOLS
+from eval.systems.text import measures
+from eval.systems.text.corpus import Corpus, kept_corpus, open_corpus
+from eval.systems.text.tasks import SYMBOLS
 from model.common import write_text
 from model.device import choose_device
 from model.differential import lambdas
@@ -83,7 +85,7 @@ class Options(engine.StudyOptions, TextSettings):
 
 
 def make(options: Options, job: Job, folder: Path) -> dict:
-    """Train the model of a cell in its folder, a run folder that `eval.text` reads, and measure
+    """Train the model of a cell in its folder, a run folder that `eval.systems.text` reads, and measure
     it."""
     settings = replace(options, **dict(job.changes), lr=job.rate, seed=job.seed)
     corpus, world = kept_corpus(Path(settings.corpus)), World(0, 1, choose_device(settings.device))
@@ -196,7 +198,7 @@ def blocks(options: Options, run: engine.Run) -> list:
         f"{', '.join(f'{weight:.2f}' for weight in weights)}.",
         "## Published (Ye et al. 2024, 3B) and here",
         markdown_table(["share of", *KINDS, *(f"{kind}, here" for kind in KINDS)], shares),
-        f"By depth, number and length of context: `python -m eval.text all {' '.join(folders)}`",
+        f"By depth, number and length of context: `python -m eval.systems.text all {' '.join(folders)}`",
         *(built.blocks(run, built.ORIGINAL) if options.positive else []),
     ]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from eval.answer import ask_all
-from eval.records import Record
+from eval.data.records import Record
 from lora import adapter
 from model.common import UserError
 from model.device import choose_device

@@ -26,11 +26,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from eval import scenes
+from eval.data import scenes
+from eval.data.records import Record
 from eval.question import Question, question_of
-from eval.records import Record
 from eval.report import interval_text, markdown_table
-from eval.shift import GROUPS, measure, put_slot
+from eval.systems.shift import GROUPS, measure, put_slot
 from lora import adapter
 from model.device import choose_device
 from model.processor import Processor

@@ -4,9 +4,10 @@
     python -m train.systems.text --preset small --attention plain --device cuda --tokens 2e9 --text DIR
     torchrun --nproc_per_node=8 -m train.systems.text …    several GPUs; with --shard the weights are spread
 
-In: text (`eval/text/corpus.py`) and two tasks (`eval/text/tasks.py`), mixed. Out: a run folder with the corpus and its
-tokenizer, metrics, a picture of the loss, checkpoints to resume from, and `model/`. `eval/text/measures.py` measures
-the model, `train/studies/text.py` compares it with its twin.
+In: text (`eval/systems/text/corpus.py`) and two tasks (`eval/systems/text/tasks.py`), mixed. Out: a
+run folder with the corpus and its tokenizer, metrics, a picture of the loss, checkpoints to resume
+from, and `model/`. `eval/systems/text/measures.py` measures the model, `train/studies/text.py`
+compares it with its twin.
 """
 
 import random
@@ -18,11 +19,11 @@ from pathlib import Path
 
 import torch
 
-from eval.text.corpus import BOS, Corpus, kept_corpus, open_corpus
-from eval.text.tasks import MOST_ASKED, SYMBOLS, Tasks
+from eval.systems.text.corpus import Corpus, kept_corpus, open_corpus
+from eval.systems.text.tasks import MOST_ASKED, SYMBOLS, Tasks
 from model.common import UserError, run_command
 from model.processor import Movable
-from model.systems.configs import TEXT_PRESETS
+from model.systems.configs import BOS, TEXT_PRESETS
 from model.systems.language import TextModel, new_model
 from train.checkpoint import Progress, newest_progress
 from train.data.batches import load
@@ -258,7 +259,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"{size:,} parameters, {settings.attention} attention, {tokens:,} tokens in "
                 f"{progress.seconds:.0f} s"
             )
-            print(f"{run}: model/, metrics.jsonl, loss.png; next: python -m eval.text all {run}")
+            print(
+                f"{run}: model/, metrics.jsonl, loss.png; next: python -m eval.systems.text all {run}"
+            )
 
 
 if __name__ == "__main__":

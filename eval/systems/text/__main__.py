@@ -1,6 +1,6 @@
 """What a language model does with its context."""
 
-from eval.text.measures import main
+from eval.systems.text.measures import main
 from model.common import run_command
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 many examples.
 
 In: a `Corpus` and a source of random numbers. Out: documents as token ids, and the places of their
-answers. The same documents are mixed into the training text of both models; `eval/text/measures.py`
+answers. The same documents are mixed into the training text of both models; `eval/systems/text/measures.py`
 asks about the test split.
 
 A *record* is a key and its value in one token, such as «Lisbon=C»; «Lisbon?» asks for it, and «C»
@@ -19,7 +19,8 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from eval.text.corpus import BOS, EOS, NEWLINE, Corpus
+from eval.systems.text.corpus import NEWLINE, Corpus
+from model.systems.configs import BOS, EOS
 
 CITIES = "Lisbon Cairo Oslo Lima Paris Tokyo Delhi Rome Quito Seoul Dakar Berlin Havana Athens Madrid Vienna".split()
 LETTERS = "ABCDEFGH"

@@ -1,7 +1,7 @@
 """Pictures of the embedded benchmark: which object is where, and how it is drawn.
 
 In: seeded dice. Out: a composition (the name of the object in each of 16 squares) and a `Scene`,
-which renders it. `eval/scenes.py` asks questions about them.
+which renders it. `eval/data/scenes.py` asks questions about them.
 
 A picture has 112×112 pixels in 4×4 squares of 28, one patch of the embedded base each; a square
 holds one object or none. Everything follows from (task, split, seed, index). A composition belongs

@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 
 from PIL import ExifTags, Image
 
-from eval import data
-from eval.data import PROMPT, check, find_picture, text
+from eval.data import published
+from eval.data.published import PROMPT, check, find_picture, text
 from model.common import UserError, quoted, read_json, shown
 from model.turns import SLOT, check_turns
 
@@ -150,7 +150,7 @@ def embedded_records(
 ) -> list[Record]:
     """`count` records of the embedded scenes, the tasks in turn; a task that is listed twice comes
     twice as often."""
-    from eval import scenes
+    from eval.data import scenes
 
     drawn = {task: itertools.count() for task in tasks}
     asked = itertools.islice(itertools.cycle(tasks), count)
@@ -162,7 +162,7 @@ def embedded_records(
 def sample_record(s: Any, split: str) -> Record:
     """The record of a `scenes.Sample`, whose picture is rendered when needed. Boxes to `detect` are
     squares."""
-    from eval.pictures import GRID, SIDE
+    from eval.data.pictures import GRID, SIDE
 
     truth, side = None, SIDE // GRID
     if s.task == "detect":
@@ -179,7 +179,7 @@ def sample_record(s: Any, split: str) -> Record:
 def one_picture_records(source: str, limit: int, images: str | Path | None = None) -> list[Record]:
     """The first `limit` records with one picture, in the first turn, the only one that is kept; of
     each embedded scene one. Raises UserError if there are none."""
-    from eval import scenes
+    from eval.data import scenes
 
     if source == "embedded":
         samples = [scenes.vqa_picture("test", n)[n % len(scenes.QUESTIONS)] for n in range(limit)]
@@ -200,11 +200,11 @@ def vqav2_records(
     """Questions of VQAv2's train2014, in their official layout under `folder`; pictures there or
     under `images`. prompt: a template with {question}. The suffix is multiple_choice_answer. Raises
     UserError."""
-    records, find = [], cache(partial(data.find_image, images or folder))
-    data.check_prompt(prompt)
-    for q in data.read_vqa(folder / QUESTIONS_FILE, folder / ANNOTATIONS_FILE)[1]:
+    records, find = [], cache(partial(published.find_image, images or folder))
+    published.check_prompt(prompt)
+    for q in published.read_vqa(folder / QUESTIONS_FILE, folder / ANNOTATIONS_FILE)[1]:
         turn, answers = (
-            (data.fill_prompt(prompt, q.question), q.answer),
+            (published.fill_prompt(prompt, q.question), q.answer),
             tuple(a["answer"] for a in q.answers),
         )
         records.append(Record(str(q.question_id), q.image, (find(q.image),), (turn,), answers))
@@ -221,9 +221,9 @@ def read_examples(
     names the columns. images: the folder of the pictures, by default the file's. Raises UserError
     for a file without any usable entry."""
     if kind != "csv" and Path(path).suffix != ".csv":
-        places = data.records_in(path)
+        places = published.records_in(path)
     else:  # an empty cell is absent; cells without a column are at None
-        (_, names), *rows = data.rows_in(path) or [("", [])]
+        (_, names), *rows = published.rows_in(path) or [("", [])]
         places = [
             (p, {name: cell for name, cell in itertools.zip_longest(names, row) if cell})
             for p, row in rows
@@ -242,11 +242,13 @@ def name_of(picture: Picture) -> str:
 
 
 def read_records(
-    path: str | Path, make: Callable[[dict], Record], places: data.Places
+    path: str | Path, make: Callable[[dict], Record], places: published.Places
 ) -> list[Record]:
     """The records of a file, with names by their places and keys by their pictures, also of what
     cannot be used."""
-    records = data.read(path, make, places, lambda problem: Record("", "", (Refusal(problem),), ()))
+    records = published.read(
+        path, make, places, lambda problem: Record("", "", (Refusal(problem),), ())
+    )
     keys = ["\n".join(map(name_of, record.pictures)) for record in records]
     named = zip(records, keys, (place for place, _ in places), strict=True)
     return [
@@ -291,7 +293,7 @@ def picture_names(record: Mapping) -> list[Any]:
     strange = [key for key in record if re.match(unread, key, re.IGNORECASE) and record[key]]
     check(
         not strange,
-        f"has {data.some(strange)}: 'image' or 'images' names the pictures, other media are not "
+        f"has {published.some(strange)}: 'image' or 'images' names the pictures, other media are not "
         "learned",
     )
     parts = [part for _, said in dialogue(record) if isinstance(said, list) for part in said]
@@ -330,7 +332,7 @@ def read_turns(record: Mapping) -> tuple[tuple[tuple[str, str], ...], tuple[str,
     if not (said := dialogue(record)):
         check(
             "prefix" in record,
-            f"has {data.some(list(record))}, which is none of the layouts {LAYOUTS}",
+            f"has {published.some(list(record))}, which is none of the layouts {LAYOUTS}",
         )
         most = {"suffix": Counter(answers).most_common(1)[0][0]} if answers else {}
         said = list(
@@ -350,7 +352,7 @@ def text_of(content: Any) -> str:
     kinds = [part["type"] for part in parts]
     check(
         {"text", "image", "image_url"}.issuperset(kinds),
-        f"has parts {data.some(kinds)}: give text and image",
+        f"has parts {published.some(kinds)}: give text and image",
     )
     return "".join(text(part, "text") if part["type"] == "text" else SLOT for part in parts)
 
@@ -363,15 +365,16 @@ def read_coco(path: str | Path, images: str | Path | None = None) -> list[Record
     its boxes. Crowds are not part of the answer, but of `detection`. Pictures are in the order of
     their ids, which in COCO's scorer decides between boxes of one score. Raises UserError."""
     value, folder, objects = read_json(path), Path(images or Path(path).parent), defaultdict(list)
-    with data.problems_at(path):
+    with published.problems_at(path):
         labels = {
             entry["id"]: " ".join(text(entry, "name").split()) for entry in value["categories"]
         }
         strange = [label for label in labels.values() if not label or set(";<>") & set(label)]
         check(
-            not strange, f"names {data.some(strange)}: ; < > stand between the names of an answer"
+            not strange,
+            f"names {published.some(strange)}: ; < > stand between the names of an answer",
         )
-        data.check_unique((entry["id"] for entry in value["images"]), path)
+        published.check_unique((entry["id"] for entry in value["images"]), path)
         for entry in value["annotations"]:
             objects[entry["image_id"]].append(entry)
         places = [(f":images[{number}]", entry) for number, entry in enumerate(value["images"])]

@@ -1,8 +1,8 @@
 """Multiple choice by likelihood, as lm-evaluation-harness measures it: MMLU, CMMLU, RACE, ARC, or
 your own questions.
 
-    python -m eval.choices --task mmlu --data DIR --model A --model B --blind
-    python -m eval.choices --results results.json
+    python -m eval.systems.choices --task mmlu --data DIR --model A --model B --blind
+    python -m eval.systems.choices --results results.json
 
 In: official files, worded as in the harness, or your own; and models, or an earlier results.json.
 Out: results.json with log-probabilities, and accuracy by subject.
@@ -31,7 +31,8 @@ from typing import Any
 from eval import vqa
 from eval.bench import PROMPT_FLAG, Benchmark, Row, run, write_records
 from eval.command import whole
-from eval.data import (
+from eval.data.pictures import Dice
+from eval.data.published import (
     check,
     check_unique,
     fill_prompt,
@@ -41,9 +42,8 @@ from eval.data import (
     rows_in,
     text,
 )
-from eval.pictures import Dice
+from eval.data.records import gray_picture, picture_names
 from eval.question import Question
-from eval.records import gray_picture, picture_names
 from model.common import UserError, quoted, read_json, run_command, shown
 
 LETTERS = tuple("ABCD")

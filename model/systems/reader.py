@@ -1,5 +1,4 @@
-"""Language models in `eval/answer.py`: texts that a model continues, in the place of prompts about
-pictures.
+"""Language models in the place of models that read pictures: texts that a model continues.
 
 In: a model folder. Out: what a `Processor` is for other models. Tokens are as in
 lm-evaluation-harness: trailing spaces move to the answer; answer tokens = encode(prompt + answer)
@@ -8,18 +7,18 @@ minus encode(prompt).
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 
-from eval.question import Question
-from eval.text.corpus import BOS, PAD
 from model.common import UserError
 from model.processor import Batch, TokenRow
 from model.registry import read_config
 from model.source import resolve
-from model.systems.chat import load_text_tokenizer, pad_left
-from model.systems.configs import LanguageConfig
+from model.systems.chat import TextTokenizer, ask_text, load_text_tokenizer, pad_left
+from model.systems.configs import BOS, PAD, LanguageConfig
 from model.tokenizer import Texts, find_tokenizer, load_tokenizer
+from model.turns import Turn
 
 
 class TextReader:
@@ -28,9 +27,8 @@ class TextReader:
     def __init__(
         self, encode: Callable[[str], list[int]], begin: list[int], pad: int | None, max_length: int
     ):
-        self.encode = lru_cache(maxsize=4096)(
-            encode
-        )  # a prompt is encoded with each of its choices
+        # a prompt is encoded with each of its choices
+        self.encode = lru_cache(maxsize=4096)(encode)
         self.begin, self.padding, self.max_length = begin, pad, max_length
 
     def pixels(self, picture) -> torch.Tensor:
@@ -38,34 +36,44 @@ class TextReader:
             "the model reads text alone, no pictures: take other questions, or another model"
         )
 
-    def row(self, question: Question) -> TokenRow:
-        """The tokens of a prompt."""
-        ids = self.begin + self.encode(question.prefix.rstrip())
+    def row_of(self, n_images: int, turns: Sequence[Turn]) -> TokenRow:
+        """The tokens of the last prompt."""
+        ids = self.begin + self.encode(turns[-1][0].rstrip())
         return ids, [1] * len(ids), [0] * len(ids)
 
     def continuation(self, prefix: str, answer: str) -> list[int]:
         """The tokens of an answer after its prompt."""
         return self.encode(f"{prefix} {answer}")[len(self.encode(prefix.rstrip())) :]
 
+    def ask(self, model: Any, prompts: Sequence[str], *options, **more) -> list[str]:
+        raise UserError("a model that was trained from nothing is measured, not asked")
+
     def pad(self, rows: Sequence[TokenRow]) -> Batch:
         ids, valid = pad_left([row for row, *_ in rows], self.padding)
-        types, labels = torch.ones_like(ids), torch.full_like(ids, -100)
-        return Batch(
-            ids, torch.empty(0, 3, 1, 1), types, valid, labels, torch.empty(0, dtype=torch.int64)
-        )
+        no_pictures = torch.empty(0, 3, 1, 1)
+        no_index = torch.empty(0, dtype=torch.int64)
+        labels = torch.full_like(ids, -100)
+        return Batch(ids, no_pictures, torch.ones_like(ids), valid, labels, no_index)
+
+
+class LanguageReader(TextReader):
+    """The reader of a published language model, which can be asked."""
+
+    def __init__(self, tokenizer: TextTokenizer, max_length: int):
+        self.tokenizer, config = tokenizer, tokenizer.config
+        begin = tokenizer.prompt("a")[: -len(tokenizer.encode("a"))]
+        longest = min(max_length, config.max_position_embeddings)
+        super().__init__(tokenizer.encode, begin, config.pad_token_id, longest)
+
+    def ask(self, model: Any, prompts: Sequence[str], *options, **more) -> list[str]:
+        """As `ask_text`."""
+        return ask_text(model, self.tokenizer, prompts, *options, **more)
 
 
 def open_reader(source: str, max_length: int) -> TextReader:
     """The reader of a language model. Raises UserError."""
     config = read_config(resolve(source, ["config.json"]) / "config.json")
     if isinstance(config, LanguageConfig):
-        tokenizer = load_text_tokenizer(source)
-        begin = tokenizer.prompt("a")[: -len(tokenizer.encode("a"))]
-        return TextReader(
-            tokenizer.encode,
-            begin,
-            config.pad_token_id,
-            min(max_length, config.max_position_embeddings),
-        )
+        return LanguageReader(load_text_tokenizer(source, max_length), max_length)
     texts = Texts(load_tokenizer(find_tokenizer(source)), config.text.vocab_size, (), ())
     return TextReader(texts.encode, [BOS], PAD, max_length)

@@ -3,7 +3,7 @@ known.
 
 In: a task's name, a split and an index. Out: a `Sample` (picture, prefix, suffix) in PaliGemma's
 prompt language, a `Needle` with its questions, or POPE's questions. `eval/vqa.py`, `eval/needle.py`
-and `eval/pope.py` score answers to them; `train/` learns from them. `eval/pictures.py` draws the
+and `eval/pope.py` score answers to them; `train/` learns from them. `eval/data/pictures.py` draws the
 pictures.
 """
 
@@ -13,7 +13,7 @@ from functools import cache, lru_cache, partial
 from itertools import combinations
 from typing import NamedTuple
 
-from eval.pictures import (
+from eval.data.pictures import (
     CATEGORIES,
     GRID,
     NAMES,

@@ -20,8 +20,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model.common import UserError, atomic_path, read_json, write_text
+from model.systems.configs import BOS, EOS, PAD, UNK
 
-PAD, EOS, BOS, UNK = range(4)
 NEWLINE = "\n"
 GEMMA = {
     "model_type": "bpe",

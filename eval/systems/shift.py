@@ -1,8 +1,8 @@
 """Attention shift: how a picture in the middle of a text changes which layers attend to the text
 before and after it.
 
-    python -m eval.shift --model runs/wings-2/model
-    python -m eval.shift --model embedded --slot inside --data examples.jsonl
+    python -m eval.systems.shift --model runs/wings-2/model
+    python -m eval.systems.shift --model embedded --slot inside --data examples.jsonl
 
 In: a model, and prompts with a picture each. Out: LAWS by layer for the text before the picture,
 the picture and the text after it; the attention shift with its 95 % interval; shift.json.
@@ -24,9 +24,9 @@ import numpy as np
 import torch
 
 from eval.command import add_flag, command_parser, positive
+from eval.data.records import one_picture_records
 from eval.explore.record import decoder_maps
 from eval.open import add_model_flags, model_of, open_model, out_folder
-from eval.records import one_picture_records
 from eval.report import bootstrap, interval_text
 from model.common import run_command, shown, write_text
 from model.paligemma import PaliGemma
@@ -101,7 +101,7 @@ def measure(model: PaliGemma, processor: Processor, examples: Sequence[tuple[Any
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_parser("eval.shift", __doc__)
+    parser = command_parser("eval.systems.shift", __doc__)
     add_model_flags(parser)
     add_flag(
         parser,

@@ -1,4 +1,4 @@
-"""What a language model does with its context: `python -m eval.text all RUN…`, or one of
+"""What a language model does with its context: `python -m eval.systems.text all RUN…`, or one of
 
 nll           negative log-likelihood of a token in nats, by the length of the context
 recall        accuracy on one of N records
@@ -24,11 +24,12 @@ from torch.nn.utils.rnn import pad_sequence
 from eval.command import add_flag, command_parser, positive
 from eval.explore.record import decoder_maps
 from eval.report import bootstrap, interval_text, markdown_table
-from eval.text.corpus import BOS, PAD, Corpus, kept_corpus
-from eval.text.tasks import LETTERS, SHOWN, Document, Tasks
+from eval.systems.text.corpus import Corpus, kept_corpus
+from eval.systems.text.tasks import LETTERS, SHOWN, Document, Tasks
 from model.common import UserError, read_json
 from model.device import choose_device
 from model.generate import NonFiniteError, check_finite, finite_rows
+from model.systems.configs import BOS, PAD
 from model.systems.language import TextModel
 from weights.load import load_model
 
@@ -233,7 +234,7 @@ def table(panel: str, scores: Scores) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_parser("eval.text", __doc__)
+    parser = command_parser("eval.systems.text", __doc__)
     parser.add_argument("measure", choices=[*MEASURES, "all"], help="what to measure")
     parser.add_argument("run", nargs="+", type=Path, help="run folders")
     add_flag(parser, "--limit", "windows, tests of a number", 100, type=positive, metavar="N")

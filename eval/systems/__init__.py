@@ -1,0 +1,1 @@
+"""Evaluations of the systems beside PaliGemma."""
