@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from model.common import UserError
-from train.estimates import estimate
+from train.estimates import Estimate, estimate
 from train.flags import flag
 from train.run import Interrupted, lock_folder
 from train.studies.cells import Job, compute_all, digest, source_hash
@@ -26,9 +26,8 @@ from train.studies.rules import MOST_RATES, TIE, TUNING_SEEDS, Measure, is_insid
 
 MEAN = "mean"  # a column of the tables: of the measures in range, each with the same weight
 UNUSABLE = -1e6  # below the mean of any other cells
-Scores = dict[
-    str, np.ndarray
-]  # by measure (seeds, examples), in percent or in the unit of the measure
+# by measure (seeds, examples), in percent or in the unit of the measure
+Scores = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -94,8 +93,9 @@ class Study:
     @property
     def columns(self) -> dict[str, Measure]:
         """Of a table of differences."""
-        mean = {MEAN: Measure("mean of those in range", ())}
-        return (mean if self.main == MEAN or len(self.averaged) > 1 else {}) | dict(self.measures)
+        has_mean = self.main == MEAN or len(self.averaged) > 1
+        mean = {MEAN: Measure("mean of those in range", ())} if has_mean else {}
+        return mean | dict(self.measures)
 
 
 @dataclass
@@ -118,26 +118,24 @@ class Run:
 
     def file(self, job: Job) -> Path:
         """Where the result of a job is, or will be; the other files of the cell are beside it."""
-        return (
-            self.out
-            / "cells"
-            / digest(source_hash(self.study.make), self.study.key, job)
-            / "cell.json"
-        )
+        name = digest(source_hash(self.study.make), self.study.key, job)
+        return self.out / "cells" / name / "cell.json"
 
     def get(self, jobs: Sequence[Job]) -> list[dict]:
         """The results of jobs, in order; those not on disk are computed, `self.jobs` at a time."""
+        # 1. what these cells are made from
         needs = {job: list(self.study.needs(job)) for job in jobs}
-        if needed := list(dict.fromkeys(need for of_job in needs.values() for need in of_job)):
-            self.get(needed)
-        missing = sorted(
-            (job for job in needs if not self.file(job).exists()), key=lambda job: job.seed
-        )
-        calls = [
-            (self.study.make, job, self.file(job), [self.file(n).parent for n in needs[job]])
-            for job in missing
-        ]
+        needed = dict.fromkeys(need for of_job in needs.values() for need in of_job)
+        if needed:
+            self.get(list(needed))
+        # 2. the missing ones, seed by seed
+        missing = [job for job in needs if not self.file(job).exists()]
+        calls = []
+        for job in sorted(missing, key=lambda job: job.seed):
+            folders = [self.file(need).parent for need in needs[job]]
+            calls.append((self.study.make, job, self.file(job), folders))
         compute_all(calls, self.jobs)
+        # 3. all of them, from disk
         cells = [json.loads(self.file(job).read_text()) for job in jobs]
         self.used |= zip(jobs, cells, strict=True)
         return cells
@@ -172,26 +170,34 @@ class Run:
         is not searched for. Plain rows share theirs: a rate that chance chose for one control makes
         a difference where there is none.
         """
-        study, grid, more = self.study, [], list(self.study.rates)
+        study = self.study
         rows = list(study.tuned or study.rows)
         shared = [row for row in study.plain if row in rows] or rows
         tie = TIE * study.columns[study.main].margin
+        grid: list[float] = []
+        more = list(study.rates)
         while more and len(grid) + len(more) <= MOST_RATES:
+            # 1. every row at every rate
             grid = sorted([*grid, *more])
-            cells = {rate: self.at_rates(dict.fromkeys(rows, rate), seeds) for rate in grid}
-            self.tried = {
-                row: {rate: self.worth(cells[rate][row]) for rate in grid} for row in rows
-            }
-            plain = {
-                rate: float(np.mean([self.tried[row][rate] for row in shared])) for rate in grid
-            }
+            self.tried = {row: {} for row in rows}
+            for rate in grid:
+                for row, cells in self.at_rates(dict.fromkeys(rows, rate), seeds).items():
+                    self.tried[row][rate] = self.worth(cells)
+            # 2. the lowest of the best ones
+            plain = {}
+            for rate in grid:
+                plain[rate] = float(np.mean([self.tried[row][rate] for row in shared]))
             for row in rows:
                 scores = plain if row in study.plain else self.tried[row]
-                self.rates[row] = min(
-                    rate for rate in grid if scores[rate] >= max(scores.values()) - tie
-                )
+                least = max(scores.values()) - tie
+                self.rates[row] = min(rate for rate in grid if scores[rate] >= least)
+            # 3. further rates, where the best one is at an end
             best = self.rates.values() if len(grid) > 1 else ()
-            more = [grid[0] / 2] * (grid[0] in best) + [grid[-1] * 2] * (grid[-1] in best)
+            more = []
+            if grid[0] in best:
+                more.append(grid[0] / 2)
+            if grid[-1] in best:
+                more.append(grid[-1] * 2)
             self.rates |= {row: self.rates[shared[0]] for row in study.rows if row not in rows}
 
     def worth(self, cells: Sequence[dict]) -> float:
@@ -199,30 +205,27 @@ class Run:
         better."""
         if any(cell["facts"].keys() & {"diverged", "unusable"} for cell in cells):
             return UNUSABLE
-        main, means = self.study.main, self.validation(cells)
+        main = self.study.main
+        means = self.validation(cells)
         names = self.study.averaged if main == MEAN else [main]
         mean = float(np.mean([means[name] for name in means if name in names]))
         return -mean if self.study.columns[main].less_is_better else mean
 
     def add_controls_by_time(self, setting: str, value: float, ratios: Mapping[str, float]) -> None:
         """Controls of the last table that train as long as their rows."""
-        (title, table), rows, beside = (
-            list(self.study.beside.items())[-1],
-            dict(self.study.rows),
-            {},
-        )
-        for row, (control, *_) in table.items():
+        *_, title = self.study.beside
+        rows = dict(self.study.rows)
+        beside = {}
+        for row, (control, *_) in self.study.beside[title].items():
             name = control
-            if ratio := ratios.get(row):
+            ratio = ratios.get(row)
+            if ratio:
                 name = f"{control}, {ratio} × steps"
-                rows[name], self.rates[name] = (
-                    (*rows[control], (setting, round(value * ratio))),
-                    self.rates[control],
-                )
+                rows[name] = *rows[control], (setting, round(value * ratio))
+                self.rates[name] = self.rates[control]
             beside[row] = (name,)
-        self.study = replace(
-            self.study, rows=rows, beside={**self.study.beside, f"{title}, trained as long": beside}
-        )
+        tables = {**self.study.beside, f"{title}, trained as long": beside}
+        self.study = replace(self.study, rows=rows, beside=tables)
 
     # Scores and differences
 
@@ -237,14 +240,14 @@ class Run:
 
     def validation(self, cells: Sequence[dict]) -> dict[str, float]:
         """The mean of each measure of the validation split over cells that did not diverge."""
-        scores = [cell["scores"]["validation"] for cell in cells if "validation" in cell["scores"]]
-        of_cells = {
-            name: [of_cell[name] for of_cell in scores] for name in (scores[0] if scores else ())
-        }
-        return {
-            name: float((self.study.measures[name].scale * np.array(of_cells[name])).mean())
-            for name in of_cells
-        }
+        of_cells = [
+            cell["scores"]["validation"] for cell in cells if "validation" in cell["scores"]
+        ]
+        means = {}
+        for name in of_cells[0] if of_cells else ():
+            scores = np.array([of_cell[name] for of_cell in of_cells])
+            means[name] = float((self.study.measures[name].scale * scores).mean())
+        return means
 
     def facts(self, row: str) -> list[dict]:
         """Of the cells of a row that did not diverge."""
@@ -253,27 +256,27 @@ class Run:
     def in_range(self, controls: Sequence[str]) -> list[str]:
         """The columns that can show a difference, by the controls' mean on the validation split; a
         measure that is no share, or that this split does not have, always can."""
-        usable, validation = (
-            [],
-            [self.validation(self.cells[row][:TUNING_SEEDS]) for row in controls],
-        )
+        validation = [self.validation(self.cells[row][:TUNING_SEEDS]) for row in controls]
+        usable = []
         for name, measure in self.study.measures.items():
             known = [scores[name] for scores in validation if name in scores]
-            if (
-                not measure.is_share
-                or not known
-                or is_inside(float(np.mean(known)), measure.chance)
-            ):
-                usable += [name] * self.falls(name, controls)
-        return usable + [MEAN] * any(name in usable for name in self.study.averaged)
+            is_usable = not measure.is_share or not known
+            if not is_usable:
+                is_usable = is_inside(float(np.mean(known)), measure.chance)
+            if is_usable and self.falls(name, controls):
+                usable.append(name)
+        if any(name in usable for name in self.study.averaged):
+            usable.append(MEAN)
+        return usable
 
     def falls(self, name: str, controls: Sequence[str]) -> bool:
         """Whether the last number of a ladder is harder for the controls than the first, or the
         measure has none."""
-        facts = [of_cell.get("ladders", {}) for row in controls for of_cell in self.facts(row)]
-        ladder = np.mean(
-            [of_cell[name] for of_cell in facts if name in of_cell] or [(1.0, 0.0)], axis=0
-        )
+        ladders = [of_cell.get("ladders", {}) for row in controls for of_cell in self.facts(row)]
+        known = [of_cell[name] for of_cell in ladders if name in of_cell]
+        if not known:
+            return True
+        ladder = np.mean(known, axis=0)
         return bool(ladder[-1] < ladder[0])
 
     def with_margins(self, controls: Sequence[str]) -> dict[str, Measure]:
@@ -281,60 +284,65 @@ class Run:
         guessing."""
         if not self.study.relative_margin:
             return self.study.columns
-        known, measures = (
-            [self.validation(self.cells[row]) for row in controls],
-            self.study.measures,
-        )
-        above = {
-            name: np.mean([of[name] for of in known]) - (measures[name].chance or 0.0)
-            for name in known[0]
-        }
+        known = [self.validation(self.cells[row]) for row in controls]
+        above = {}
+        for name in known[0]:
+            chance = self.study.measures[name].chance or 0.0
+            above[name] = np.mean([means[name] for means in known]) - chance
         above[MEAN] = np.mean([above[name] for name in self.study.averaged])
-        share = self.study.relative_margin
-        return {
-            name: replace(c, margin=max(0.0, share * above[name]))
-            for name, c in self.study.columns.items()
-        }
+        columns = {}
+        for name, column in self.study.columns.items():
+            margin = max(0.0, self.study.relative_margin * above[name])
+            columns[name] = replace(column, margin=margin)
+        return columns
 
     def table(self, beside: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str], dict]:
         """The judged differences, paired by seed and example, by (row, column); in MEAN each
         measure in range weighs the same. The main ones are a family of their own."""
-        study, differences, inside, table = self.study, {}, set(), {}
-        columns = self.with_margins(
-            [control for controls in beside.values() for control in controls]
-        )
+        all_controls = [control for controls in beside.values() for control in controls]
+        columns = self.with_margins(all_controls)
+        # 1. the differences
+        differences, inside = {}, set()
         for row, controls in beside.items():
-            usable, of_controls = (
-                self.in_range(controls),
-                [self.scores(control) for control in controls],
-            )
+            usable = self.in_range(controls)
             inside |= {(row, column) for column in usable}
-            gaps = {
-                name: s - np.mean([of[name] for of in of_controls], axis=0)
-                for name, s in self.scores(row).items()
-            }
-            in_mean = [name for name in study.averaged if name in usable] or study.averaged
+            gaps = self.gaps(row, controls)
+            averaged = [name for name in self.study.averaged if name in usable]
             for column in columns:
-                names = in_mean if column == MEAN else [column]
-                groups = [
-                    f"{name}/{group}" for name in names for group in study.measures[name].groups
-                ]
-                parts = [
-                    gaps[name] * len(groups) / len(names) / gaps[name].shape[1] for name in names
-                ]
-                differences[row, column] = estimate(np.hstack(parts), groups)
+                names = [column]
+                if column == MEAN:
+                    names = averaged or self.study.averaged
+                differences[row, column] = self.difference(gaps, names)
+        # 2. their verdicts, those of the main column apart
+        table = {}
         for is_main in (True, False):
-            family = {
-                place: gap
-                for place, gap in differences.items()
-                if (place[1] == study.main) == is_main
-            }
+            family = {}
+            for place, gap in differences.items():
+                if (place[1] == self.study.main) == is_main:
+                    family[place] = gap
             for place, judged in judge(family, inside, columns).items():
-                one_seed = (
-                    {"verdict": "one seed"} if self.seeds == 1 else {}
-                )  # says nothing of other runs
-                table[place] = differences[place]._asdict() | judged | one_seed
+                table[place] = differences[place]._asdict() | judged
+                if self.seeds == 1:  # which says nothing of other runs
+                    table[place]["verdict"] = "one seed"
         return table
+
+    def gaps(self, row: str, controls: Sequence[str]) -> Scores:
+        """The scores of a row minus the mean of its controls'."""
+        of_controls = [self.scores(control) for control in controls]
+        gaps = {}
+        for name, scores in self.scores(row).items():
+            gaps[name] = scores - np.mean([of[name] for of in of_controls], axis=0)
+        return gaps
+
+    def difference(self, gaps: Scores, names: Sequence[str]) -> Estimate:
+        """The mean gap of measures, each with the same weight whatever its number of examples."""
+        groups, parts = [], []
+        for name in names:
+            groups += [f"{name}/{group}" for group in self.study.measures[name].groups]
+        for name in names:
+            weight = len(groups) / len(names) / gaps[name].shape[1]
+            parts.append(gaps[name] * weight)
+        return estimate(np.hstack(parts), groups)
 
 
 def run(study: Study, options: StudyOptions) -> Run:
@@ -344,7 +352,8 @@ def run(study: Study, options: StudyOptions) -> Run:
     """
     if not all(0 < rate < math.inf for rate in study.rates):
         raise UserError(f"--rates {' '.join(map(str, study.rates))}: expected rates above 0")
-    study = replace(study, name=study.name + "-quick" * options.quick)
+    if options.quick:
+        study = replace(study, name=f"{study.name}-quick")
     out = options.out or Path("runs", study.name)
     out.mkdir(parents=True, exist_ok=True)
     made = Run(study, out, options.jobs, options.seeds, lock_folder(out))

@@ -66,15 +66,15 @@ def exact_interval(hits: int, trials: int) -> tuple[float, float]:
     """The 95 % interval of a share, of few or of runs that differ by all or nothing (Clopper and
     Pearson 1934)."""
     shares = np.linspace(0, 1, 100_001)
-    chances = [
-        math.comb(trials, n) * shares**n * (1 - shares) ** (trials - n) for n in range(trials + 1)
-    ]
-    low = (
-        np.interp(0.025, sum(chances[hits:]), shares) if hits else 0.0
-    )  # so many hits or more: rises with the share
-    return float(low), float(
-        np.interp(-0.025, -sum(chances[: hits + 1]), shares)
-    ) if hits < trials else 1.0
+    chances = []  # of each number of hits, by share
+    for n in range(trials + 1):
+        chances.append(math.comb(trials, n) * shares**n * (1 - shares) ** (trials - n))
+    low, high = 0.0, 1.0
+    if hits:  # so many hits or more: rises with the share
+        low = np.interp(0.025, sum(chances[hits:]), shares)
+    if hits < trials:  # so many or fewer: falls
+        high = np.interp(-0.025, -sum(chances[: hits + 1]), shares)
+    return float(low), float(high)
 
 
 def judge(
@@ -89,17 +89,20 @@ def judge(
     studies would find.
     """
     usable = {place: difference for place, difference in differences.items() if place in inside}
-    unequal = dict(zip(usable, holm([gap.p for gap in usable.values()]), strict=True))
+    # p that the difference is 0, and that it is not within its margin
+    zero = [gap.p for gap in usable.values()]
     outside = [gap.equivalence(columns[name].margin) for (_, name), gap in usable.items()]
-    equal, judged = dict(zip(usable, holm(outside), strict=True)), {}
+    unequal = dict(zip(usable, holm(zero), strict=True))
+    equal = dict(zip(usable, holm(outside), strict=True))
+    judged = {}
     for place, difference in differences.items():
         verdict = "undecided" if place in inside else "out of range"
         if equal.get(place, 1.0) < 0.05:
             verdict = "equivalent"
         elif unequal.get(place, 1.0) < 0.05:
-            verdict = (
-                "better" if (difference.mean > 0) != columns[place[1]].less_is_better else "worse"
-            )
+            is_more = difference.mean > 0
+            is_better = is_more != columns[place[1]].less_is_better
+            verdict = "better" if is_better else "worse"
         visible = difference.visible(max(1, len(usable)))
         judged[place] = {"p": unequal.get(place), "visible": visible, "verdict": verdict}
     return judged
