@@ -4,21 +4,24 @@ once."""
 import json
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from eval.data.records import read_examples
 from model.common import UserError
-from tests.files import write_vqav2
+from model.images import load_image
+from tests.files import write_mmneedle, write_vqav2
 from tests.runs import read_cells
 from train import compare
 from train.optim import count, trainable
-from train.studies import attention, training
+from train.studies import attention, qmamba, training, wings
 from train.studies.attention import PLAIN, ROWS, control_by_size, tasks_of
-from train.studies.measures import accuracy, training_records, vqa_task
+from train.studies.measures import accuracy, asking, training_records, vqa_task
 from train.systems.open import load_base, open_model
 
 CPU = torch.device("cpu")
@@ -202,6 +205,46 @@ def test_tasks_of_the_embedded_scenes_are_even():
     assert [tasks[name].chance for name in ("n2o2", "n4o1", "e16")] == [25, 6.25, 50]
     places = Counter(str(ask.truth.places[0][1:]) for ask in tasks["n4o1"].asks)
     assert places == {str(divmod(place, 4)): 1 for place in range(16)}
+
+
+@pytest.mark.parametrize("study", ["attention", "on disk", "wings", "qmamba"])
+def test_what_chooses_a_rate_is_not_what_is_tested(study, tmp_path):
+    """Breaks when needles, or other questions, of the validation split are those of the test
+    split."""
+    given = BASE
+    if study == "on disk":
+        coco = write_mmneedle(tmp_path / "coco")
+        data = (write_jsonl(tmp_path, 20),)
+        given = replace(BASE, data=data, validation=0.3, coco=str(coco), captions=f"{coco / 'C'}")
+    makers = {
+        "wings": lambda split: wings.tasks_of(given, split, 16),
+        "qmamba": lambda split: {"count": qmamba.scene_task("count", split, 16)},
+    }
+    make = makers.get(study, partial(tasks_of, given))
+    chosen_by, tested = make("validation"), make("test")
+    for name in tested:
+        validation, test = seen(chosen_by[name]), seen(tested[name])
+        assert not validation & test or name == wings.TEXT and validation != test, name
+
+
+def seen(task) -> set:
+    """What a model is given, without names."""
+    given = set()
+    for question in task.asks:
+        pictures = [np.asarray(load_image(image)).tobytes() for image in question.images()]
+        given.add((question.prefix, *pictures))
+    return given
+
+
+def test_a_cell_is_asked_without_dropout(processor, tmp_path):
+    """Breaks when the model that has just been trained answers in training mode."""
+    model, _ = open_model(replace(BASE, dropout=0.5), CPU)
+    for parameter in trainable(model).values():
+        torch.nn.init.constant_(parameter, 0.05)
+    asks = [replace(q, choices=("yes", "no"), scored=True) for q in vqa_task(BASE, "test", 8).asks]
+    tasks = {"test": {"VQA": asking("", asks, lambda truth, likelihoods: likelihoods[0])}}
+    first, again = (training.ask(model.train(), processor, BASE, tasks, tmp_path) for _ in range(2))
+    assert first == again
 
 
 @pytest.mark.parametrize(

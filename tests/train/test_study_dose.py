@@ -67,10 +67,15 @@ def test_both_tasks_from_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         dose.built, "best_of_one_map", lambda cap, *_: 12.5 + cap
     )  # test_built has the true one
+    asked, found = [], dose.found
+    monkeypatch.setattr(
+        dose, "found", lambda model, split: asked.append(split) or found(model, split)
+    )
     command = f"--caps 0.5 --longer built --seeds 2 --jobs 1 --out {tmp_path} --rows".split()
     compare.STUDIES["dose"]([*command, *dose.PLAIN, "plain + head norm", "v2"])
     lines = read_cells(tmp_path / "comparison.csv")
     assert (
         "## needle, 1 × steps" in capsys.readouterr().out and len(list(tmp_path.glob("*.png"))) == 4
     )
+    assert asked.count("test") == asked.count("validation") - 2  # the base, under two caps
     assert len({line.study for line in lines}) == 3 and {line.seed for line in lines} == {0, 1, 100}

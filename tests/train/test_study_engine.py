@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from eval.report import interval_text
 from model.common import UserError
 from tests.runs import SERVER, read_cells, refused
 from train.estimates import estimate
@@ -132,6 +133,10 @@ def test_the_tables_can_be_computed_from_the_csv(done):
         - (done.scores("plain")["first"] + done.scores("plain too")["first"]) / 2
     )
     assert (gap["low"], gap["high"]) == estimate(scores, GROUPS)[1:3]  # pictures are groups
+    own = done.scores("better")["first"]
+    text = interval_text(estimate(own, GROUPS), 1)
+    assert text in (done.out / "comparison.md").read_text()
+    assert text != interval_text(estimate(own), 1)
 
 
 def test_a_folder_has_one_call_whose_cells_name_what_made_them(tmp_path, monkeypatch):
@@ -213,6 +218,26 @@ def test_rates_are_chosen_in_the_unit_of_the_score(tmp_path):
     for rates in ((1e-3, 0.0), (float("nan"),), (-1.0,)):
         with pytest.raises(UserError, match="--rates"):
             run(tmp_path, rates=rates)
+
+
+def test_plain_rows_share_a_rate_and_the_lowest_of_a_tie_is_taken(tmp_path):
+    """Breaks when chance chooses a rate for each control, or of equally good rates the highest is
+    taken."""
+    rates = (0.005, 0.01, 0.02, 0.04, 0.08)
+    hits = {
+        "plain": (4, 24, 20, 8, 4),
+        "plain too": (4, 8, 20, 24, 4),  # by themselves 0.01 and 0.04
+        "better": (4, 24, 20, 24.1, 4),  # 60 and 60.25 %: a tie
+    }
+
+    def made_up(job, folder):
+        right = hits[job.row][rates.index(job.rate)]
+        scores = {"first": [right / 40] * 40}
+        return {"scores": {"validation": scores, "test": scores}, "facts": {}}
+
+    measures = {"first": MEASURES["first"]}
+    made = run(tmp_path, make=made_up, rates=rates, measures=measures, seeds=1)
+    assert made.rates == {"plain": 0.02, "plain too": 0.02, "better": 0.01}
 
 
 @pytest.mark.long
@@ -312,6 +337,9 @@ def test_verdicts_are_computed():
     assert verdicts(rows) == expected and verdicts({"a": gap(9, 1)}, less=True) == {"a": "worse"}
     four = {name: gap(4, 1.08) for name in "abcd"}  # p 0.02 alone, 0.08 among four
     assert set(verdicts(four).values()) == {"undecided"}
+    near = dict.fromkeys("abcd", gap(1, 0.77))  # within 3, p 0.03 alone, 0.12 among four
+    assert set(verdicts(near).values()) == {"undecided"}
+    assert verdicts(near, "a")["a"] == "equivalent"
     assert verdicts(four, "a") == dict.fromkeys("bcd", "out of range") | {"a": "better"}
     # 2 points from the margin: t 2.86 and 2.11 of 4 degrees, p 0.023 and 0.052
     assert [verdicts({"a": gap(1, error)})["a"] for error in (0.7, 0.95)] == [
