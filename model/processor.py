@@ -89,7 +89,6 @@ class Processor:
         newest token, or "right". Raises UserError if config and tokenizer disagree."""
         self.config, self.tokenizer = config, tokenizer
         self.max_length, self.padding_side = max_length, padding_side
-        self.slot = [config.image_token_id] * config.num_image_tokens  # of a picture
         self.texts = self.open_texts()
         self.encode, self.decode = self.texts.encode, self.texts.decode
 
@@ -120,6 +119,11 @@ class Processor:
             )
             raise UserError(f"{source}: this preset has random weights and no tokenizer: {remedy}")
         return processor_for(config, tokenizer, **options)
+
+    @property
+    def slot(self) -> list[int]:
+        """The tokens of a picture."""
+        return [self.config.image_token_id] * self.config.num_image_tokens
 
     def open_texts(self) -> Texts:
         """The texts of the tokenizer. Raises UserError if it is of another model."""

@@ -92,3 +92,13 @@ def torchrun(processes: int, *arguments) -> None:
         finally:
             for number, handler in handlers.items():  # torchrun replaces them
                 signal.signal(number, handler)
+
+
+def stage_settings(system: str, *flags: object):
+    """The settings of a run of `train.systems.wings` or `train.systems.qmamba`."""
+    from train.systems.qmamba import QMambaSettings
+    from train.systems.stages import parse_stage
+    from train.systems.wings import WingsSettings
+
+    kind = {"wings": WingsSettings, "qmamba": QMambaSettings}[system]
+    return parse_stage(kind, words(*flags))[0]

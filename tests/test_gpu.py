@@ -15,7 +15,7 @@ from model.attention import attention_mask, fused_attention
 from tests.runs import WORLD, refused
 from train.data.batches import collate
 from train.distributed import World, layers_of, spread
-from train.systems.open import supervised_loss
+from train.model import supervised_loss
 from weights.load import load_model
 
 

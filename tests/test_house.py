@@ -8,7 +8,6 @@ import pytest
 
 from tests import house
 
-COMMANDS = ("finetune", "compare", "reproduce")
 # from the ground up: what a module may import stands on its own floor or on a lower one
 FLOORS = {
     "model": 0,
@@ -16,14 +15,20 @@ FLOORS = {
     "weights": 1,
     "eval": 2,
     "train": 3,
-    "train.systems": 4,
-    "train.embedded": 5,
+    "train.model": 4,
+    "train.validation": 5,
+    "train.summary": 5,
+    "train.plan": 5,
+    "train.show_batch": 5,
+    "train.finetune": 6,
+    "train.studies": 7,
+    "train.benchmark": 7,
+    "train.systems": 8,
+    "train.compare": 9,
+    "train.reproduce": 9,
 }
-FLOORS |= {f"train.{name}": 5 for name in ("validation", "summary", "plan", "show_batch")}
-FLOORS |= {"train.studies": 6, "train.benchmark": 6}
-FLOORS |= {f"train.{name}": 7 for name in COMMANDS}
 # tokens, see house.py
-MAX_TOKENS = {"main": 106_000, "aside": 50_000, "tests": 150_000}
+MAX_TOKENS = {"main": 105_000, "aside": 52_000, "tests": 150_000}
 MAX_NODES = {"model": 6.9, "lora": 7.6, "weights": 7.6, "eval": 7.9, "train": 7.3, "tests": 8.4}
 # what is still folded, by room: only ever less
 MAX_FOLDED = {"model": 23, "lora": 1, "weights": 10, "eval": 81, "train": 87, "tests": 130}
@@ -99,7 +104,7 @@ def test_a_module_is_read_in_few_files(module):
         left |= imports(anywhere=False)[name] | {name.rpartition(".")[0]} & MODULES.keys()
         left -= loaded
     assert len(loaded) <= MAX_MODULES[module], loaded
-    experiments = tuple(f"train.{package}" for package in ("studies", "benchmark", "embedded"))
+    experiments = tuple(f"train.{package}" for package in ("studies", "benchmark", "systems"))
     assert not [name for name in loaded if name.startswith(experiments)]
 
 

@@ -1,16 +1,27 @@
-"""Compare rows under equal conditions, in a study: its rows, measures and controls are in one file of train/studies/.
+"""Compare rows under equal conditions, in a study: its rows, measures and controls are in one file.
 
 python -m train.compare                  attention variants against plain LoRA; see train/studies/attention.py
 python -m train.compare --rows NAME      another study, with its own flags: see STUDIES
 """
 
 import argparse
+import importlib
 from collections.abc import Sequence
 
 from model.common import run_command
-from train.studies import attention, dose, qmamba, text, wings
+from train.studies import attention
 
-STUDIES = {"wings": wings.main, "qmamba": qmamba.main, "text": text.main, "dose": dose.main}
+STUDIES = {
+    "dose": "train.studies.dose",
+    "wings": "train.systems.studies.wings",
+    "qmamba": "train.systems.studies.qmamba",
+    "text": "train.systems.studies.text",
+}
+
+
+def run_study(name: str, argv: Sequence[str] | None) -> None:
+    """Run the study of a name, with its flags."""
+    importlib.import_module(STUDIES[name]).main(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -21,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", nargs="+", default=[])
     known, rest = parser.parse_known_args(argv)
     if len(known.rows) == 1 and known.rows[0] in STUDIES:
-        STUDIES[known.rows[0]](rest)
+        run_study(known.rows[0], rest)
     else:
         attention.main(argv)
 

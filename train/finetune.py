@@ -31,10 +31,7 @@ from train.checkpoint import Progress, atomic_folder, newest_progress
 from train.data.batches import Order
 from train.data.sources import MEMORY, held_records, read_records
 from train.distributed import World, is_sharded, joined_world
-from train.optim import count, trainable
-from train.run import MEASURED, data_fingerprints, draw_loss, read_metrics, run_folder, set_origin
-from train.settings import RECIPES, Arguments, Settings, parse, run_stem
-from train.systems.open import (
+from train.model import (
     load_start,
     open_model,
     open_processor,
@@ -42,6 +39,9 @@ from train.systems.open import (
     train_on,
     write_trained,
 )
+from train.optim import count, trainable
+from train.run import MEASURED, data_fingerprints, draw_loss, read_metrics, run_folder, set_origin
+from train.settings import RECIPES, Arguments, Settings, parse
 from train.validation import Metric, open_held_out
 
 
@@ -117,10 +117,9 @@ def fine_tune(
 ) -> FineTuned:
     """The whole run: data, model, loop, summary. memory: the records of `finetune`'s examples, by
     their source."""
-    stem = run_stem(settings)
     with (
         joined_world(settings.device) as world,
-        run_folder(arguments, settings, stem, "train.finetune", world) as run,
+        run_folder(arguments, settings, settings.stem, settings.program, world) as run,
     ):
         outline, _ = open_model(
             settings, torch.device("meta")
@@ -217,30 +216,28 @@ def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:
         )
     total, trained = count(outline.parameters()), count(trainable(outline).values())
     size = f"{total:,} parameters, {trained:,} of them trainable ({100 * trained / total:.2f} %)"
-    kind = (
-        f"attention {settings.attention}"
-        if settings.stage is None
-        else f"{settings.arch}, stage {settings.stage}"
-    )
     processes = f", {world.size} processes" if world.size > 1 else ""
-    print(f"{settings.base}: {size}, {kind}, on {world.device}{processes}", flush=True)
+    print(f"{settings.base}: {size}, {settings.subject}, on {world.device}{processes}", flush=True)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    settings, arguments = parse(argv, __doc__)
+def run_flags(settings: Settings, arguments: Arguments) -> None:
+    """Do what the flags ask for: plan the run, show a batch of it, or train."""
     if arguments.plan:
         from train.plan import report
 
         print_recipe(settings)
         print(report(settings, arguments.gpu, arguments.gpus))
-        return
-    if arguments.show_batch:
+    elif arguments.show_batch:
         from train.show_batch import show_batch
 
         for line in show_batch(settings, arguments.show_batch):
             print(shown(line, 10_000))
-        return
-    fine_tune(settings, arguments)
+    else:
+        fine_tune(settings, arguments)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_flags(*parse(argv, __doc__))
 
 
 if __name__ == "__main__":

@@ -34,9 +34,9 @@ from train.align import align, is_taught
 from train.data.batches import MicroBatch, Order
 from train.data.sources import read_records
 from train.distributed import World, layers_of, reads_bf16
+from train.model import open_model, open_processor, supervised_loss, weights_dtype
 from train.optim import count, is_inner_matrix, trainable
-from train.settings import GPUS, Settings, run_stem, step_layout
-from train.systems.open import open_model, open_processor, supervised_loss, system_of, weights_dtype
+from train.settings import GPUS, Settings, step_layout
 
 aten = torch.ops.aten
 SHARES = (0.5, 0.3)  # of the peak, which a training step may reach
@@ -118,18 +118,13 @@ def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
     )
     flops = costs[settings.checkpointing].flops * tokens / widest.batch.input_ids.numel()
     sizes = (trained, rows, rows * micro_batches, samples, order.total, round(tokens))
-    return PlanRow(name or run_stem(settings), gpus, *sizes, *costs, disk, flops)
+    return PlanRow(name or settings.stem, gpus, *sizes, *costs, disk, flops)
 
 
 def processor_of(settings: Settings, model: PaliGemma) -> Processor:
     """The processor of the run; for a preset without a tokenizer with that of the embedded base, of
     smaller pieces."""
-    source = (
-        settings.base
-        if settings.stage is None
-        else system_of(settings.arch).tokenizer_source(settings)
-    )
-    if preset_of(source):
+    if preset_of(settings.tokenizer_source()):
         return processor_for(
             model.config,
             Processor.from_source("embedded").tokenizer,
@@ -264,7 +259,7 @@ class _Counter(TorchDispatchMode):
 def report(settings: Settings, gpu: str | None, gpus: int) -> str:
     """What `--plan` prints: sizes, how many rows of a micro-batch fit on which GPU, and in the last
     line with which flags the run fits on the smallest; of the bundled toy model CPU seconds."""
-    if gpu is None and settings.base == "embedded" and settings.stage is None:
+    if gpu is None and settings.base == "embedded" and type(settings) is Settings:
         table, seconds = (
             plan_table([plan(replace(settings, device="cpu"))], None),
             cpu_seconds(settings),

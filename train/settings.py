@@ -1,11 +1,11 @@
-"""The settings of a fine-tuning run: the flags of `train.finetune`, recipes, and the stages of each
-system."""
+"""The settings of a fine-tuning run: the flags of `train.finetune`, and recipes."""
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from eval.data.published import PROMPT, check_prompt
 from eval.data.records import EMBEDDED_TASKS, SOURCES
@@ -94,75 +94,7 @@ _NOT_OWN = {
     "alpha",
     "dropout",
 }
-_NOT_OWN |= {"quantize", "align", "arch", "shard", "dtype"}
-
-
-@dataclass(frozen=True)
-class StageRecipe:
-    """What a stage trains: patterns of whole parameter names, and for each the factor of `--lr`.
-
-    defaults: settings of this stage; flags of the command line override them. embedded: overrides
-    for the embedded data, where the parts are a thousand times smaller and there are a hundred
-    times fewer pictures.
-    """
-
-    rates: Mapping[str, float]
-    defaults: Mapping[str, object] = field(default_factory=dict)
-    embedded: Mapping[str, object] = field(default_factory=dict)
-
-
-_ONE_EPOCH = {
-    "epochs": 1,
-    "schedule": "cosine",
-    "warmup": 0.03,
-    "clip": 1.0,
-    "batch_size": 16,
-    "beta2": 0.999,
-}
-_WINGS = _ONE_EPOCH | {"r": 64}  # the paper's rates and decays; it gives a range for the first rate
-# Q-Mamba: the paper's rates and batches; weights in fp32, matrix products in bf16 on a GPU
-_QMAMBA = _ONE_EPOCH | {"optimizer": "radam", "weight_decay": 0.0, "dtype": "fp32"}
-_SMALL = {"batch_size": 32, "step_batch": 32}
-_SMALL_WINGS = _SMALL | {
-    "tasks": "vqa,scan"
-}  # its decoder has never seen a picture: it learns to read one from scan
-_SMALL_QMAMBA = _SMALL | {"tasks": "vqa,locate,count,exist"}
-
-# Of each system with stages, by its `--arch` name and the stage's number. `train/systems/open.py`
-# makes their models.
-STAGES: dict[str, dict[int, StageRecipe]] = {
-    "wings": {
-        1: StageRecipe(
-            {r"multi_modal_projector\..*|.*\.visual\..*": 1.0},
-            _WINGS | {"lr": 2e-4, "weight_decay": 1e-9, "step_batch": 256},
-            _SMALL_WINGS | {"r": 16, "lr": 3e-3, "samples": 3200, "base": "embedded-text"},
-        ),
-        2: StageRecipe(
-            {r"multi_modal_projector\..*": 5.0, r"language_model\..*": 1.0},
-            _WINGS | {"lr": 2e-6, "weight_decay": 1e-8, "step_batch": 64},
-            _SMALL_WINGS | {"lr": 5e-4, "samples": 9600},
-        ),
-    },
-    "qmamba": {
-        1: StageRecipe(
-            {r"multi_modal_projector\..*": 1.0},
-            _QMAMBA | {"lr": 1e-4, "step_batch": 256},
-            _SMALL_QMAMBA | {"lr": 1e-2, "samples": 2000},
-        ),
-        2: StageRecipe(
-            {r"multi_modal_projector\..*|language_model\..*": 1.0},
-            _QMAMBA | {"lr": 2e-5, "step_batch": 128},
-            _SMALL_QMAMBA | {"lr": 6e-3, "samples": 10000},
-        ),
-    },
-}
-
-
-def stage_defaults(arch: str | None, stage: int | None, is_embedded: bool) -> dict[str, object]:
-    """The settings of a stage, on the embedded data or on others; empty where there is no such
-    stage."""
-    recipe = STAGES.get(arch, {}).get(stage, StageRecipe({}))
-    return {**recipe.defaults, **(recipe.embedded if is_embedded else {})}
+_NOT_OWN |= {"quantize", "align", "shard", "dtype"}
 
 
 @dataclass(frozen=True)
@@ -194,12 +126,6 @@ class Settings(LoopSettings):
         (),
         "held-out data, also given several times (default: the share --validation of --data)",
         metavar="SOURCE",
-    )
-    arch: str = flag(
-        "paligemma", f"what to train: paligemma, or a system with stages ({', '.join(STAGES)})"
-    )
-    stage: int | None = flag(
-        None, "its stage; a later one starts from the model of the one before, --base RUN/model"
     )
     attention: str = flag("dex", "differential attention to graft", choices=list(KINDS))
     diff_in: str = flag("decoder", "where to graft it", choices=["decoder", "vision", "both"])
@@ -333,12 +259,59 @@ class Settings(LoopSettings):
     @property
     def is_grafted(self) -> bool:
         """Whether the model that training starts from is not the base."""
-        return self.stage is None and (self.attention, self.feed_forward) != ("softmax", "mlp")
+        return (self.attention, self.feed_forward) != ("softmax", "mlp")
 
     @property
     def writes_model(self) -> bool:
         """Whether the run writes a whole model instead of an adapter."""
-        return self.full or self.stage is not None
+        return self.full
+
+    @property
+    def can_export(self) -> bool:
+        """Whether plain weights can say what the run learns."""
+        return KINDS[self.attention].foldable and self.feed_forward != "swiglu-new"
+
+    @property
+    def program(self) -> str:
+        """The module of the command."""
+        return "train.finetune"
+
+    @property
+    def stem(self) -> str:
+        """The name of the run's folder, before its number."""
+        return f"{Path(self.base).name}-{self.attention}"
+
+    @property
+    def subject(self) -> str:
+        """What is trained, in words."""
+        return f"attention {self.attention}"
+
+    def tokenizer_source(self) -> str:
+        """The source of the tokenizer."""
+        return self.base
+
+    def check(self) -> None:
+        """Raise UserError for settings that exclude each other."""
+        check_prompt(self.prompt)
+        whole = self.writes_model
+        if whole and self.dtype not in ("auto", "fp32"):
+            raise UserError(f"--dtype {self.dtype} loses updates of weights: use --autocast")
+        if self.new_tower and not self.full:
+            raise UserError("--new-tower knows nothing: add --full and --align N")
+        if self.align and not self.full:
+            problem = f"--align {self.align} trains the vision tower, which no adapter holds"
+            raise UserError(f"{problem}: add --full")
+        if self.full and self.is_grafted:
+            remedy = "add --attention softmax, leave --feed-forward at mlp"
+            raise UserError(f"--full trains plain weights: {remedy}")
+        if self.patience and not (self.evaluate and self.eval_every != 0):
+            raise UserError(f"--patience {self.patience} needs evaluations")
+        if self.quantize and (whole or self.shard):
+            raise UserError(
+                "--quantize is for frozen weights: leave --full, --stage and --shard out"
+            )
+        if self.optimizer == "muon" and self.shard:
+            raise UserError("--optimizer muon needs whole matrices: leave --shard out")
 
 
 @dataclass(frozen=True)
@@ -365,7 +338,7 @@ class Arguments(RunArguments):
 # The flags of --help by subject; those of the run itself come first
 GROUPS = {
     "data": "data eval_data validation images samples tasks fraction prompt answers per_picture shift",
-    "model": "base arch stage attention diff_in feed_forward option full new_tower align dtype quantize max_length",
+    "model": "base attention diff_in feed_forward option full new_tower align dtype quantize max_length",
     "LoRA": "targets r alpha dropout",
     "schedule": "lr scalar_lr optimizer weight_decay beta2 schedule warmup clip batch_size step_batch epochs steps",
     "evaluation": "evaluate eval_limit eval_every keep_best patience",
@@ -388,76 +361,43 @@ def is_published_size(base: str) -> bool:
 def parse(
     argv: Sequence[str] | Mapping[str, object] | None, description: str = ""
 ) -> tuple[Settings, Arguments]:
-    """The settings and the run folder of flags, in words or by name; a recipe changes defaults,
-    flags override both."""
+    """The settings and the run folder of the flags of `train.finetune`, in words or by name."""
+    return read_settings(argv, description, Settings, "train.finetune", recipe_defaults, GROUPS)
 
-    def defaults(given: dict) -> dict:
-        is_embedded = tuple(given.get("data", EMBEDDED)) == EMBEDDED
-        has_own = not is_embedded and not any(
-            source.startswith("coco:") for source in given["data"]
-        )
-        is_own = (
-            has_own and given.get("base", "embedded") == "embedded" and not _NOT_OWN & given.keys()
-        )
-        is_large = not {"arch", "stage"} & given.keys() and is_published_size(
-            given.get("base", "embedded")
-        )
-        large = "paligemma" if given.get("full") else "one-gpu"
-        recipe = given.get("recipe", large if is_large else "own" if is_own else "")
-        stage = stage_defaults(given.get("arch"), given.get("stage"), is_embedded)
-        patience = (
-            {"patience": 0}
-            if given.get("evaluate") is False or given.get("eval_every") == 0
-            else {}
-        )
-        return stage | RECIPES.get(recipe, {}) | {"recipe": recipe} | patience
 
-    settings, arguments = read_run(
-        "train.finetune", description, Settings, Arguments, argv, defaults, GROUPS
-    )
+def read_settings(
+    argv: Sequence[str] | Mapping[str, object] | None,
+    description: str | None,
+    kind: type[Settings],
+    program: str,
+    defaults: Callable[[dict], dict],
+    groups: Mapping[str, str],
+) -> tuple[Any, Arguments]:
+    """Settings of a kind, and the other flags. defaults(given flags): in place of the fields'; flags
+    override them. Raises UserError."""
+    settings, arguments = read_run(program, description, kind, Arguments, argv, defaults, groups)
     if arguments.resume is None:
-        check(settings)
+        settings.check()
     return settings, arguments
 
 
-def check(settings: Settings) -> None:
-    """Raise UserError for settings that exclude each other."""
-    s, stages, whole = settings, {"paligemma": [None], **STAGES}, settings.writes_model
-    check_prompt(s.prompt)
-    if s.stage not in stages.get(s.arch, ()):
-        choices = "; ".join(
-            f"{arch} {' '.join(map(str, of_arch))}" for arch, of_arch in stages.items()
-        )
-        raise UserError(f"--arch {s.arch} --stage {s.stage}: expected one of {choices}")
-    for is_wrong, message in (
-        (
-            whole and s.dtype not in ("auto", "fp32"),
-            f"--dtype {s.dtype} loses updates of weights: use --autocast",
-        ),
-        (s.new_tower and not s.full, "--new-tower knows nothing: add --full and --align N"),
-        (
-            s.align and not s.full,
-            f"--align {s.align} trains the vision tower, which no adapter holds: add --full",
-        ),
-        (
-            s.full and s.is_grafted,
-            "--full trains plain weights: add --attention softmax, leave --feed-forward at mlp",
-        ),
-        (
-            s.patience and not (s.evaluate and s.eval_every != 0),
-            f"--patience {s.patience} needs evaluations",
-        ),
-        (
-            s.quantize and (whole or s.shard),
-            "--quantize is for frozen weights: leave --full, --stage and --shard out",
-        ),
-        (
-            s.optimizer == "muon" and s.shard,
-            "--optimizer muon needs whole matrices: leave --shard out",
-        ),
-    ):
-        if is_wrong:
-            raise UserError(message)
+def recipe_defaults(given: dict) -> dict:
+    """The defaults of the recipe that the flags, the base or the data choose."""
+    base = given.get("base", "embedded")
+    data = tuple(given.get("data", EMBEDDED))
+    has_boxes = any(source.startswith("coco:") for source in data)
+    if "recipe" in given:
+        recipe = given["recipe"]
+    elif is_published_size(base):
+        recipe = "paligemma" if given.get("full") else "one-gpu"
+    elif base == "embedded" and data != EMBEDDED and not has_boxes and not _NOT_OWN & given.keys():
+        recipe = "own"
+    else:
+        recipe = ""
+    values = {**RECIPES.get(recipe, {}), "recipe": recipe}
+    if given.get("evaluate") is False or given.get("eval_every") == 0:
+        values["patience"] = 0
+    return values
 
 
 def step_layout(settings: Settings, processes: int) -> tuple[int, int]:
@@ -472,13 +412,3 @@ def step_layout(settings: Settings, processes: int) -> tuple[int, int]:
             "--batch-size"
         )
     return rows, wanted // rows
-
-
-def run_stem(settings: Settings) -> str:
-    """The name of the run's folder, before its number."""
-    staged = settings.stage is not None
-    return (
-        f"{settings.arch}-stage{settings.stage}"
-        if staged
-        else f"{Path(settings.base).name}-{settings.attention}"
-    )

@@ -17,8 +17,8 @@ from model.processor import Processor, parse_boxes
 from train.data.batches import Order
 from train.data.sources import read_records
 from train.distributed import World
+from train.model import open_model, open_processor
 from train.settings import Settings
-from train.systems.open import open_model, open_processor
 
 
 def show_batch(settings: Settings, sheet: Path) -> list[str]:

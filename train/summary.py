@@ -16,7 +16,6 @@ from eval.data.scenes import NEEDLE_TITLES, NEEDLES
 from eval.detect import draw_row
 from eval.vqa import embedded, guess_accuracy
 from model.common import write_text
-from model.differential import KINDS
 from model.images import load_image
 from train.checkpoint import Progress, Result
 from train.estimates import estimate
@@ -177,7 +176,7 @@ def longer(settings: Settings, run: Path) -> str:
     ]
     given += [("--steps", f"{2 * len(read_metrics(run))}")] * (not is_toy)
     return shlex.join(
-        ["python", "-m", "train.finetune", *(word for pair in given if pair[1] for word in pair)]
+        ["python", "-m", s.program, *(word for pair in given if pair[1] for word in pair)]
     )
 
 
@@ -251,8 +250,6 @@ def next_commands(settings: Settings, run: Path, takes_best: bool) -> list[str]:
         shlex.quote(fill_prompt(prompt, "Where is the dog?")) if s.question_prompt else "PROMPT"
     )
     commands.append(f"eval.ask {model} --image FILE --prompt {question}")
-    if (
-        s.stage is None and KINDS[s.attention].foldable and s.feed_forward != "swiglu-new"
-    ):  # plain weights can say it
+    if s.can_export:
         commands.append(f"weights.export {folder} FOLDER")
     return [f"python -m {command}" for command in commands]

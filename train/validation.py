@@ -32,8 +32,8 @@ from train.checkpoint import Best, Progress, Result, atomic_folder
 from train.data.batches import MicroBatches, load
 from train.data.sources import read_records
 from train.distributed import World, ask_together, is_sharded
+from train.model import inputs, write_trained
 from train.settings import Settings
-from train.systems.open import inputs, write_trained
 
 ASKED = 200  # examples that a model answers at an evaluation during training; the loss is of all
 Metric = Callable[

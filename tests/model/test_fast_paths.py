@@ -22,8 +22,8 @@ from tests.model.test_differential import TARGETS, sibling
 from tests.reference import batch, hf_model, ours, relative_error, right_padded
 from tests.runs import refused
 from train.data.batches import collate
+from train.model import supervised_loss
 from train.optim import trainable
-from train.systems.open import supervised_loss
 from weights.load import load_model
 
 

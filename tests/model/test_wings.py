@@ -19,9 +19,8 @@ from model.paligemma import PaliGemma, initialize
 from model.systems.configs import WingsConfig
 from model.systems.wings import OCTAVES, Learner, LearnerInput, Router, Wings, attach, route
 from tests.reference import set_attention_backend
-from tests.runs import refused
-from train.settings import parse
-from train.systems.open import open_model, open_stage
+from tests.runs import refused, stage_settings
+from train.model import load_start, open_model
 from weights.export import export_model
 from weights.load import load_model
 
@@ -275,9 +274,7 @@ def test_each_stage_trains_its_parts(tmp_path):
         (tmp_path / "model", {projector: 1e-5, rest: 2e-6}),
     )
     for stage, (source, wanted) in enumerate(stages, 1):
-        settings = parse(
-            f"--arch wings --stage {stage} --base {source} --r 4 --data jsonl:x".split()
-        )[0]
+        settings = stage_settings("wings", f"--stage {stage} --base {source} --r 4 --data jsonl:x")
         model, optimizer = open_model(settings, torch.device("cpu"))
         rates = {
             name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]
@@ -300,8 +297,8 @@ def test_each_stage_trains_its_parts(tmp_path):
             1.0,
             1,
         )
-    settings = parse("--arch wings --stage 2 --base embedded --r 4 --data jsonl:x".split())[0]
-    refused(lambda: open_stage(settings, torch.float32, torch.device("cpu")), "no model of stage 1")
+    settings = stage_settings("wings", "--stage 2 --base embedded --r 4 --data jsonl:x")
+    refused(lambda: load_start(settings, torch.device("cpu")), "no model of stage 1")
 
 
 def test_learners_go_beside_plain_attention_alone():

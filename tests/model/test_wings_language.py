@@ -15,9 +15,9 @@ from model.systems.wings import route
 from model.tokenizer import load_tokenizer
 from tests.pieces import qwen_tokenizer
 from tests.reference import set_attention_backend
-from train import finetune
-from train.settings import parse
-from train.systems.open import open_model
+from tests.runs import stage_settings
+from train.model import open_model
+from train.systems import wings
 from weights.load import load_model, load_text
 
 SIZES = {
@@ -69,14 +69,12 @@ def parts(tmp_path_factory) -> Path:
 
 def flags(parts: Path, more: str = "") -> list[str]:
     """The flags of stage 1."""
-    base = (
-        f"--arch wings --stage 1 --r 4 --base {parts}/siglip --option language_model={parts}/text"
-    )
+    base = f"--stage 1 --r 4 --base {parts}/siglip --option language_model={parts}/text"
     return f"{base} --data jsonl:{parts}/own.jsonl {more}".split()
 
 
 def opened(parts: Path, more: str = ""):
-    return open_model(parse(flags(parts, more))[0], torch.device("cpu"))[0].eval()
+    return open_model(stage_settings("wings", *flags(parts, more)), torch.device("cpu"))[0].eval()
 
 
 def reader(parts: Path, model) -> Processor:
@@ -133,19 +131,19 @@ def test_both_stages_are_trained_and_opened_elsewhere(parts, tmp_path):
     """Breaks when stage 1 changes the language model, or RUN/model needs other folders to go on or
     to answer."""
     small = "--steps 2 --step-batch 2 --batch-size 2 --device cpu --lr 0.01 --eval-every 0".split()
-    finetune.main([*flags(parts), *small, "--no-evaluate", "--out", str(tmp_path / "1")])
+    wings.main([*flags(parts), *small, "--no-evaluate", "--out", str(tmp_path / "1")])
     model, moved = load_model(tmp_path / "1" / "model"), tmp_path / "moved"
     for name, tensor in load_text(parts / "text").state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
     assert model.language_model.layers[0].self_attn.visual.o.B.weight.any()
     shutil.move(tmp_path / "1" / "model", moved)
-    second = f"--arch wings --stage 2 --base {moved} --data jsonl:{parts}/own.jsonl --out {tmp_path}/2".split()
-    finetune.main([*second, *small, "--evaluate", "--eval-data", f"jsonl:{parts}/own.jsonl"])
+    second = f"--stage 2 --base {moved} --data jsonl:{parts}/own.jsonl --out {tmp_path}/2".split()
+    wings.main([*second, *small, "--evaluate", "--eval-data", f"jsonl:{parts}/own.jsonl"])
     again = load_model(tmp_path / "2" / "model")
     assert (
         again.config.routed
         and again.config.chat
-        and Processor.from_source(tmp_path / "2" / "model").text
+        and Processor.from_source(tmp_path / "2" / "model").texts
     )
 
 

@@ -11,10 +11,10 @@ from eval.data.records import Record, Refusal
 from model.processor import Processor
 from tests.runs import WORLD, refused
 from train import align as alignment
+from train import model as systems
 from train.data.batches import collate
+from train.model import open_model
 from train.settings import parse
-from train.systems import open as systems
-from train.systems.open import open_model
 from weights.load import load_model
 
 
@@ -148,7 +148,7 @@ def test_own_pictures_on_the_embedded_base_take_their_recipe():
     others = "coco:a.json, jsonl:a --recipe lora, jsonl:a --attention twin, jsonl:a --base tiny, jsonl:a --r 4"
     for flags in (
         "",
-        *f"--data {others}, jsonl:a --arch wings --stage 1".replace(", ", ",--data ").split(","),
+        *f"--data {others}".replace(", ", ",--data ").split(","),
     ):
         assert not parse(flags.split())[0].new_tower, flags
 

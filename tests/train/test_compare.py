@@ -18,11 +18,11 @@ from model.images import load_image
 from tests.files import write_mmneedle, write_vqav2
 from tests.runs import read_cells
 from train import compare
+from train.model import load_base, open_model
 from train.optim import count, trainable
 from train.studies import attention, qmamba, training, wings
 from train.studies.attention import PLAIN, ROWS, control_by_size, tasks_of
 from train.studies.measures import accuracy, asking, training_records, vqa_task
-from train.systems.open import load_base, open_model
 
 CPU = torch.device("cpu")
 GIVEN = {"samples": 32, "batch_size": 16, "limit": 32, "tasks": "vqa,n2o1,n2o2,n4o1"}

@@ -7,8 +7,8 @@ import torch
 from model.common import UserError
 from model.config import PRESETS
 from model.paligemma import PaliGemma, initialize
-from train import finetune
-from train.embedded import text
+from train.systems import text_base as text
+from train.systems import wings
 from weights.load import load_model
 
 
@@ -38,6 +38,8 @@ def test_wings_without_its_base_names_the_command(tmp_path, monkeypatch):
     """Fails if a run makes its own base, or leaves a folder before it says that the base is
     missing."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"runs/embedded-text .* python -m train\.embedded\.text"):
-        finetune.main(["--arch", "wings", "--stage", "1"])
+    with pytest.raises(
+        UserError, match=r"runs/embedded-text .* python -m train\.systems\.text_base"
+    ):
+        wings.main(["--stage", "1"])
     assert not list(tmp_path.glob("runs/*"))

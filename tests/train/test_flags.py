@@ -65,7 +65,7 @@ def test_a_base_of_published_size_has_defaults_of_its_own(tmp_path, capsys):
         1e-5,
         False,
     )
-    for flags in ("", "--base tiny", "--arch qmamba --stage 2 --base qmamba-2.8b"):
+    for flags in ("", "--base tiny"):
         assert chosen(flags)[0] == ""
     for name, recipe in (
         ("paligemma2-3b-224", "one-gpu"),

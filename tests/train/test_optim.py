@@ -8,6 +8,7 @@ from torch import nn
 
 from tests.runs import words
 from train import optim
+from train.model import open_model
 from train.optim import (
     MuonAdamW,
     Rule,
@@ -19,7 +20,6 @@ from train.optim import (
     trainable,
 )
 from train.settings import parse
-from train.systems.open import open_model
 
 
 def small_model() -> nn.ModuleDict:

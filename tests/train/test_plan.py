@@ -11,17 +11,18 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import cpu
+from model import cpu, registry
 from model.config import PRESETS
 from model.systems import mamba, scan
 from model.systems.configs import QMAMBA_PRESETS, MambaConfig, QMambaConfig
 from tests.files import write_vqav2
 from tests.reference import set_attention_backend
-from tests.runs import refused
+from tests.runs import refused, stage_settings
 from train import finetune
 from train.data.batches import Order
 from train.data.sources import read_records
 from train.distributed import World
+from train.model import open_model, supervised_loss
 from train.optim import count, trainable
 from train.plan import (
     CUDA,
@@ -35,7 +36,6 @@ from train.plan import (
     step_costs,
 )
 from train.settings import parse, step_layout
-from train.systems.open import open_model, supervised_loss
 from train.systems.qmamba import TINY
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -104,8 +104,8 @@ def measured_peak(settings) -> int:
             "--attention shared --feed-forward swiglu-new --step-batch 16",
         ),
         ({"hidden_size": 256}, "--attention softmax --full --optimizer muon --batch-size 1"),
-        ({}, "--arch qmamba --stage 2 --base small --step-batch 8"),
-        ({}, "--arch qmamba --stage 2 --base small --step-batch 8 --checkpointing"),
+        ({}, "qmamba --stage 2 --base small --step-batch 8"),
+        ({}, "qmamba --stage 2 --base small --step-batch 8 --checkpointing"),
     ],
 )
 def test_memory_is_what_steps_allocate(sizes, flags, monkeypatch):
@@ -116,7 +116,11 @@ def test_memory_is_what_steps_allocate(sizes, flags, monkeypatch):
     monkeypatch.setattr(
         cpu, "ways", frozenset()
     )  # a plan is of PyTorch's functions; a CPU's own keep a few maps more
-    settings = parse((QUICK + flags).split())[0]
+    monkeypatch.setitem(registry.SYSTEM_PRESETS, "small", "qmamba")
+    if flags.startswith("qmamba"):
+        settings = stage_settings("qmamba", QUICK + flags.removeprefix("qmamba"))
+    else:
+        settings = parse((QUICK + flags).split())[0]
     row = plan(settings)
     cost = row.checkpointed if settings.checkpointing else row.plain
     monkeypatch.setattr(mamba, "selective_scan", partial(scan.selective_scan, chunk=scan.GPU_SIZE))

@@ -8,15 +8,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.runs import WORLD, metrics, refused, torchrun, words
+from tests.runs import WORLD, metrics, refused, stage_settings, torchrun, words
 from train import finetune
+from train import model as systems
 from train.checkpoint import newest_progress
 from train.distributed import set_gradient_sync
 from train.loop import LoopSettings, fit
+from train.model import open_model
 from train.optim import Rule, make_adamw, parameter_groups, trainable
 from train.settings import parse
-from train.systems import open as systems
-from train.systems.open import open_model
 from weights.export import export_model
 from weights.load import load_model
 
@@ -30,12 +30,12 @@ def test_trained_weights_are_in_fp32_on_a_gpu(run, monkeypatch, tmp_path):
     monkeypatch.setattr(
         systems, "choose_dtype", lambda name, device: resolve(name, torch.device("cuda"))
     )
-    flags = "--base tiny --full --attention softmax"
+    settings = parse(words("--base tiny --full --attention softmax"))[0]
     if run != "full":  # the second stage starts from the model of the first
-        first = parse(words(f"--arch {run} --stage 1 --base embedded"))[0]
+        first = stage_settings(run, "--stage 1 --base embedded")
         export_model(open_model(first, WORLD.device)[0], tmp_path / "model")
-        flags = f"--arch {run} --stage 2 --base {tmp_path}/model"
-    learned = trainable(open_model(parse(words(flags))[0], WORLD.device)[0])
+        settings = stage_settings(run, f"--stage 2 --base {tmp_path}/model")
+    learned = trainable(open_model(settings, WORLD.device)[0])
     assert learned and all(parameter.dtype == torch.float32 for parameter in learned.values())
 
 

@@ -6,6 +6,7 @@ import pytest
 from PIL import Image
 
 from train import finetune
+from train.systems import qmamba, wings
 
 
 @pytest.fixture(scope="module")
@@ -38,17 +39,18 @@ PICTURE_INSIDE = f"<bos>Where is [picture 1]↵the dog?↵{REST}"
     [
         ("", PICTURE_FIRST, "80 tokens, 5"),
         ("--recipe lora", PICTURE_FIRST, "32 tokens, 5"),
-        ("--arch wings --stage 1", PICTURE_INSIDE, "33 tokens, 5"),
-        ("--arch qmamba --stage 1", PICTURE_INSIDE, "25 tokens, 5"),
+        ("wings --stage 1", PICTURE_INSIDE, "33 tokens, 5"),
+        ("qmamba --stage 1", PICTURE_INSIDE, "25 tokens, 5"),
     ],
 )
 def test_a_batch_is_shown_as_it_is_learned(flags, row, tokens, own, tmp_path, monkeypatch, capsys):
     """Breaks when what is marked is not what carries loss, the picture is shown elsewhere, or a run
     begins."""
     monkeypatch.chdir(tmp_path)
-    finetune.main(
-        f"--data jsonl:{own} --batch-size 2 --device cpu --show-batch sheet.png {flags}".split()
-    )
+    system, *flags = flags.split() if "--stage" in flags else ["", *flags.split()]
+    command = {"wings": wings, "qmamba": qmamba}.get(system, finetune)
+    more = f"--data jsonl:{own} --batch-size 2 --device cpu --show-batch sheet.png"
+    command.main([*more.split(), *flags])
     printed = capsys.readouterr().out
     assert "left out own.json[1]: " in printed and f"   {row}\n" in printed
     assert f": {tokens} of them learned" in printed

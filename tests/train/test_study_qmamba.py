@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from tests.files import write_vqav2
-from train.settings import parse
-from train.studies import qmamba
+from tests.runs import stage_settings
 from train.studies.cells import Job
-from train.studies.qmamba import ROWS, needs, open_row
+from train.systems.studies import qmamba
+from train.systems.studies.qmamba import ROWS, needs, open_row
 from weights.export import export_model
 from weights.load import load_model
 
 SMALL = "--option hidden_size=16 --option num_blocks=1 --device cpu".split()
-FIRST = parse(["--arch", "qmamba", "--stage", "1", *SMALL])[0]
+FIRST = stage_settings("qmamba", "--stage 1", *SMALL)
 
 
 def test_rows_differ_in_what_they_name_alone():

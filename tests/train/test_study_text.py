@@ -10,7 +10,7 @@ from eval.systems.text.corpus import kept_corpus
 from eval.systems.text.measures import Scores, chance, examples, nll, recall
 from model.common import UserError
 from tests.runs import read_cells
-from train.studies.text import hardest, main, window_losses
+from train.systems.studies.text import hardest, main, window_losses
 from weights.load import load_model
 
 FLAGS = "--sizes nano --length 128 --batch-size 2 --rates 1e-3 --tokens 1280 --limit 5 --seeds 2 --jobs 1"

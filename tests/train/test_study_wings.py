@@ -10,11 +10,10 @@ from eval.data.scenes import CATEGORIES
 from lora import adapter
 from model.systems.wings import attach, route
 from tests.reference import relative_error
-from train.embedded.text import TASKS, make_text_base, sentence
+from tests.runs import stage_settings
 from train.optim import count, matching, trainable
-from train.settings import parse
 from train.studies import wings
-from train.studies.wings import (
+from train.systems.studies.wings import (
     DECODER,
     LEARNERS,
     PROJECTOR,
@@ -23,6 +22,7 @@ from train.studies.wings import (
     open_first,
     share_named,
 )
+from train.systems.text_base import TASKS, make_text_base, sentence
 from weights.load import load_model
 
 SMALL = "--device cpu --steps 1 --batch-size 4 --step-batch 4 --seeds 1 --rates 1 --limit 8 --jobs 1 --samples 40"
@@ -83,7 +83,7 @@ def test_rows_train_what_they_say():
 def test_the_miniature_starts_from_the_text_base_of_its_seed(tmp_path):
     """Breaks when stage 1 has another decoder, or learners that change what it says."""
     text = make_text_base(3, tmp_path / "model", steps=1)
-    settings = parse("--arch wings --stage 1 --device cpu --seed 3".split())[0]
+    settings = stage_settings("wings", "--stage 1 --device cpu --seed 3")
     model, processor = open_first(settings, tmp_path)
     assert torch.equal(
         model.language_model.embed_tokens.weight, text.language_model.embed_tokens.weight

@@ -12,10 +12,9 @@ from model.systems.configs import MambaConfig
 from model.systems.mamba import MambaLM, initialize_mamba
 from model.systems.qmamba import QMamba
 from tests.reference import relative_error
-from tests.runs import refused
-from train import finetune
-from train.settings import parse
-from train.systems.open import open_model, open_stage
+from tests.runs import refused, stage_settings
+from train.model import open_model
+from train.systems import qmamba
 from weights.export import export_model
 from weights.load import load_model
 
@@ -37,8 +36,6 @@ def language(tmp_path_factory) -> Path:
 
 def flags(stage: int, *options: str) -> list[str]:
     return [
-        "--arch",
-        "qmamba",
         "--stage",
         str(stage),
         *(word for option in options for word in ("--option", option)),
@@ -48,7 +45,7 @@ def flags(stage: int, *options: str) -> list[str]:
 def open_first(language: Path, *options: str, seed: int = 0) -> QMamba:
     """The model of stage 1; a later option overrides an earlier one."""
     argv = flags(1, f"language_model={language}", *SMALL, *options)
-    return open_stage(parse([*argv, "--seed", str(seed)])[0], torch.float32, CPU)
+    return stage_settings("qmamba", *argv, f"--seed {seed}").open_stage(torch.float32, CPU)
 
 
 def test_the_parts_come_from_where_they_are_said_to(language):
@@ -101,9 +98,9 @@ def test_trained_parts_are_taken_over(language, tmp_path):
 
 @pytest.mark.parametrize(("stage", "rate", "rows"), [(1, 1e-4, 256), (2, 2e-5, 128)])
 def test_the_defaults_are_those_of_the_paper(stage, rate, rows):
-    """Breaks when a run with `--arch qmamba` alone is not the published recipe, or the embedded one
+    """Breaks when a run without further flags is not the published recipe, or the embedded one
     shadows it."""
-    s = parse([*flags(stage), "--data", "jsonl:x", "--base", "y"])[0]
+    s = stage_settings("qmamba", *flags(stage), "--data jsonl:x --base y")
     assert (s.lr, s.step_batch, s.optimizer, s.warmup, s.dtype) == (
         rate,
         rows,
@@ -111,8 +108,10 @@ def test_the_defaults_are_those_of_the_paper(stage, rate, rows):
         0.03,
         "fp32",
     )
-    assert parse(flags(stage))[0].lr != rate
-    optimizer = open_model(parse([*flags(1), *"--lr 0.5 --weight-decay 0.25".split()])[0], CPU)[1]
+    assert stage_settings("qmamba", *flags(stage)).lr != rate
+    optimizer = open_model(
+        stage_settings("qmamba", *flags(1), "--lr 0.5 --weight-decay 0.25"), CPU
+    )[1]
     assert isinstance(optimizer, torch.optim.RAdam)
     assert {(group["base_lr"], group["weight_decay"]) for group in optimizer.param_groups} == {
         (0.5, 0.25)
@@ -124,10 +123,10 @@ def test_both_stages_run_end_to_end(tmp_path):
     """Breaks when a stage trains other parts than the paper's, or does not go on from what was
     written."""
     small = "--samples 64 --eval-limit 4 --checkpoint-every 9".split()
-    start, _ = open_model(parse(flags(1))[0], CPU)
-    finetune.main([*flags(1), *small, "--out", str(tmp_path / "1")])
+    start, _ = open_model(stage_settings("qmamba", *flags(1)), CPU)
+    qmamba.main([*flags(1), *small, "--out", str(tmp_path / "1")])
     first = load_model(tmp_path / "1" / "model")
-    finetune.main(
+    qmamba.main(
         [*flags(2), *small, "--base", str(tmp_path / "1" / "model"), "--out", str(tmp_path / "2")]
     )
     learned, both = {"multi_modal_projector"}, {"multi_modal_projector", "language_model"}

@@ -19,12 +19,12 @@ from lora import adapter
 from model.processor import Processor
 from tests.runs import WORLD, metrics, words
 from train import finetune, validation
+from train import model as systems
 from train.checkpoint import Progress, Result, newest_progress
 from train.data.batches import collate
 from train.data.sources import read_records
 from train.settings import Settings, parse
 from train.summary import gain_over_blind, print_summary, trained
-from train.systems import open as systems
 from train.validation import HeldOut, choose, open_held_out
 from weights.load import load_model
 

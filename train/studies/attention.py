@@ -26,6 +26,7 @@ from eval.needle import PROTOCOLS
 from eval.vqa_scoring import official
 from model.common import UserError
 from train.flags import flag, from_values
+from train.model import load_base, open_model
 from train.optim import count, trainable
 from train.settings import Settings
 from train.studies import built, engine, report
@@ -33,7 +34,6 @@ from train.studies.cells import Job
 from train.studies.engine import MEAN, Study
 from train.studies.measures import Task, asking, coco_needles, scene_needles, trial_task, vqa_task
 from train.studies.training import Tasks, TuningOptions, fine_tune, key_of, read_given
-from train.systems.open import load_base, open_model
 
 PLAIN = {"attention": "softmax", "feed_forward": "mlp", "option": ()}
 LORA = "fine-tuned"  # plain, of the rank that is set

@@ -36,6 +36,7 @@ from model.paligemma import PaliGemma
 from model.processor import Processor
 from train.chart import line_chart
 from train.flags import flag, from_values
+from train.model import load_base, make_optimizer, open_model, rules_of
 from train.optim import count, rate_factor, set_rates, trainable
 from train.settings import Settings
 from train.studies import built, engine, report
@@ -43,7 +44,6 @@ from train.studies.cells import Job
 from train.studies.engine import Run, Study, StudyOptions
 from train.studies.rules import Measure
 from train.studies.training import read_given
-from train.systems.open import load_base, make_optimizer, open_model, rules_of
 from weights.export import export_model
 
 CAPS, MILD = (None, 2.0, 1.0, 0.5, 0.25), 1.0  # by the bound, nothing can be gained from MILD up

@@ -34,6 +34,7 @@ from model.common import UserError, shown
 from model.device import choose_device
 from train.checkpoint import file_digest
 from train.flags import flag, from_values
+from train.model import load_base, open_processor
 from train.plan import plan, plan_table
 from train.settings import GPUS, RECIPES
 from train.studies import engine, report
@@ -48,7 +49,6 @@ from train.studies.training import (
     key_of,
     read_given,
 )
-from train.systems.open import load_base, open_processor
 
 VQA_SCORES = {
     "paper-1": 53.21,

@@ -1,34 +1,33 @@
-"""How a cell is trained and asked: the adapter of a base, or the stages of WINGS and Q-Mamba.
+"""How a cell is trained and asked.
 
 A cell that was interrupted after its training reads the last checkpoint, and is asked.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from eval.answer import ask_all
-from eval.data.records import Record
 from lora import adapter
 from model.common import UserError
 from model.device import choose_device
 from model.paligemma import PaliGemma
 from model.processor import Processor
+from train import model as systems
 from train.data.batches import Order
 from train.distributed import World
-from train.flags import flag, flag_name, from_values, given_flags
+from train.flags import flag_name, given_flags
 from train.loop import LoopSettings
+from train.model import train_on
 from train.optim import count, trainable
 from train.run import FREE, data_fingerprints
-from train.settings import EMBEDDED, Settings, check, stage_defaults
+from train.settings import Settings
 from train.studies.cells import digest
 from train.studies.engine import StudyOptions
 from train.studies.measures import Task, training_records
-from train.systems import open as systems
-from train.systems.open import train_on
 from weights.fingerprint import exact_fingerprint
 
-DECIDED = ("arch", "stage", "full", "seed", "evaluate", "eval_limit", "eval_data")  # by every study
+DECIDED = ("stage", "full", "seed", "evaluate", "eval_limit", "eval_data")  # by every study
 Tasks = Mapping[str, Mapping[str, Task]]  # by split and name
 
 
@@ -37,7 +36,7 @@ class TuningOptions(StudyOptions, Settings):
     """The flags of a study that fine-tunes: the settings that all its rows start from."""
 
     def __post_init__(self):
-        check(self)
+        self.check()
 
 
 def read_given(
@@ -110,45 +109,3 @@ def key_of(stages: Sequence[Settings], start: PaliGemma, tasks: Tasks) -> str:
     return digest(
         [deciding(settings) for settings in stages], exact_fingerprint(start), data, questions
     )
-
-
-@dataclass(frozen=True)
-class StagedOptions(TuningOptions):
-    """The flags of these studies; those of `train.finetune` hold for both stages."""
-
-    limit: int = flag(400, "questions of each measure", least=1)
-    stage_1_data: str | None = flag(
-        None, "data of stage 1 (default: that of --data)", metavar="SOURCE"
-    )
-
-
-def read_stages(
-    kind: type, arch: str, argv: Sequence[str] | None, doc: str | None, quick: Mapping
-) -> list:
-    """The settings of both stages of `arch`, of a kind of StagedOptions. Raises UserError."""
-    given, stages = read_given(kind, argv, f"train.reproduce {arch}", doc, quick), []
-    is_embedded = tuple(given.get("data", EMBEDDED)) == EMBEDDED
-    for stage in (1, 2):
-        defaults = stage_defaults(arch, stage, is_embedded) | {"arch": arch, "stage": stage}
-        stages.append(from_values(kind, defaults | given))
-    first, second = stages
-    data = (first.stage_1_data,) if first.stage_1_data else first.data
-    return [replace(first, data=data), replace(second, option=())]  # stage 1 decides the parts
-
-
-def learn(
-    model, processor, records: Sequence[Record], settings: Settings, factors: Mapping, folder: Path
-) -> float:
-    """Train a stage in place, from the newest checkpoint in folder/stages if there is one. Returns
-    seconds.
-
-    factors: by pattern of parameter names, of the rate in `settings`.
-    """
-    run = folder / "stages" / f"{settings.stage}"
-    run.mkdir(parents=True, exist_ok=True)
-    model.set_checkpointing(settings.checkpointing)
-    optimizer = systems.make_optimizer(model, systems.rules_of(model, settings, factors), settings)
-    world = World(0, 1, choose_device(settings.device))
-    return train_on(
-        Order(records, processor, settings, world), model, optimizer, settings, run, world
-    ).seconds

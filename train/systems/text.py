@@ -6,7 +6,7 @@
 
 In: text (`eval/systems/text/corpus.py`) and two tasks (`eval/systems/text/tasks.py`), mixed. Out: a
 run folder with the corpus and its tokenizer, metrics, a picture of the loss, checkpoints to resume
-from, and `model/`. `eval/systems/text/measures.py` measures the model, `train/studies/text.py`
+from, and `model/`. `eval/systems/text/measures.py` measures the model, `train/systems/studies/text.py`
 compares it with its twin.
 """
 

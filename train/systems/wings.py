@@ -1,33 +1,33 @@
 """WINGS as it is trained: a base with visual learners, then with textual learners and routers.
 
-In: the settings of a run with `--arch wings`; in stage 1 `--option NAME=VALUE` sets a field of
-`Parts`. Out: the model of a stage, see `model/systems/wings.py`. The base is a PaliGemma or, with a
-language model, the vision tower beside it:
+    python -m train.systems.wings --stage 1
+    python -m train.systems.wings --stage 2 --base runs/wings-stage1-1/model
+    python -m train.systems.wings --stage 1 --base google/siglip-so400m-patch14-384 \\
+        --data jsonl:FILE --option language_model=Qwen/Qwen1.5-7B
 
-    python -m train.finetune --arch wings --stage 1 --base google/siglip-so400m-patch14-384 --data
-        jsonl:FILE \\ --option language_model=Qwen/Qwen1.5-7B
-
-On the embedded scenes it is `embedded-text`, whose decoder knows text alone: `python -m
-train.embedded.text` makes it.
+In: flags; in stage 1 `--option NAME=VALUE` sets a field of `Parts`. Out: a run folder with the model
+of the stage, see `model/systems/wings.py`. The base is a PaliGemma or, with a language model, the
+vision tower beside it. On the embedded scenes it is `embedded-text`, whose decoder knows text alone:
+`python -m train.systems.text_base` makes it.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
-from model.common import UserError
+from model.common import UserError, run_command
 from model.source import EMBEDDED
 from model.systems.chat import load_text_tokenizer
 from model.systems.configs import LanguageWingsConfig
 from model.systems.wings import Wings, attach, join, route
-from train.settings import Settings
+from train.systems.stages import ONE_EPOCH, StageRecipe, StageSettings, run_stage
 from weights.load import load_model, load_siglip, load_text
 
-TEXT_BASE, TEXT_FOLDER = (
-    "embedded-text",
-    Path("runs", "embedded-text"),
-)  # as a --base, and where it lies
+# as a --base, and where it lies
+TEXT_BASE = "embedded-text"
+TEXT_FOLDER = Path("runs", "embedded-text")
 
 
 @dataclass(frozen=True)
@@ -45,32 +45,66 @@ class Parts:
     chat: bool = True
 
 
-def parts_of(settings: Settings) -> Parts:
-    """Raises UserError for an unknown option, and one of another type."""
-    return Parts(**settings.options_of(asdict(Parts())))
+# the paper's rates and decays; it gives a range for the first rate
+_PAPER = ONE_EPOCH | {"r": 64}
+# the decoder has never seen a picture: it learns to read one from scan
+_SMALL = {"batch_size": 32, "step_batch": 32, "tasks": "vqa,scan"}
 
 
-def tokenizer_source(settings: Settings) -> str:
-    """The source of the tokenizer. The embedded models share one."""
-    return parts_of(settings).language_model or (
-        EMBEDDED if settings.base == TEXT_BASE else settings.base
-    )
+@dataclass(frozen=True)
+class WingsSettings(StageSettings):
+    """The settings of `train.systems.wings`."""
 
+    NAME = "wings"
+    STAGES = {
+        1: StageRecipe(
+            {r"multi_modal_projector\..*|.*\.visual\..*": 1.0},
+            _PAPER | {"lr": 2e-4, "weight_decay": 1e-9, "step_batch": 256},
+            _SMALL | {"r": 16, "lr": 3e-3, "samples": 3200, "base": TEXT_BASE},
+        ),
+        2: StageRecipe(
+            {r"multi_modal_projector\..*": 5.0, r"language_model\..*": 1.0},
+            _PAPER | {"lr": 2e-6, "weight_decay": 1e-8, "step_batch": 64},
+            _SMALL | {"lr": 5e-4, "samples": 9600},
+        ),
+    }
 
-def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> Wings:
-    """Stage 1: a base with visual learners. Stage 2: the model of stage 1 with textual learners and
-    routers.
+    @property
+    def parts(self) -> Parts:
+        """Raises UserError for an unknown option, and one of another type."""
+        return Parts(**self.options_of(asdict(Parts())))
 
-    Raises UserError for another base than the stage starts from.
-    """
-    parts, is_text_base = parts_of(settings), settings.base == TEXT_BASE
-    if parts.language_model:
-        tower = load_siglip(EMBEDDED if is_text_base else settings.base, dtype, device)
+    def tokenizer_source(self) -> str:
+        """The embedded models share one."""
+        own = EMBEDDED if self.base == TEXT_BASE else self.base
+        return self.parts.language_model or own
+
+    def open_stage(self, dtype: torch.dtype, device: torch.device) -> Wings:
+        """Stage 1: a base with visual learners. Stage 2: the model of stage 1 with textual learners
+        and routers. Raises UserError for another base than the stage starts from."""
+        if self.parts.language_model:
+            return self.join_parts(dtype, device)
+        source: str | Path = self.base
+        if self.base == TEXT_BASE:
+            source = TEXT_FOLDER
+            if not TEXT_FOLDER.is_dir():
+                remedy = "make it with python -m train.systems.text_base"
+                raise UserError(f"--base {TEXT_BASE}: {TEXT_FOLDER} is not there: {remedy}")
+        base = load_model(source, dtype=dtype, device=device)
+        if self.stage == 1:
+            return attach(base, self.r, seed=self.seed)
+        if type(base) is not Wings or base.config.routed:
+            remedy = "train one with --stage 1, and give --base RUN/model"
+            raise UserError(f"--stage 2: {self.base} is no model of stage 1: {remedy}")
+        return route(base, self.seed)
+
+    def join_parts(self, dtype: torch.dtype, device: torch.device) -> Wings:
+        """A published language model with visual learners, and the vision tower of the base."""
+        parts = self.parts
+        tower = load_siglip(EMBEDDED if self.base == TEXT_BASE else self.base, dtype, device)
         text = load_text(parts.language_model, dtype, device)
-        ends, marks = (
-            text.config.eos_token_id,
-            load_text_tokenizer(parts.language_model).end_of_turn,
-        )
+        ends = text.config.eos_token_id
+        marks = load_text_tokenizer(parts.language_model).end_of_turn
         turn_ends = [mark for mark in marks if parts.chat and mark in ends]
         config = LanguageWingsConfig(
             vision=replace(tower.config, feature_layer=parts.feature_layer),
@@ -81,19 +115,15 @@ def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> 
             eos_token_id=(turn_ends or ends)[0],
             bos_token_id=text.config.bos_token_id,
             chat=bool(turn_ends),
-            rank=settings.r,
+            rank=self.r,
             routed=False,
         )
-        return join(config, tower, text, settings.seed)
-    if is_text_base and not TEXT_FOLDER.is_dir():
-        raise UserError(
-            f"--base {TEXT_BASE}: {TEXT_FOLDER} is not there: make it with python -m "
-            "train.embedded.text"
-        )
-    base = load_model(TEXT_FOLDER if is_text_base else settings.base, dtype=dtype, device=device)
-    if settings.stage == 1:
-        return attach(base, settings.r, seed=settings.seed)
-    if type(base) is not Wings or base.config.routed:
-        remedy = "train one with --arch wings --stage 1, and give --base RUN/model"
-        raise UserError(f"--stage 2: {settings.base} is no model of stage 1: {remedy}")
-    return route(base, settings.seed)
+        return join(config, tower, text, self.seed)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_stage(WingsSettings, argv, __doc__)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,14 +1,14 @@
-"""What a run trains, a base with its graft and adapter, or the model of a stage: opened, trained,
-written, reopened.
+"""What a run trains, a base with its graft and adapter: opened, trained, written, reopened.
 
 In: the settings of a run. Out: the model, the optimizer over the parameters that are trained, the
-processor; and the supervised training on pictures and text, see `train/loop.py`. A new system with
-stages is one file beside this one, its `STAGES` in `train/settings.py`, and a line of `system_of`.
+processor; and the supervised training on pictures and text, see `train/loop.py`. Where a kind of
+settings opens another model, it registers how at `load_start`, `learning_rules`, `open_processor`.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import singledispatch
 from pathlib import Path
 
 import torch
@@ -19,100 +19,88 @@ from model.common import UserError
 from model.device import choose_dtype
 from model.differential import default_options, graft
 from model.paligemma import PaliGemma
-from model.processor import Processor, processor_for
-from model.tokenizer import find_tokenizer, load_tokenizer
+from model.processor import Processor
 from train.checkpoint import Progress
 from train.data.batches import MicroBatch, Order, shifted
 from train.distributed import World, whole_model
 from train.loop import fit
 from train.optim import OPTIMIZERS, SCALARS, MuonAdamW, Rule, matching, parameter_groups, trainable
-from train.settings import STAGES, Settings
+from train.settings import Settings
 from weights.load import load_model
-
-
-def system_of(arch: str):
-    """The module of a system with stages: `open_stage(settings, dtype, device)` makes the model of
-    a stage, the first from a plain base, a later one from that of the stage before;
-    `tokenizer_source(settings)` has its tokenizer."""
-    if arch == "wings":
-        from train.systems import wings as system
-    else:
-        from train.systems import qmamba as system
-    return system
 
 
 def weights_dtype(settings: Settings, device: torch.device) -> torch.dtype:
     """The dtype of the weights; "auto" is fp32 where whole weights are trained: half of the
     distance between neighbouring bf16 numbers is 2⁻⁹ of a weight, and an update of 1e-5 of it would
     round to nothing."""
-    return choose_dtype(
-        "fp32" if settings.writes_model and settings.dtype == "auto" else settings.dtype, device
-    )
+    is_fp32 = settings.writes_model and settings.dtype == "auto"
+    return choose_dtype("fp32" if is_fp32 else settings.dtype, device)
 
 
 def load_base(settings: Settings, device: torch.device) -> PaliGemma:
     """The base without graft and adapter, in its dtype, on `device`."""
     model = load_model(settings.base, dtype=weights_dtype(settings, device), device=device)
     if not hasattr(model, "vision_tower"):
-        remedy = "give it to --arch wings --stage 1 as --option language_model=…, or take a model that reads pictures"
-        raise UserError(f"{settings.base}: is a language model for text alone: {remedy}")
+        raise UserError(
+            f"{settings.base}: is a language model for text alone: take a model that reads pictures"
+        )
     return model
 
 
+@singledispatch
 def load_start(settings: Settings, device: torch.device) -> PaliGemma:
-    """What training starts from: the base, without graft and adapter, or the model of a stage."""
-    if settings.stage is None:
-        model = load_base(settings, device)
-        if settings.new_tower:
-            from train.align import new_tower
+    """What training starts from: the base, without graft and adapter."""
+    model = load_base(settings, device)
+    if settings.new_tower:
+        from train.align import new_tower
 
-            new_tower(model, settings.seed)
-        return model
-    return open_stage(settings, weights_dtype(settings, device), device)
-
-
-def open_stage(settings: Settings, dtype: torch.dtype, device: torch.device) -> PaliGemma:
-    """The model of a stage. Raises UserError for options of a later one."""
-    if settings.option and settings.stage != 1:
-        raise UserError(f"--option {settings.option[0]}: stage 1 has decided that: leave it out")
-    return system_of(settings.arch).open_stage(settings, dtype, device)
+        new_tower(model, settings.seed)
+    return model
 
 
 def open_model(
     settings: Settings, device: torch.device, start: PaliGemma | None = None
 ) -> tuple[PaliGemma, Optimizer]:
-    """The base, grafted and adapted, or the model of a stage, with an optimizer over the parameters
-    that are trained. start: of `load_start`, changed in place; None loads it."""
+    """The base, grafted and adapted, with an optimizer over the parameters that are trained.
+    start: of `load_start`, changed in place; None loads it."""
     model = load_start(settings, device) if start is None else start
-    if settings.is_grafted:
-        options = default_options(settings.attention, settings.r, settings.alpha, settings.dropout)
-        options |= {
-            "seed": settings.seed,
-            "feed_forward": settings.feed_forward,
-            "where": settings.diff_in,
-        }
-        graft(model, settings.attention, **options | settings.options)
-    if settings.stage is not None:
-        rules = rules_of(model, settings, STAGES[settings.arch][settings.stage].rates)
-    elif (
-        settings.full
-    ):  # the decoder's gradients undid at the full rate what an aligned tower had learned
-        tower = {r"vision_tower\..*": 0.1} if settings.align else {}
-        rules = rules_of(model, settings, tower | {".*": 1.0})
-    else:
-        torch.manual_seed(settings.seed)  # LoRA's A is drawn here
-        adapter.inject(model, settings.targets, settings.r, settings.alpha, settings.dropout)
-        names = list(trainable(model))
-        scalars = [name for name in names if re.fullmatch(SCALARS, name)]
-        has_rate = (
-            settings.scalar_lr is not None and settings.optimizer != "muon"
-        )  # Muon's AdamW applies it itself
-        rules = [Rule(scalars, settings.scalar_lr if has_rate else settings.lr)] if scalars else []
-        rules.append(Rule(names, settings.lr, settings.weight_decay))
+    rules = learning_rules(settings, model)
     model.set_checkpointing(settings.checkpointing)
     if settings.quantize:
         adapter.quantize(model, settings.quantize)
     return model, make_optimizer(model, rules, settings)
+
+
+@singledispatch
+def learning_rules(settings: Settings, model: PaliGemma) -> list[Rule]:
+    """Graft and adapt `model` in place; how each parameter that learns does so."""
+    if settings.is_grafted:
+        options = default_options(settings.attention, settings.r, settings.alpha, settings.dropout)
+        options |= settings.options
+        graft(
+            model,
+            settings.attention,
+            where=settings.diff_in,
+            feed_forward=settings.feed_forward,
+            seed=settings.seed,
+            **options,
+        )
+    if settings.full:
+        # the decoder's gradients undid at the full rate what an aligned tower had learned
+        tower = {r"vision_tower\..*": 0.1} if settings.align else {}
+        return rules_of(model, settings, tower | {".*": 1.0})
+    torch.manual_seed(settings.seed)  # LoRA's A is drawn here
+    adapter.inject(model, settings.targets, settings.r, settings.alpha, settings.dropout)
+    names = list(trainable(model))
+    rules = [Rule(names, settings.lr, settings.weight_decay)]
+    scalars = [name for name in names if re.fullmatch(SCALARS, name)]
+    if scalars:
+        rate = settings.lr
+        # Muon's AdamW applies it itself
+        if settings.scalar_lr is not None and settings.optimizer != "muon":
+            rate = settings.scalar_lr
+        rules.insert(0, Rule(scalars, rate))
+    return rules
 
 
 def rules_of(model: PaliGemma, settings: Settings, factors: Mapping[str, float]) -> list[Rule]:
@@ -133,14 +121,10 @@ def make_optimizer(model: PaliGemma, rules: Sequence[Rule], settings: Settings) 
     return MuonAdamW(groups, betas, settings.scalar_lr / settings.lr if given else 0.1)
 
 
+@singledispatch
 def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, list[Path]]:
     """The processor of `model`, and the files that belong beside its weights, such as the
     tokenizer's."""
-    if settings.stage is not None:
-        tokenizer = find_tokenizer(system_of(settings.arch).tokenizer_source(settings))
-        return processor_for(
-            model.config, load_tokenizer(tokenizer), max_length=settings.max_length
-        ), [tokenizer]
     processor = Processor.from_source(settings.base, max_length=settings.max_length)
     processor.config = model.config  # of a new tower
     if not settings.writes_model:

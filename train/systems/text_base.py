@@ -1,12 +1,12 @@
 """Make the embedded text base, from which WINGS starts: a decoder that knows text alone, beside the
 embedded tower.
 
-    python -m train.embedded.text          minutes on two cores
+    python -m train.systems.text_base          minutes on two cores
 
 In: a seed. Out: runs/embedded-text, a PaliGemma whose decoder has learned sentences from random
 weights, causally, and whose projector knows nothing. `train/systems/wings.py` opens it as
 `embedded-text`, whatever its own --seed is; another one is made with --out DIR and given as --base
-DIR. `train/studies/wings.py` measures how much of the sentences a model forgets when it is trained
+DIR. `train/systems/studies/wings.py` measures how much of the sentences a model forgets when it is trained
 on pictures:
 
     add       How many are 7 and 5?                                  12
@@ -35,9 +35,9 @@ from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.source import EMBEDDED
 from train.data.batches import MicroBatch, collate
+from train.model import supervised_loss
 from train.optim import Rule, make_adamw, matching, parameter_groups, rate_factor, set_rates
 from train.run import check_empty
-from train.systems.open import supervised_loss
 from train.systems.wings import TEXT_FOLDER
 from weights.export import companions, export_model
 from weights.load import load_model
@@ -113,13 +113,13 @@ def make_text_base(seed: int, folder: Path, steps: int = STEPS) -> PaliGemma:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_parser("train.embedded.text", __doc__)
+    parser = command_parser("train.systems.text_base", __doc__)
     add_flag(parser, "--out", "folder to write", TEXT_FOLDER, type=Path, metavar="DIR")
     add_flag(parser, "--seed", "of the weights and the sentences", 0, type=whole(0))
     args = parser.parse_args(argv)
     check_empty(args.out)
     make_text_base(args.seed, args.out)
-    print(f"{args.out}: the base of python -m train.finetune --arch wings --stage 1")
+    print(f"{args.out}: the base of python -m train.systems.wings --stage 1")
 
 
 if __name__ == "__main__":

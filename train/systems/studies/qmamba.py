@@ -31,13 +31,15 @@ from model.device import choose_device
 from model.paligemma import PaliGemma
 from train.flags import flag
 from train.loop import Diverged
+from train.model import load_start, open_processor
 from train.optim import count, trainable
-from train.settings import STAGES, Settings
+from train.settings import Settings
 from train.studies import engine, report
 from train.studies.cells import Job
 from train.studies.measures import Task, asking, training_records, vqa_task
-from train.studies.training import StagedOptions, Tasks, ask, key_of, learn, read_stages
-from train.systems.open import load_start, open_processor, open_stage
+from train.studies.training import Tasks, ask, key_of
+from train.systems.qmamba import QMambaSettings
+from train.systems.studies.stages import StagedOptions, learn, read_stages
 from weights.export import export_model
 
 TASKS = ("vqa", "locate", "count", "exist")  # of the embedded scenes
@@ -88,7 +90,7 @@ QUICK = {"seeds": 3, "limit": 200, "rates": (1.0,), "tables": ("2", "3")}
 
 
 @dataclass(frozen=True)
-class Options(StagedOptions):
+class Options(StagedOptions, QMambaSettings):
     tables: tuple[str, ...] = flag(
         tuple("1234"), "of the paper (default: all)", choices="1234", nargs="+"
     )
@@ -124,7 +126,7 @@ def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *neede
     processor, files = open_processor(stages[0], model)
     for number, stage in enumerate(stages, 1):
         settings = replace(stage, seed=job.seed, lr=stage.lr * job.rate)
-        records, factors = training_records(settings), STAGES["qmamba"][number].rates
+        records, factors = training_records(settings), stages[0].STAGES[number].rates
         seconds += learn(model, processor, records, settings, factors, folder)
     scores = ask(model, processor, stages[1], tasks, folder)
     shutil.rmtree(folder / "model", ignore_errors=True)  # of a study that was killed here
@@ -142,7 +144,7 @@ def open_row(settings: Settings, row: Row, seed: int, *donor: Path) -> PaliGemma
     options = settings.options | dict(row.options)
     options["connector_from"] = str(donor[0] / "model") if row.trained and donor else ""
     if options.get("queries") in ("all", "half"):
-        sizes = open_stage(settings, torch.float32, torch.device("meta")).config
+        sizes = settings.open_stage(torch.float32, torch.device("meta")).config
         is_all = options["queries"] == "all"
         options["queries"] = (
             sizes.vision.num_image_tokens if is_all else max(1, sizes.projector.queries // 2)
@@ -190,7 +192,7 @@ def study_of(stages: Sequence[Options]) -> engine.Study:
         title=f"Q-Mamba: base {first.base}, data {' '.join(options.data)}",
         rows={name: ROWS[name] for name in names},
         make=partial(make, stages, tasks),
-        key=key_of(stages, open_stage(first, torch.float32, torch.device("cpu")), tasks),
+        key=key_of(stages, first.open_stage(torch.float32, torch.device("cpu")), tasks),
         measures=tasks["test"],
         beside={"the row that the paper compares with": beside},
         rates=options.rates or ((0.5, 1.0, 2.0) if options.is_embedded else (1.0,)),
@@ -205,5 +207,5 @@ def study_of(stages: Sequence[Options]) -> engine.Study:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    stages = read_stages(Options, "qmamba", argv, __doc__, QUICK)
+    stages = read_stages(Options, argv, __doc__, QUICK)
     print(report.write(engine.run(study_of(stages), stages[1])))

@@ -8,10 +8,11 @@ Zhang et al., "Wings: Learning Multimodal LLMs without Text-only Forgetting", Ne
 projector, and the visual learners of a row that has learners; stage 2 what `ROWS` says. All rows of a seed learn the
 same pictures in the same order. In the second table the decoder is frozen: learners, or LoRA of their size.
 
-In miniature each seed has a decoder of its own (`train/embedded/text.py`), and an answer names what is in each of the
-16 squares. --rates are factors of --lr in stage 2. One at which a tuning seed does not learn to read is not chosen.
-Every other flag is one of `train.finetune` and holds for both stages of all rows. Missing: MMLU, MMMU and the like,
-which need a large language model; interleaved pictures and text (IIT), whose questions are not public.
+In miniature each seed has a decoder of its own (`train/systems/text_base.py`), and an answer names
+what is in each of the 16 squares. --rates are factors of --lr in stage 2. One at which a tuning seed
+does not learn to read is not chosen. Every other flag is one of `train.finetune` and holds for both
+stages of all rows. Missing: MMLU, MMMU and the like, which need a large language model; interleaved
+pictures and text (IIT), whose questions are not public.
 """
 
 import random
@@ -37,18 +38,19 @@ from model.processor import Processor
 from model.source import EMBEDDED
 from model.systems.wings import Wings, route
 from train.data.sources import read_records
-from train.embedded.text import TASKS, make_text_base, sentence
 from train.estimates import estimate
 from train.flags import flag
+from train.model import load_start, open_processor
 from train.optim import count, trainable
 from train.settings import Settings
 from train.studies import engine, report
 from train.studies.cells import Job
 from train.studies.measures import Task, asking, training_records, vqa_task
 from train.studies.rules import Measure, exact_interval
-from train.studies.training import StagedOptions, Tasks, ask, key_of, learn, read_stages
-from train.systems.open import load_start, open_processor, open_stage
-from train.systems.wings import TEXT_BASE
+from train.studies.training import Tasks, ask, key_of
+from train.systems.studies.stages import StagedOptions, learn, read_stages
+from train.systems.text_base import TASKS, make_text_base, sentence
+from train.systems.wings import TEXT_BASE, WingsSettings
 
 PROJECTOR, LORA, VISUAL = r"multi_modal_projector\..*", r".*\.lora_[AB]\..*", r".*\.visual\..*"
 LEARNERS, DECODER = (
@@ -83,7 +85,7 @@ QUICK = {"rows": ("full", "wings"), "seeds": 3, "limit": 200, "rates": (1.0,)}
 
 
 @dataclass(frozen=True)
-class Options(StagedOptions):
+class Options(StagedOptions, WingsSettings):
     rows: tuple[str, ...] = flag(tuple(ROWS), "(default: all)", choices=[*ROWS], nargs="+")
 
 
@@ -222,7 +224,7 @@ def study_of(stages: Sequence[Options]) -> engine.Study:
         title=f"WINGS: base {first.base}, data {' '.join(options.data)}",
         rows={name: tuple(ROWS[name].items()) for name in options.rows},
         make=partial(make, stages, tasks),
-        key=key_of(stages, open_stage(start, torch.float32, torch.device("cpu")), tasks),
+        key=key_of(stages, start.open_stage(torch.float32, torch.device("cpu")), tasks),
         measures={**tasks["test"], SHIFT: Measure("attention shift, 0 to 2", **shift)},
         main=TEXT,
         beside=beside,
@@ -269,5 +271,5 @@ def blocks(run: engine.Run) -> list:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    stages = read_stages(Options, "wings", argv, __doc__, QUICK)
+    stages = read_stages(Options, argv, __doc__, QUICK)
     print(report.write(engine.run(study_of(stages), stages[1])))

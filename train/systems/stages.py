@@ -1,0 +1,133 @@
+"""A run of one stage of a system that is trained in stages: WINGS, Q-Mamba.
+
+In: flags, those of `train.finetune` and the number of the stage. Out: a run folder with a whole
+model; a later stage starts from that of the one before, --base RUN/model. A system is a subclass of
+`StageSettings`, with its `STAGES`, that registers how its model and its tokenizer are opened.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from model.common import UserError
+from model.paligemma import PaliGemma
+from model.processor import Processor, processor_for
+from model.tokenizer import find_tokenizer, load_tokenizer
+from train.finetune import run_flags
+from train.flags import flag
+from train.model import learning_rules, load_start, open_processor, rules_of, weights_dtype
+from train.optim import Rule
+from train.settings import EMBEDDED, GROUPS, Arguments, Settings, read_settings
+
+ONE_EPOCH = {
+    "epochs": 1,
+    "schedule": "cosine",
+    "warmup": 0.03,
+    "clip": 1.0,
+    "batch_size": 16,
+    "beta2": 0.999,
+}
+
+
+@dataclass(frozen=True)
+class StageRecipe:
+    """What a stage trains: patterns of whole parameter names, and for each the factor of `--lr`."""
+
+    rates: Mapping[str, float]
+    # settings of this stage; flags of the command line override them
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    # overrides for the embedded data, where the parts are a thousand times smaller and there are a
+    # hundred times fewer pictures
+    embedded: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StageSettings(Settings):
+    """The settings of a run of one stage."""
+
+    NAME: ClassVar[str] = ""
+    STAGES: ClassVar[Mapping[int, StageRecipe]] = {}
+
+    stage: int = flag(1, "its stage; 2 starts from the model of stage 1, --base RUN/model")
+
+    @property
+    def is_grafted(self) -> bool:
+        return False
+
+    @property
+    def writes_model(self) -> bool:
+        return True
+
+    @property
+    def program(self) -> str:
+        return f"train.systems.{self.NAME}"
+
+    @property
+    def stem(self) -> str:
+        return f"{self.NAME}-stage{self.stage}"
+
+    @property
+    def subject(self) -> str:
+        return f"{self.NAME}, stage {self.stage}"
+
+    def open_stage(self, dtype: torch.dtype, device: torch.device) -> Any:
+        """The model of the stage, the first from a plain base, a later one from that of the stage
+        before. Raises UserError."""
+        raise NotImplementedError
+
+    def tokenizer_source(self) -> str:
+        """The source of its tokenizer."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        if self.stage not in self.STAGES:
+            stages = " or ".join(map(str, self.STAGES))
+            raise UserError(f"--stage {self.stage}: expected {stages}")
+        super().check()
+
+
+def stage_defaults(kind: type[StageSettings], stage: int, is_embedded: bool) -> dict[str, object]:
+    """The settings of a stage, on the embedded data or on others; empty where there is no such
+    stage."""
+    recipe = kind.STAGES.get(stage, StageRecipe({}))
+    return {**recipe.defaults, **(recipe.embedded if is_embedded else {})}
+
+
+@load_start.register
+def _(settings: StageSettings, device: torch.device) -> PaliGemma:
+    if settings.option and settings.stage != 1:
+        raise UserError(f"--option {settings.option[0]}: stage 1 has decided that: leave it out")
+    return settings.open_stage(weights_dtype(settings, device), device)
+
+
+@learning_rules.register
+def _(settings: StageSettings, model: PaliGemma) -> list[Rule]:
+    return rules_of(model, settings, settings.STAGES[settings.stage].rates)
+
+
+@open_processor.register
+def _(settings: StageSettings, model: PaliGemma) -> tuple[Processor, list[Path]]:
+    file = find_tokenizer(settings.tokenizer_source())
+    processor = processor_for(model.config, load_tokenizer(file), max_length=settings.max_length)
+    return processor, [file]
+
+
+def parse_stage(
+    kind: type[StageSettings], argv: Sequence[str] | Mapping | None, doc: str | None = None
+) -> tuple[StageSettings, Arguments]:
+    """The settings and the run folder of the flags of a system, in words or by name."""
+
+    def defaults(given: dict) -> dict:
+        is_embedded = tuple(given.get("data", EMBEDDED)) == EMBEDDED
+        return stage_defaults(kind, given.get("stage", 1), is_embedded)
+
+    groups = {**GROUPS, "model": f"stage {GROUPS['model']}"}
+    return read_settings(argv, doc, kind, f"train.systems.{kind.NAME}", defaults, groups)
+
+
+def run_stage(kind: type[StageSettings], argv: Sequence[str] | None, doc: str | None) -> None:
+    """The command of a system."""
+    run_flags(*parse_stage(kind, argv, doc))
