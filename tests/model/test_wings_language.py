@@ -154,3 +154,11 @@ def test_a_router_counts_distances_from_the_token_itself(parts):
     model, valid = route(opened(parts)), torch.ones(1, 5, dtype=torch.bool)
     buckets = model.language_model.geometry(torch.randn(1, 5, 24), valid, valid.long())[0].buckets
     assert buckets[0, 4].tolist() == [2, 2, 1, 1, 0]  # distances 4 to 0, by octave
+
+
+def test_features_are_of_the_layer_that_is_asked_for(parts):
+    """Breaks when `feature_layer` is passed over."""
+    for more, layer in (("", -2), ("--option feature_layer=-1", -1)):
+        model = opened(parts, more)
+        assert model.config.vision.feature_layer == layer
+        assert model.vision_tower.config.feature_layer == layer

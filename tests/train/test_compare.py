@@ -236,6 +236,19 @@ def seen(task) -> set:
     return given
 
 
+def test_a_seed_draws_adapter_and_graft():
+    """Breaks when runs of several seeds start from one LoRA or one graft, or a seed from two."""
+    settings = replace(BASE, attention="twin")
+    first, again, other = (
+        trainable(open_model(replace(settings, seed=seed), CPU)[0]) for seed in (1, 1, 2)
+    )
+    drawn = [name for name in first if "lora_A" in name]
+    assert {name.split(".")[-3] for name in drawn} >= {"q2", "lora"}  # the graft's, the adapter's
+    for name in drawn:
+        assert torch.equal(first[name], again[name]), name
+        assert not torch.equal(first[name], other[name]), name
+
+
 def test_a_cell_is_asked_without_dropout(processor, tmp_path):
     """Breaks when the model that has just been trained answers in training mode."""
     model, _ = open_model(replace(BASE, dropout=0.5), CPU)
