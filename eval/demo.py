@@ -37,7 +37,6 @@ EXAMPLES = [
     (192, "detect dog"),
 ]  # scenes of the test split, and prompts
 EXAMPLES += [(193, "answer en How many objects are there in the image?"), (200, "caption en")]
-LOCAL_NAMES = (b"127.0.0.1", b"localhost")
 STYLE = """
 .gradio-container { width: 100%; max-width: 1180px !important; margin: 0 auto !important; }
 .image-frame img { width: 100% !important; height: 100% !important; object-fit: contain !important; }
@@ -61,29 +60,27 @@ def explored(
     return page([case], f"{prompt} · {subject.title}")
 
 
-class OwnPage:
-    """ASGI middleware that refuses what pages from elsewhere send to this server, with status 403.
+def own_page(app: Callable) -> Callable:
+    """`app`, an ASGI application, without what pages from elsewhere send: they get status 403.
 
     A foreign page comes by a name of its own that it lets point to this machine (DNS rebinding:
     the Host is foreign), or sends without reading (the Origin is foreign). The port is the
     browser's, so that one forwarded by ssh works too.
     """
 
-    def __init__(self, app: Callable):
-        self.app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    async def answer(scope, receive, send):
         headers = dict(scope.get("headers", ()))
         host = headers.get(b"host", b"")
         own = b"http://" + host
-        is_local = host.partition(b":")[0].lower() in LOCAL_NAMES
+        is_local = host.partition(b":")[0].lower() in (b"127.0.0.1", b"localhost")
         is_own = is_local and headers.get(b"origin", own) == own
         if is_own or scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-            return
-        text = b"Open this page itself: it answers http://127.0.0.1 and http://localhost alone."
+            return await app(scope, receive, send)
         await send({"type": "http.response.start", "status": 403, "headers": []})
-        await send({"type": "http.response.body", "body": text})
+        text = b"Open this page itself: it answers http://127.0.0.1 and http://localhost alone."
+        return await send({"type": "http.response.body", "body": text})
+
+    return answer
 
 
 def load_gradio() -> Any:
@@ -178,7 +175,7 @@ def serve(
         prevent_thread_lock=True,
         theme=theme,
         css=STYLE,
-        app_kwargs={"middleware": [(OwnPage, (), {})]},
+        app_kwargs={"middleware": [(own_page, (), {})]},
     )
     return blocks
 

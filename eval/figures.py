@@ -247,14 +247,16 @@ def draw_boxes(
     """A copy of `image` with boxes (left, top, right, bottom), in its own pixels, and their labels.
     Lines are `width` points wide in a picture of 640 pixels, and in proportion in others. A picture
     whose longer side is shorter than `least` pixels is enlarged by a whole factor. colors: of the
-    boxes, in turn."""
+    labels, in turn."""
     scale = max(1, round(least / max(image.size)))
     image = image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
     points = max(image.size) / 640  # a picture of 640 px has one point a pixel
     sheet = Canvas(image.width / DENSITY, image.height / DENSITY)
     sheet.picture(0, 0, image.width / DENSITY, image.height / DENSITY, image)
-    for number, box in enumerate(boxes):
-        color, label = colors[number % len(colors)], labels[number] if labels else ""
+    labels = labels or [""] * len(boxes)
+    kinds = list(dict.fromkeys(labels))
+    for box, label in zip(boxes, labels, strict=True):
+        color = colors[kinds.index(label) % len(colors)]
         left, top, right, bottom = (value * scale / DENSITY for value in box)
         sheet.box(left, top, right, bottom, outline=color, width=width * points)
         if label:

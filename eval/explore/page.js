@@ -58,6 +58,20 @@ const kindsOf = (model) => ["A1", "A2", "A", "mix", "change", "plain"].filter((k
   model.kinds.includes(kind) || (kind === "change" && model.kinds.includes("mix")));
 const shownKind = (model) => (kindsOf(model).includes(state.kind) ? state.kind : "A"); // beside a model with two maps
 
+// Bytes of a letter that the vocabulary lacks: the letter stands at the last of them
+function spellBytes(model) {
+  let bytes = [];
+  for (const [key, text] of Object.entries(model.words)) {
+    const byte = text.match(/^<0x(..)>$/), token = model.tokens[key - model.prompt];
+    if (!byte) { bytes = []; continue; }
+    bytes.push(parseInt(byte[1], 16));
+    const letter = new TextDecoder().decode(Uint8Array.from(bytes)), isWhole = !letter.includes("\ufffd");
+    model.words[key] = isWhole ? letter : "";
+    if (token) token.text = letter;
+    if (isWhole) bytes = [];
+  }
+}
+
 // Drawing: the picture in gray, and over it the weights, interpolated linearly between patches
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -149,11 +163,11 @@ function drawMasses(panel, [picture, prompt, answer, first], kind) {
 function drawWords(panel, values) {
   const most = Math.max(largest(Object.keys(panel.model.words).map((key) => values[key])), 1 / panel.model.shape[2]);
   $(".text", panel.root).replaceChildren(...Object.entries(panel.model.words).flatMap(([key, text]) => {
-    const span = make("span", { textContent: text.trim() || (text.includes("\n") ? "↵" : "␣"), title: percent(values[key], 2) });
+    const span = make("span", { textContent: text.includes("\n") ? "↵" : text.trim() || text, title: percent(values[key], 2) });
     const name = values[key] < 0 ? "--less" : "--more", share = Math.round((85 * Math.abs(values[key])) / most);
     span.style.background = `color-mix(in srgb, var(${name}) ${share}%, transparent)`;
     if (+key >= panel.model.prompt) span.className = +key < panel.model.prompt + panel.number ? "new" : "new later";
-    return /^[ ‹]/.test(text) || +key === panel.model.prompt ? [" ", span] : [span];
+    return /^[ ‹]./.test(text) || +key === panel.model.prompt ? [" ", span] : [span];
   }));
 }
 
@@ -220,7 +234,7 @@ function drawPanel(panel, full) {
   paint(panel, big, values, limit);
   const signed = SIGNED.has(kind), bar = $(".scale i", root), plain = `color-mix(in srgb, var(--more) 85%, transparent)`;
   bar.style.background = signed ? `linear-gradient(90deg, var(--less), transparent, var(--more))` : `linear-gradient(90deg, transparent, ${plain})`;
-  const unit = kind === "change" ? "points" : "% of the attention", top = (100 * limit).toPrecision(2);
+  const unit = kind === "change" ? "points" : "% of the attention", top = +(100 * limit).toPrecision(2);
   $(".low", root).textContent = signed ? `−${top}` : "0";
   $(".high", root).textContent = `${signed ? "+" : ""}${top} ${unit}`;
   const mass = drawMasses(panel, map.sums, kind), best = patches(panel, values).reduce((at, value, n, all) => (value > all[at] ? n : at), 0);
@@ -318,11 +332,12 @@ async function openCase(number) {
   [...$("#cases").children].forEach((button) => button.setAttribute("aria-pressed", +button.dataset.number === number));
   const last = Math.min($("#layer").max, layers) - 1;
   Object.assign(state, { case: number, token: 0, hover: null, layer: state.layer === null ? null : Math.min(state.layer, last), head: Math.min(state.head, heads - 1), kind: kinds.includes(state.kind) ? state.kind : kinds.includes("mix") ? "mix" : kinds[0] });
-  if (state.layer === null) { // begin where the first token takes most from one place
+  if (state.layer === null) { // begin where the first token takes most from one place that is no sink
     const [panel] = panels, { model } = panel, token = model.tokens[0];
     await load(panel, token);
     const rows = Array.from({ length: (last + 1) * heads }, (_, n) => (token.heads ? [Math.floor(n / heads), n % heads] : [n % (last + 1), -1]));
-    const peaks = rows.map((row) => Math.max(...patches(panel, weights(model, token, shownKind(model), ...row))));
+    const taken = ([layer, head]) => patches(panel, weights(model, token, shownKind(model), layer, head)).map((weight, n) => weight * model.apart[layer][n]);
+    const peaks = rows.map((row) => Math.max(...taken(row)));
     [state.layer, state.head] = rows[peaks.indexOf(Math.max(...peaks))];
   }
   await draw();
@@ -371,5 +386,6 @@ const redraw = () => { panels.forEach((panel) => panel.bases.clear()); if (state
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 addEventListener("resize", redraw);
 document.title = data.title;
+data.cases.forEach((entry) => entry.models.forEach(spellBytes));
 buildGallery();
 openCase(caseOfHash());

@@ -66,6 +66,7 @@ def model_entry(name: str, said: Said, maps: Maps) -> dict:
         str(position): text for position, text in said.words.items() if position < keys
     }
     entry["laws"] = {kind: np.round(100 * values, 3).tolist() for kind, values in maps.laws.items()}
+    entry["apart"] = np.round(maps.apart, 2).tolist()
     entry["factor"] = None if maps.factor is None else np.round(maps.factor, 4).tolist()
     texts = [said.words[prompt + number] for number in range(len(maps.probabilities))]
     chances = [round(float(chance), 4) for chance in maps.probabilities]

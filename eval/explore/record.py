@@ -43,14 +43,19 @@ class Said:
 
 @dataclass(frozen=True)
 class Maps:
-    """Of T answer tokens, L layers, N heads and S keys. kinds: by name (T, L, N, S) float32;
-    `plain` or `A`, or A1 and A2 with `mix`, what is left of both. factor: (T, L, N), the weight of
-    the second map. laws: by name (L,), the share of the picture in the attention of all queries,
-    mean over heads. probabilities: (T,) of the tokens."""
+    """Of T answer tokens, L layers, N heads, P patches and S keys. kinds: by name (T, L, N, S)
+    float32; `plain` or `A`, or A1 and A2 with `mix`, what is left of both. factor: (T, L, N), the
+    weight of the second map. laws: by name (L,), the share of the picture in the attention of all
+    queries, mean over heads. probabilities: (T,) of the tokens.
+
+    apart: (L, P), how far the value of a patch is from the mean of all patches, beside the farthest
+    one. Heads with nothing to look for put most on an empty patch, a sink: there this is small, and
+    the answer hardly changes."""
 
     kinds: dict[str, np.ndarray]
     laws: dict[str, np.ndarray]
     probabilities: np.ndarray
+    apart: np.ndarray
     factor: np.ndarray | None = None
     formula: str = ""
 
@@ -147,6 +152,7 @@ def decoder_maps(
 def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
     """The maps of all tokens of `said`. Raises UserError; NonFiniteError names `name`."""
     count, slots, factors = len(said.new), torch.from_numpy(said.slots), {}
+    apart = []
 
     def reduce(weights: torch.Tensor) -> tuple[np.ndarray, float]:
         weights = weights[0].float()  # (N, S, S)
@@ -156,6 +162,11 @@ def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
     def watch(layer: Differential, args) -> None:
         factor = layer.factor(args[0]).expand(1, layer.num_heads, args[0].shape[1], 1)
         factors[layer] = factor[0, :, -count:, 0].T.cpu().numpy()
+
+    def compare(projection, args, values: torch.Tensor) -> None:
+        patches = values[0, slots].float()
+        lengths = (patches - patches.mean(0)).norm(dim=-1)
+        apart.append((lengths / lengths.max()).cpu().numpy())
 
     before, batch = (
         said.new[None, :-1],
@@ -168,6 +179,8 @@ def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
     with ExitStack() as hooks:
         for layer in double:
             hooks.enter_context(layer.register_forward_pre_hook(watch))
+        for layer in decoder_layers(model):
+            hooks.enter_context(layer.v_proj.register_forward_hook(compare))
         maps, logits = decoder_maps(model, reduce, name, keep=count, **inputs)
     chosen = logits[0].float().softmax(-1).gather(-1, said.new[:, None])[:, 0].cpu().numpy()
     # rows and shares of the first and of the last map; a layer without a second one has the first
@@ -176,13 +189,14 @@ def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
         zip(*(kept[at] for kept in maps.values()), strict=True) for at in (0, -1)
     )
     first, second = (np.stack(rows, axis=1) for rows in (first, second))
+    known = chosen, np.stack(apart)
     if not factors:
-        kind = getattr(decoder_layers(model)[-1], "kind", "")
-        return Maps({"A": first}, {"A": np.array(share)}, chosen, formula=ONE_MAP.get(kind, ""))
+        formula = ONE_MAP.get(getattr(decoder_layers(model)[-1], "kind", ""), "")
+        return Maps({"A": first}, {"A": np.array(share)}, *known, formula=formula)
     none = np.zeros((count, first.shape[2]), np.float32)
     factor = np.stack([factors.get(layer, none) for layer in maps], axis=1)
     weight, kinds = factor[..., None], {"A1": first, "A2": second}
     extrapolates = double[-1].extrapolates
     kinds["mix"] = first + weight * (first - second) if extrapolates else first - weight * second
     formula = "A₁ + μ(A₁ − A₂)" if extrapolates else "A₁ − λA₂"
-    return Maps(kinds, {"A1": np.array(share), "A2": np.array(other)}, chosen, factor, formula)
+    return Maps(kinds, {"A1": np.array(share), "A2": np.array(other)}, *known, factor, formula)

@@ -69,7 +69,7 @@ def test_pages_from_elsewhere_are_refused(host, origin, status):
         await send({"type": "http.response.start", "status": 200})
 
     scope = {"type": "http", "headers": headers}
-    asyncio.run(demo.OwnPage(app)(scope, None, send))
+    asyncio.run(demo.own_page(app)(scope, None, send))
     assert sent[0]["status"] == status
 
 

@@ -29,8 +29,8 @@ PICTURE = scenes.sample("vqa", "test", 192).image
     ("kind", "options"), [("twin", {}), ("v2", {}), ("split", {"norm": False}), ("softmax", {})]
 )
 def test_maps_are_what_the_model_computes(processor, kind, options, seeded):
-    """Breaks when a map is of another query, head or layer, or what multiplies the values is not
-    the difference."""
+    """Breaks when a map is of another query, head or layer, what multiplies the values is not the
+    difference, or the values of patches are compared wrongly."""
     model = random_model()
     graft(model, kind, **options)
     with torch.no_grad():
@@ -53,6 +53,9 @@ def test_maps_are_what_the_model_computes(processor, kind, options, seeded):
     result = torch.from_numpy(maps.kinds.get("mix", maps.kinds[first]))
     for number, layer in enumerate(layers):
         v = values[number].unflatten(1, (-1, layer.head_dim))
+        patches = v[said.slots].flatten(1)  # without the last token, whose keys nobody reads
+        lengths = torch.stack([(one - patches.mean(0)).norm() for one in patches])
+        np.testing.assert_allclose(maps.apart[number], lengths / lengths.max(), rtol=1e-3)
         v = v.repeat_interleave(layer.num_heads // layer.num_key_value_heads, dim=1)
         expected = heads[number][-count:].view(count, layer.num_heads, layer.head_dim)
         torch.testing.assert_close(
@@ -96,7 +99,8 @@ def random_case(tokens: int, models: int = 1, layers=18, heads=8, slots=256) -> 
             words,
             np.arange(keys) < slots,
         )
-        case.answers[f"m{number}"] = said, Maps(kinds, {"A1": np.ones(layers)}, np.ones(tokens))
+        laws, apart = {"A1": np.ones(layers)}, np.ones((layers, slots))
+        case.answers[f"m{number}"] = said, Maps(kinds, laws, np.ones(tokens), apart)
     return case
 
 

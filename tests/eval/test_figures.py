@@ -59,6 +59,16 @@ def test_boxes_are_drawn_at_their_pixels():
     )  # the label, above the box
 
 
+def test_boxes_have_the_color_of_their_class():
+    """Breaks when two boxes of a class differ in color, or two classes do not."""
+    boxes = [(40 * n + 4, 4, 40 * n + 36, 36) for n in range(4)]
+    image = figures.draw_boxes(
+        Image.new("RGB", (160, 40)), boxes, ["cat", "dog", "dog", "cat"], width=8
+    )
+    colors = [image.getpixel((40 * n + 20, 4)) for n in range(4)]
+    assert colors[0] == colors[3] != colors[1] == colors[2]
+
+
 def test_text_is_printable_and_cut_where_it_does_not_fit():
     """Breaks when accents, dashes or λ come out as empty boxes, or a long caption runs into its
     neighbor."""

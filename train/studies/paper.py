@@ -256,6 +256,7 @@ def blocks(models: Mapping[str, Options], run: engine.Run) -> list:
         "the paper",
         "here",
     ]
+    compared = [", ".join(line[1:6]) for line in table_1 if line[0] in chosen.values()]
     tables = [
         "## Table 1: VQA after 40 % of the training pictures, %",
         markdown_table(head, table_1),
@@ -264,12 +265,8 @@ def blocks(models: Mapping[str, Options], run: engine.Run) -> list:
         markdown_table(["model", "as", "needles, the paper", "here", "VQA, here"], table_2),
         "The paper chose paper-1 and paper-2. Their feed-forwards differ too, so that their scores "
         f"do not tell what attention does. Only `{CONTROL}` and `{WITH}` differ in attention alone.",
+        f"Those chosen here have {', '.join(head[1:6])}: {' and '.join(compared)}.",
     ]
-    pair = [line for line in table_1 if line[0] in (chosen.get(WITH), chosen.get(WITHOUT))]
-    if len(pair) == 2:  # no finished runs
-        settings = list(zip(head, *pair, strict=True))[1:6]
-        differing = [f"{name} ({one}, {other})" for name, one, other in settings if one != other]
-        tables.append(f"Here, {pair[0][0]} and {pair[1][0]} differ in {', '.join(differing)}.")
     if "needle" in run.study.measures:
         save(draw_needles(run, chosen), run.out / "figure-2.png")
         tables += ["## Figure 2: needles by the cell they lie in", "![Figure 2](figure-2.png)"]
