@@ -25,7 +25,7 @@ from PIL.Image import Image
 
 from eval import figures
 from eval.bench import Benchmark, Row, run
-from eval.data.published import check, read, text
+from eval.data.published import check, check_unique, read, text
 from eval.data.records import Box, Detection, embedded_records, read_data
 from eval.question import Question, question_of
 from model.common import UserError, run_command, shown, write_text
@@ -87,7 +87,9 @@ class Detect(Benchmark):
         ]
 
     def read(self, file, args):
-        return read(file, row_of)
+        rows = read(file, row_of)
+        check_unique((row.question.id for row in rows), file)
+        return rows
 
     def summary(self, rows):
         found, problems = zip(*map(boxes_of, rows), strict=True)
@@ -119,15 +121,14 @@ def row_of(record: dict) -> Row:
         record["width"], record["height"], tuple(Box(**box) for box in record["boxes"])
     )
     id_, prefix, answer = (text(record, name) for name in ("question_id", "question", "answer"))
-    numbers = [
-        n for box in truth.boxes for n in (box.x, box.y, box.width, box.height, box.area)
-    ] + record["scores"]
-    check(math.isfinite(sum(numbers) + truth.width + truth.height), "a number is not finite")
+    scores = record["scores"]
+    is_finite = math.isfinite(sum(scores) + truth.width + truth.height)
+    check(is_finite and min(truth.width, truth.height) > 0, "a score or a side is no number")
     check(
-        len(record["scores"]) in (0, len(answer.split(";"))),
+        len(scores) in (0, len(answer.split(";"))),
         "scores: give one for each part of the answer, or none",
     )
-    return Row(Question(id_, id_, (), prefix, truth=truth), (answer, record["scores"]), {})
+    return Row(Question(id_, id_, (), prefix, truth=truth), (answer, scores), {})
 
 
 def boxes_of(row: Row) -> tuple[list[Found], Counter]:

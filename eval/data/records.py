@@ -7,6 +7,7 @@ that cannot be used becomes a record that says why when it is opened.
 """
 
 import itertools
+import math
 import random
 import re
 from collections import Counter, defaultdict
@@ -71,6 +72,13 @@ class Box:
     height: float
     area: float  # as annotated: of the object's outline, not of the box
     is_crowd: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise TypeError or ValueError for what a file may hold that is no box."""
+        sizes = self.width, self.height, self.area
+        is_box = math.isfinite(sum((self.x, self.y, *sizes))) and min(sizes) >= 0
+        is_box = is_box and isinstance(self.label, str) and self.is_crowd in (0, 1)
+        check(is_box, f"{quoted(self, 200)}: a name, a number or is_crowd is none")
 
 
 @dataclass(frozen=True)
@@ -374,14 +382,17 @@ def read_coco(path: str | Path, images: str | Path | None = None) -> list[Record
             not strange,
             f"names {published.some(strange)}: ; < > stand between the names of an answer",
         )
-        published.check_unique((entry["id"] for entry in value["images"]), path)
+        for part in ("categories", "images"):
+            published.check_unique((entry["id"] for entry in value[part]), path)
         for entry in value["annotations"]:
             objects[entry["image_id"]].append(entry)
+        lost = objects.keys() - {entry["id"] for entry in value["images"]}
+        check(not lost, f"annotations are of pictures that are not listed: {published.some([*lost])}")
         places = [(f":images[{number}]", entry) for number, entry in enumerate(value["images"])]
         places = [
             pair
             for pair in places
-            if not all(entry.get("iscrowd") for entry in objects[pair[1]["id"]])
+            if not all(entry.get("iscrowd") == 1 for entry in objects[pair[1]["id"]])
         ]
         places.sort(key=lambda pair: pair[1]["id"])
 
@@ -391,17 +402,17 @@ def read_coco(path: str | Path, images: str | Path | None = None) -> list[Record
             category, (x, y, width, height) = annotated["category_id"], annotated["bbox"]
             check(category in labels, f"category_id {quoted(category)} is not among the categories")
             is_within = (
-                min(width, height, x + width, y + height) >= 0 and x <= size[0] and y <= size[1]
+                min(width, height, x + width, y + height) >= 0
+                and x <= size[0] < math.inf
+                and y <= size[1] < math.inf
             )
             check(
                 is_within,
                 f"bbox {quoted(annotated['bbox'])} is outside of the picture, {size[0]}×{size[1]} "
                 "pixels",
             )
-            area, is_crowd = (
-                annotated.get("area", width * height),
-                bool(annotated.get("iscrowd", 0)),
-            )
+            area = annotated.get("area", width * height)
+            is_crowd = annotated.get("iscrowd") or False
             boxes.append(Box(labels[category], x, y, width, height, area, is_crowd))
         truth, path = Detection(*size, tuple(boxes)), find_picture(folder, text(entry, "file_name"))
         with (

@@ -2,6 +2,7 @@
 command."""
 
 import json
+import math
 import random
 
 import pytest
@@ -201,7 +202,21 @@ def test_the_command_on_the_embedded_scenes(source, workplace, monkeypatch, caps
     detect.main(["--results", str(out / "results.json"), "--json"])
     (scored,) = json.loads(capsys.readouterr().out).values()
     assert scored["summary"] == printed["random"]
-    (workplace / "bad.json").write_text(
-        json.dumps([{"question_id": "a", "boxes": [{"label": "cat", "x": "left"}]}])
-    )
-    refused(lambda: detect.main(["--results", "bad.json"]), "bad.json[0]: ")
+
+
+BOX = {"label": "cat", "x": 1, "y": 2, "width": 3, "height": 4, "area": 12}
+RESULT = {"question_id": "a", "question": "detect cat", "answer": "", "scores": []}
+RESULT |= {"width": 20, "height": 10}
+
+
+def test_bad_results_are_named(workplace):
+    """Breaks when a picture counts twice, or a number that is none, a name or a crowd is scored."""
+    boxes = [{"x": "left"}, {"area": math.nan}, {"width": -1}, {"label": 5}, {"is_crowd": "0"}]
+    changes = [{"boxes": [BOX | change]} for change in boxes] + [{"width": 0}, {"scores": ["1"]}]
+    (workplace / "R").write_text(json.dumps([RESULT | {"boxes": [BOX]}]))
+    detect.main(["--results", "R"])
+    for change in changes:
+        (workplace / "R").write_text(json.dumps([RESULT | {"boxes": [BOX]} | change]))
+        refused(lambda: detect.main(["--results", "R"]), "R[0]: ")
+    (workplace / "R").write_text(json.dumps([RESULT | {"boxes": [BOX]}] * 2))
+    refused(lambda: detect.main(["--results", "R"]), "R: 1 duplicate")

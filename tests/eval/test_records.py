@@ -2,6 +2,7 @@
 held out."""
 
 import json
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -381,7 +382,14 @@ UNSOUND = [
     ("annotations", 0, {"category_id": 5}, "images[0]: category_id 5 is not"),
     ("images", 2, {"id": 1}, "1 duplicate"),
     ("categories", 0, {"name": "<dog>"}, "names '<dog>'"),
+    ("categories", 0, {"id": 1}, "1 duplicate"),
+    ("annotations", 0, {"image_id": 7}, "not listed: 7"),
+    ("images", 0, {"width": math.inf}, "images[0]: bbox"),
+    ("annotations", 0, {"bbox": [0, 0, 9, math.nan], "iscrowd": 1}, "images[0]: "),
 ]
+# areas, and what is a crowd
+for name, values in {"area": (math.nan, "9", None, -1), "iscrowd": (2, "0")}.items():
+    UNSOUND += [("annotations", 0, {name: value}, "images[0]: ") for value in values]
 
 
 def test_coco_s_ids_names_and_boxes_are_sound(tmp_path):
@@ -393,6 +401,11 @@ def test_coco_s_ids_names_and_boxes_are_sound(tmp_path):
         refused(
             partial(read_coco, write(tmp_path, "instances.json", value)), "instances.json", *parts
         )
+    value = coco(tmp_path)
+    value["annotations"][4]["iscrowd"] = 2  # of a picture that has no other annotation
+    value["annotations"][0]["iscrowd"] = None
+    first, second = read_coco(write(tmp_path, "instances.json", value))
+    assert len(first.turns) == 1 and not second.turns
 
 
 @pytest.mark.parametrize(
