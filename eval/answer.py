@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from eval.progress import Bar
 from eval.question import Answer, Question
 from lora.adapter import LoRALinear
-from model.common import UserError, file_errors, shown
+from model.common import UserError, file_errors, quoted, shown
 from model.compiled import CompiledStep
 from model.generate import NonFiniteError, finite_rows, generate, last_valid
 from model.paligemma import PaliGemma
@@ -59,6 +59,10 @@ def ask_all(
     )
     with contextlib.nullcontext((None, {})) if log is None else open_log(log) as (file, logged):
         answers: list[Answer | None] = [logged.get(mark) for mark in marks]
+        for question, answer in zip(questions, answers, strict=True):
+            if answer is not None and not question.takes(answer):
+                problem = f"the answer to {shown(question.id)} is {quoted(answer)}"
+                raise UserError(f"{shown(log)}: {problem}: delete the file to ask anew")
         # questions of one picture stay together
         left = sorted(
             (n for n, answer in enumerate(answers) if answer is None),

@@ -12,11 +12,12 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.command import add_flag, command_parser, positive
-from eval.data.published import PROMPT, check, check_prompt, read, some
+from eval.data.published import LOOKED_FOR, PROMPT, check, check_prompt, read, some
 from eval.question import Answer, Question
 from eval.report import bootstrap, interval_text, markdown_table
 from model.common import UserError, quoted, shown, write_text
@@ -101,8 +102,10 @@ class Benchmark:
         return {}
 
     def read(self, file: str, args: Namespace) -> list[Row]:
-        """The rows of a file of answers (--results)."""
-        questions = self.questions(args)
+        """The rows of a file of answers (--results), for which no pictures are looked for."""
+        context = copy_context()
+        context.run(LOOKED_FOR.set, False)
+        questions = context.run(self.questions, args)
         return self.rows(questions, read_answers(file, questions))
 
     def write(self, rows: Sequence[Row], out: Path, subject: Any) -> None:
@@ -131,7 +134,7 @@ def read_answers(file: str | Path, questions: Sequence[Question]) -> list[Answer
             (record[name] for name in ("answer", "prediction", "text") if name in record), None
         )
         check(id_ in known and id_ not in answers, f"id {shown(id_)} is unknown, or occurs twice")
-        check(isinstance(answer, list if known[id_].scored else str), f"answer is {quoted(answer)}")
+        check(known[id_].takes(answer), f"answer is {quoted(answer)}")
         asked, text = known[id_].prefix, str(record.get("question", ""))
         is_asked = text.strip().lower() in asked.lower()
         problem = f"answers {quoted(text)}, not {quoted(asked)}: see --prompt and --wording"
@@ -166,7 +169,7 @@ def run(benchmark: Benchmark, argv: Sequence[str] | None = None) -> None:
         results |= benchmark.baselines(results[args.results[0]])
     values = values_of(benchmark, results)
     if args.json:
-        print(json.dumps(values, ensure_ascii=False))
+        print(json.dumps(values))
     elif any(of["summary"] for of in values.values()):
         print("\n".join(["", *summary_table(values), "", *comparison_table(values)]))
     else:
@@ -246,7 +249,7 @@ def ask_models(benchmark: Benchmark, args: Namespace) -> Results:
             answers = ask_all(
                 *opened,
                 shown_to,
-                progress=f"{benchmark.name}, {name}",
+                progress=f"{benchmark.name}, {shown(name)}",
                 left_out=left_out,
                 **options,
             )
@@ -378,6 +381,6 @@ def comparison_table(values: Mapping[str, Mapping]) -> list[str]:
         f"{most} questions, 95 % intervals over pictures{note}",
         "",
         *markdown_table(head, cells),
-        *notes,
+        *map(shown, notes),
     ]
     return table if measures else []

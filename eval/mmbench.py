@@ -51,11 +51,9 @@ ABSENT = (
     "#N/A #NA -1.#IND -1.#QNAN -NaN -nan 1.#IND 1.#QNAN <NA> N/A NA NULL NaN n/a nan null".split()
 )
 ABSENT += ["", "#N/A N/A"]
-CHINESE = "\u4e00-\u9fff"
-IN_WORD = f"[^\\W{CHINESE}]"  # Chinese has no blanks between words
-# a word is no part of "t-shirt", a number none of "-3" or "1.5"
-BEFORE = f"(?<!{IN_WORD})(?<![-−])(?<!\\d[.,])"
-AFTER = f"(?!{IN_WORD}|-\\w|[.,]\\d)"
+# One of the texts {}, as whole words: none of the "shirt" in "t-shirt", of the 5 in "-5" or "1.5".
+# Chinese has no blanks between words.
+AS_WORDS = "(?<![^\\W\u4e00-\u9fff])(?<![-−])(?<!\\d[.,])({})(?![^\\W\u4e00-\u9fff]|-\\w|[.,]\\d)"
 
 
 class MMBench(Benchmark):
@@ -209,7 +207,7 @@ def prompt_of(wording: str, line: Mapping[str, str]) -> str:
         )
     listed = "".join(f"{letter}. {text}\n" for letter, text in options.items())
     request = "Answer with the option's letter from the given choices directly."
-    request = "请直接回答选项字母。" if re.search(f"[{CHINESE}]", question) else request
+    request = "请直接回答选项字母。" if re.search("[\u4e00-\u9fff]", question) else request
     return f"{hint}{chr(10) * bool(hint)}{question}\n{listed}{request}"
 
 
@@ -244,12 +242,10 @@ def choose(answer: str, options: Mapping[str, str], wording: str | None = None) 
 def choose_text(answer: str, options: Mapping[str, str]) -> str | None:
     """The letter of the one option whose text is in an answer, None if undecided."""
     said, *texts = (" ".join(text.lower().split()) for text in (answer, *options.values()))
-    named = []
-    # a longer text takes its place, so that the shorter ones in it are not found
-    for text in sorted({*texts}, key=len, reverse=True):
-        said, count = re.subn(BEFORE + re.escape(text) + AFTER, "\0", said)
-        if count:
-            named += [letter for letter, own in zip(options, texts, strict=True) if own == text]
+    # the longer one first, so that the shorter ones in it are not found
+    patterns = map(re.escape, sorted(texts, key=len, reverse=True))
+    found = re.findall(AS_WORDS.format("|".join(patterns)), said)
+    named = [letter for letter, text in zip(options, texts, strict=True) if text in found]
     return named[0] if len(named) == 1 else None
 
 

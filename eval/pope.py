@@ -50,7 +50,8 @@ class Pope(Benchmark):
     limit = "questions of each set, the first N (default: all of a file, 600 of the embedded)"
 
     def questions(self, args):
-        if (args.questions is None) != (args.images is None):
+        has_images = args.images or args.questions and args.results
+        if bool(args.questions) != bool(has_images):
             raise UserError(
                 "--questions and --images go together: give both, or neither for the embedded "
                 "scenes"
@@ -63,7 +64,7 @@ class Pope(Benchmark):
                 record["label"] in ("yes", "no"),
                 f"label is {quoted(record['label'])}, expected yes or no",
             )
-            picture = picture or find_picture(args.images, text(record, "image"))
+            picture = picture or find_picture(args.images or "", text(record, "image"))
             id_, prompt = id_of(record), fill_prompt(args.template, text(record, "text"))
             id_ = f"{kind}/{id_}" if len(self.kinds) > 1 else id_  # the sets share their ids
             return Question(id_, record["image"], picture, prompt, truth=record["label"], kind=kind)
@@ -107,9 +108,9 @@ class Pope(Benchmark):
         for kind, of_kind in by_kind(rows).items():
             free = [row for row in of_kind if not row.question.scored]
             said = [(row.question.truth, parse_answer(row.answer)) for row in free]
-            neither = [row for row in free if is_neither(row.answer)]
             lines[kind] = score_answers(said)
-            lines[kind]["neither"] = 100 * len(neither) / max(1, len(free))
+            neither = sum(is_neither(row.answer) for row in free)
+            lines[kind]["neither"] = 100 * neither / max(1, len(free))
             if likely := [row for row in of_kind if row.question.scored]:
                 lines[kind]["P(yes)"] = next(iter(means(likely).values()))
         if len(lines) > 1:

@@ -43,6 +43,14 @@ class Question:
         """The pictures: files, images, or arrays of pixels."""
         return [picture() if callable(picture) else picture for picture in self.pictures]
 
+    def takes(self, answer: Any) -> bool:
+        """Whether an answer, of a file, has the form of one to this question."""
+        if not self.scored:
+            return isinstance(answer, str)
+        is_list = isinstance(answer, list)
+        has_numbers = is_list and [*map(type, answer)] == [float] * len(self.choices)
+        return has_numbers and abs(sum(answer)) < 1e30
+
     def blind(self) -> "Question":
         """The same question with every picture gray; all of them share one encoding."""
         count = len(self.pictures)

@@ -76,11 +76,16 @@ class Vqa(Benchmark):
 
     def questions(self, args):
         (kind, folder), self.known = source_parts(args.data or "embedded"), None
-        is_paired = bool(args.questions) == bool(args.images and not args.data)
-        if not is_paired or (args.annotations or args.answerability) and not args.questions:
+        parts = args.questions, args.annotations, args.answerability
+        if args.data and any(parts):
             raise UserError(
-                "--questions, --images, --annotations and --answerability go together: leave "
-                "--data out"
+                "--questions, --annotations and --answerability are of other data: leave --data out"
+            )
+        is_whole = args.questions and (args.images or args.results)
+        if not (args.data or is_whole) and any((*parts, args.images)):
+            raise UserError(
+                "--questions and --images go together, --annotations and --answerability with "
+                "them: give both"
             )
         if kind not in ("embedded", "vqav2"):
             if args.prompt or args.scoring or args.guess:

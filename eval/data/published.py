@@ -12,6 +12,7 @@ import io
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from math import isqrt
 from pathlib import Path
@@ -51,6 +52,9 @@ def fill_prompt(template: str, question: str) -> str:
 
 
 # Files and records
+
+# a file of answers is scored without the pictures
+LOOKED_FOR = ContextVar("whether pictures are looked for", default=True)
 
 
 def read(
@@ -165,8 +169,9 @@ def find_image(folder: str | Path, name: str) -> Path:
 
 
 def find_picture(folder: str | Path, name: str) -> Path:
-    """The path of a picture. Raises UserError if it is absent."""
-    if not (path := find_image(folder, name)).is_file():
+    """The path of a picture. Raises UserError if it is looked for and absent."""
+    path = find_image(folder, name)
+    if LOOKED_FOR.get() and not path.is_file():
         raise UserError(
             f"picture {quoted(name)} is not in {shown(folder)}: give its folder (--images DIR)"
         )
@@ -334,7 +339,8 @@ def read_needle_tests(
         for name, images in stitched.items():
             side = range(isqrt(len(images)))
             grids[name] = tuple(text(images, f"{row}_{col}") for row in side for col in side)
-            check(len(images) == len(side) ** 2, f"{quoted(name)} is no square of sub-images")
+            is_square = 0 < len(images) == len(side) ** 2
+            check(is_square, f"{quoted(name)} is no square of sub-images")
 
     def listed(value: Any) -> list:
         return value if isinstance(value, list) else [value]
@@ -346,6 +352,8 @@ def read_needle_tests(
             names |= {(index, *divmod(at, isqrt(len(grid)))): name for at, name in enumerate(grid)}
         places = tuple(zip(*(listed(record[key]) for key in ("index", "row", "col")), strict=True))
         for place, target in zip(places, targets, strict=True):
+            are_whole = all(type(number) is int for number in place)
+            check(are_whole, f"index, row, col are {quoted(place)}, expected whole numbers")
             is_there = (
                 target not in names.values() if place == ABSENT else names.get(place) == target
             )
@@ -357,7 +365,7 @@ def read_needle_tests(
                 Path(target).name in described,
                 f"{shown(captions)} lacks a caption of {quoted(target)}",
             )
-        check(isinstance(record["id"], int), f"id is {quoted(record['id'])}, expected a number")
+        check(type(record["id"]) is int, f"id is {quoted(record['id'])}, expected a number")
         return NeedleTest(
             record["id"], haystack, places, targets, tuple(described[Path(t).name] for t in targets)
         )

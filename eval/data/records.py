@@ -387,7 +387,9 @@ def read_coco(path: str | Path, images: str | Path | None = None) -> list[Record
         for entry in value["annotations"]:
             objects[entry["image_id"]].append(entry)
         lost = objects.keys() - {entry["id"] for entry in value["images"]}
-        check(not lost, f"annotations are of pictures that are not listed: {published.some([*lost])}")
+        check(
+            not lost, f"annotations are of pictures that are not listed: {published.some([*lost])}"
+        )
         places = [(f":images[{number}]", entry) for number, entry in enumerate(value["images"])]
         places = [
             pair

@@ -20,7 +20,7 @@ Sources: EleutherAI/lm-evaluation-harness, lm_eval/tasks; Hendrycks et al. 2021 
 
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -52,13 +52,16 @@ EMBEDDED = 600  # questions, by default
 
 
 def question(
-    id_, subject: str, prompt: str, choices: Iterable[str], right: int, pictures=(), picture=""
+    id_, subject: str, prompt: str, choices: Sequence[str], right: int, pictures=(), picture=""
 ) -> Question:
     """right: number of the right choice. picture: names the pictures; questions about text alone
-    are independent."""
+    are independent. Raises TypeError and ValueError."""
+    has_right = isinstance(choices, list | tuple) and type(right) is int
+    has_right = has_right and 0 <= right < len(choices) > 1
+    check(has_right, f"answer {quoted(right)} is none of two choices")
     choices = tuple(choices)
     check(
-        all(text({"choice": choice}, "choice") for choice in choices),
+        all(text({"choice": choice}, "choice").strip() for choice in choices),
         f"choices {quoted(choices)}: one is empty",
     )
     group, key = picture or str(id_), picture or "text"
@@ -145,17 +148,16 @@ def race(args: Namespace) -> list[Question]:
     and so does this."""
 
     def of_passage(name: str, record: dict) -> Question:
-        prompt = f"Article: {text(record, 'article')}\n\n"
-        *earlier, last = zip(
-            *(record[key] for key in ("questions", "options", "answers")), strict=True
-        )
-        for asked, options, right in earlier:
-            answer = options[LETTERS.index(right)]
+        prompt, made = f"Article: {text(record, 'article')}\n\n", []
+        columns = (record[key] for key in ("questions", "options", "answers"))
+        for asked, options, letter in zip(*columns, strict=True):
+            check(len(options) == len(LETTERS), f"options {quoted(options)}: expected four")
+            right = LETTERS.index(letter)
+            made.append(question(name, "race", prompt + asked, options, right))
             is_blank = asked.endswith("  _  .")
-            prompt += (
-                f"{asked[-5:]}{answer}\n" if is_blank else f"Question: {asked}\nAnswer: {answer}\n"
-            )
-        return question(name, "race", prompt + last[0], last[1], LETTERS.index(last[2]))
+            prompt += asked[-5:] if is_blank else f"Question: {asked}\nAnswer: "
+            prompt += f"{options[right]}\n"
+        return made[-1]
 
     folder = (
         Path(args.data, "test", "high")
@@ -176,6 +178,7 @@ def arc(args: Namespace) -> list[Question]:
         labels, options = (
             [option[key] for option in asked["choices"]] for key in ("label", "text")
         )
+        check(len({*labels}) == len(labels), f"labels {quoted(labels)}: one is there twice")
         prompt = f"Question: {text(asked, 'stem')}\nAnswer:"
         return question(record["id"], "arc", prompt, options, labels.index(record["answerKey"]))
 
@@ -196,15 +199,6 @@ def own(args: Namespace) -> list[Question]:
                 if choices.count(right) == 1
                 else list(ascii_uppercase).index(right)
             )
-        check(
-            type(choices) is list and 0 <= right < len(choices) > 1,
-            f"answer {quoted(right)} is none of two choices",
-        )
-        # the first of equally likely ones counts, which may be the other
-        check(
-            choices.count(choices[right]) == 1,
-            f"choices has {quoted(choices[right])}, the right one, twice",
-        )
         prompt = fill_prompt(args.template, text(record, "question"))
         pictures = tuple(find_picture(folder, name) for name in names)
         about = (
@@ -215,7 +209,13 @@ def own(args: Namespace) -> list[Question]:
             pictures,
             "\n".join(names),
         )
-        return question(next(numbers), *about)
+        made = question(next(numbers), *about)
+        # the first of equally likely ones counts, which may be the other
+        check(
+            choices.count(choices[right]) == 1,
+            f"choices has {quoted(choices[right])}, the right one, twice",
+        )
+        return made
 
     return read(args.data, of_record, records_in(args.data)[: args.limit])
 
@@ -228,7 +228,7 @@ def embedded_scenes(args: Namespace) -> list[Question]:
         defaultdict(set),
         [],
     )
-    for q in asked:
+    for q in vqa.embedded(EMBEDDED):
         answers[q.truth.question_type].add(q.truth.answer)
     for number, q in enumerate(asked):
         dice, right = Dice(f"choices/scene/{number}"), q.truth.answer
@@ -316,23 +316,19 @@ class Choices(Benchmark):
                 "subject": q.kind,
                 "picture": q.key if q.picture else "",
                 "choices": q.choices,
+                "answer": q.truth,
+                "log_likelihoods": likelihoods,
             }
-            results.append(written | {"answer": q.truth, "log_likelihoods": likelihoods})
+            results.append(written)
         write_records(out / "results.json", results)
 
     def read(self, file, args):
         def row(record: dict) -> Row:
-            key, truth = (
-                record["picture"] or record["id"],
-                {"truth": record["answer"], "kind": record["subject"]},
-            )
-            check(
-                abs(sum(record["log_likelihoods"])) < 1e30, "a log-likelihood is no finite number"
-            )
-            question = Question(record["id"], key, (), "", tuple(record["choices"]), **truth)
-            return Row(
-                question, record["log_likelihoods"], self.score(question, record["log_likelihoods"])
-            )
+            subject, picture = text(record, "subject"), text(record, "picture")
+            about = record["id"], subject, "", record["choices"], record["answer"]
+            asked, likely = question(*about, picture=picture), record["log_likelihoods"]
+            check(abs(sum(likely)) < 1e30, "a log-likelihood is no finite number")
+            return Row(asked, likely, self.score(asked, likely))
 
         rows = read(file, row)
         check_unique((row.question.id for row in rows), file)

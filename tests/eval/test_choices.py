@@ -299,29 +299,62 @@ def test_results_are_read_back(files, source, workplace, capsys):
     assert [row["picture"] for row in written] == ["", "red.png", "", ""]
     choices.main("--results out/results.json --json".split())
     assert json.loads(capsys.readouterr().out)["out/results.json"] == printed
-    for wrong in (
-        [*written, written[0]],
-        [written[0] | {"log_likelihoods": [float("nan"), 0]}],
-    ):  # NaN is the largest
+    nan = float("nan")  # is the largest
+    changes = [{"log_likelihoods": [nan, 0]}, {"answer": 2}, {"answer": True}, {"choices": "ab"}]
+    changes += [{"log_likelihoods": [0]}, {"subject": ["a"]}, {"picture": 1}]
+    for wrong in ([*written, written[0]], *([written[0] | change] for change in changes)):
         (workplace / "wrong.json").write_text(json.dumps(wrong))
         refused(lambda: choices.main(["--results", "wrong.json"]), "wrong.json")
 
 
+def passage(options: str, answers: str = "AB") -> str:
+    """A record of RACE with two questions, from the options of each, with blanks."""
+    lists = [list(of) for of in options.split()]
+    return json.dumps(
+        {"article": "a", "questions": ["b", "c"], "options": lists, "answers": answers}
+    )
+
+
+def science(labels: str, key: str = "B") -> str:
+    """A record of ARC with these labels."""
+    choices = [{"text": f"text {n}", "label": label} for n, label in enumerate(labels)]
+    return json.dumps({"id": 1, "question": {"stem": "s", "choices": choices}, "answerKey": key})
+
+
+def test_names_of_data_and_files_are_printed_without_control(workplace, capsys):
+    """Breaks when the name of a file or of a subject moves the cursor, or clears the terminal."""
+    rows = [{"id": n, "subject": "\x1b[31mred\x9b", "picture": "", "answer": 0} for n in range(2)]
+    rows = [row | {"choices": ["a", "b"], "log_likelihoods": [-1.0, -2.0]} for row in rows]
+    names = "one\x1b[2J", "two\x9b31m"
+    for count, name in enumerate(names, start=1):
+        (workplace / name).write_text(json.dumps(rows[:count]))
+    flags = [word for name in names for word in ("--results", name)]
+    for more in ([], ["--json"]):
+        choices.main([*flags, *more])
+        printed = capsys.readouterr().out
+        assert all(line.isprintable() for line in printed.splitlines()), printed
+        assert "one" in printed
+
+
 BAD = {
-    "mmlu/test/anatomy_test.csv": "q,a,b,c,d,AB\n",
-    "mmlu/dev/anatomy_dev.csv": "q,a,b,c,d,A\n",
-    "cmmlu/test/college_law.csv": "0,水是,冰,气,液,火,C\n",  # without a head
-    "race/test/high/1.txt": '{"article": 3}',
-    "arc": '{"id": "1", "question": {"stem": "s", "choices": ["a"]}, "answerKey": "A"}',
+    "mmlu/test/anatomy_test.csv": ["q,a,b,c,d,AB\n"],
+    "mmlu/dev/anatomy_dev.csv": ["q,a,b,c,d,A\n"],
+    "cmmlu/test/college_law.csv": ["0,水是,冰,气,液,火,C\n"],  # without a head
+    "race/test/high/1.txt": [
+        '{"article": 3}',
+        *(passage(of) for of in ("abcd abc", "abc abcd", "abcd abcde")),
+        passage("abcd abcd", "AE"),
+        passage("abcd abcd").replace("[]", "").replace('["a", "b", "c", "d"]', '"abcd"'),
+    ],
+    "arc": [science("AABC"), science("ABB"), science("ABC", "D"), science("A", "A")],
+    "own.jsonl": [{"choices": of} for of in (["a", "a"], ["a"], "ab", ["a", "\ud800"], ["a", " "])]
+    + [{"answer": "AB"}, {"answer": True}, {"answer": -1}, {"img": "x"}],
+    "none": [None],
 }
-OWN = [{"choices": chosen} for chosen in (["a", "a"], ["a"], "ab", ["a", "\ud800"])] + [
-    {"answer": "AB"},
-    {"img": "x"},
-]
 
 
 @pytest.mark.parametrize(
-    ("name", "content"), [*BAD.items(), *(("own.jsonl", own) for own in OWN), ("none", None)]
+    ("name", "content"), [(name, content) for name, of in BAD.items() for content in of]
 )
 def test_bad_files_are_named(files, name, content):
     """A wrong file is scored, or its user is left without the file."""
@@ -344,3 +377,4 @@ def test_embedded_questions_are_fair():
     assert all(len(set(q.choices)) == len(q.choices) for q in questions)
     places = [q.truth for q in questions if len(q.choices) == 4]
     assert all(0.15 * len(places) < places.count(place) < 0.35 * len(places) for place in range(4))
+    assert len(questions_of(["--limit", "1"])[0].choices) > 1

@@ -184,6 +184,9 @@ ABSENT = NEGATIVE | {"target": "val2014/201.jpg"}
 LOST = [
     {"image_ids": ["s_9.jpg"]},
     {"row": -1},
+    {"row": 0.0},
+    {"col": True},
+    {"id": True},
     {"row": 0, "col": 2},
     ABSENT,
     {"target": ["a", "b"]},
@@ -199,3 +202,4 @@ def test_contradicting_needle_files_are_named(tmp_path, change):
         lambda: read(tmp_path, [TEST], grids={"s.jpg": {"0_0": "a.jpg", "0_1": "b.jpg"}}),
         "2_2.json: 's.jpg'",
     )
+    refused(lambda: read(tmp_path, [TEST], grids=GRIDS | {"s.jpg": {}}), "2_2.json: 's.jpg'")

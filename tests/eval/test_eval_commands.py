@@ -237,6 +237,14 @@ def test_a_log_has_one_writer_and_is_no_other_file(model, processor, source, tmp
     for line in ("7", "{"):
         log.write_text(f'{{"mark": "x", "answer": "y"}}\n{line}\n')
         refused(lambda: answer.ask_all(model, processor, asked, log=log), "log.jsonl:2: ")
+    asked.append(replace(asked[0], id=2, scored=False))
+    marks, nan = answer.marks_of(model, processor, asked, 32), float("nan")
+    wrong = [(0, said) for said in (5, "dog", [-1.0], ["top", "dog"], [nan, -1.0], {})]
+    for number, said in [*wrong, (1, 5), (1, first[0])]:
+        log.write_text(json.dumps({"mark": marks[number], "answer": said}) + "\n")
+        refused(lambda: answer.ask_all(model, processor, asked, log=log), "log.jsonl: ", "anew")
+    log.write_text(json.dumps({"mark": marks[0], "answer": None}) + "\n")  # is no answer
+    assert answer.ask_all(model, processor, asked[:1], log=log) == first
 
 
 def subjects(flags: str) -> list[open.Subject]:
@@ -287,7 +295,7 @@ def test_bad_input_is_one_line(source, workplace):
         json.dumps([{"question_id": 1, "image": "gone.jpg", "question": "Is it?"}])
     )
     for flags, part in (
-        (f"--model {source} --questions Q", "go together"),
+        (f"--model {source} --questions Q", "--images go together"),
         (f"--model {source} --questions Q --images .", "'gone.jpg' is not in ."),
         (f"--model {source} --prompt answer --limit 1", "'answer'"),
         (f"--model {source} --device nowhere", "--device nowhere"),

@@ -71,13 +71,14 @@ ANSWERS = [
 @pytest.fixture
 def score(workplace, capsys):
     """A function that scores a file of answers to QUESTIONS."""
+    (workplace / "P").mkdir()
     for number in range(2):
-        Image.effect_noise((40, 30), 90 + number).save(f"{number}.jpg")
+        Image.effect_noise((40, 30), 90 + number).save(f"P/{number}.jpg")
     (workplace / "Q").write_bytes("".join(json.dumps(q) + "\r\n" for q in QUESTIONS).encode())
 
     def run(answers):
         (workplace / "A").write_text("".join(json.dumps(record) + "\n" for record in answers))
-        pope.main("--questions Q --images . --results A --json".split())
+        pope.main("--questions Q --results A --json".split())
         return json.loads(capsys.readouterr().out)["A"]
 
     return run
@@ -126,7 +127,7 @@ def test_probabilities_sets_and_limits_by_hand(score):
         "mean": 75,
     }
     for files, count in (
-        ({"questions": ["Q"], "images": "."}, 3),
+        ({"questions": ["Q"], "images": "P"}, 3),
         ({"questions": None, "images": None}, 9),
     ):
         given = Namespace(**files, limit=3, probability=False, template="{question}")
@@ -145,9 +146,11 @@ def test_the_embedded_scenes_and_files(score, source, workplace, capsys):
         "--limit 18 --json --probability --results runs/eval/random/pope/results.json".split()
     )
     assert next(iter(json.loads(capsys.readouterr().out).values())) == printed
-    (workplace / "P").write_text(json.dumps(QUESTIONS[0]))
-    pope.main([*flags, *"--images . --questions Q P".split()])
+    (workplace / "R").write_text(json.dumps(QUESTIONS[0]))
+    pope.main([*flags, *"--images P --questions Q R".split()])
     printed = json.loads(capsys.readouterr().out)["random"]["summary"]
-    assert list(printed) == ["Q", "P", "mean"] and 0 <= printed["Q"]["P(yes)"] <= 100
-    refused(lambda: pope.main([*flags, *"--images . --questions Q ./Q".split()]), "4 duplicate")
+    assert list(printed) == ["Q", "R", "mean"] and 0 <= printed["Q"]["P(yes)"] <= 100
+    refused(lambda: pope.main([*flags, *"--images P --questions Q ./Q".split()]), "4 duplicate")
     refused(lambda: pope.main("--results A --blind".split()), "--results", "leave --model")
+    for given in ("--questions Q", "--images .", "--results A --images ."):
+        refused(lambda given=given: pope.main(given.split()), "--images go together")

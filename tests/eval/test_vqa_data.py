@@ -116,6 +116,7 @@ def test_what_cannot_be_asked(workplace):
         ("--data own.jsonl", "does not say what kind"),
         ("--data jsonl:own.jsonl --questions Q", "leave --data out"),
         ("--data jsonl:own.jsonl --guess", "no --prompt, --scoring or --guess"),
-        ("--images .", "go together"),
+        ("--images .", "--images go together"),
+        ("--annotations A", "give both"),
     ):
         refused(lambda flags=flags: vqa.main(["--model", "nowhere", *flags.split()]), message)

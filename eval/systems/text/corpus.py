@@ -2,6 +2,7 @@
 
 In: paths of plain text; by default the source of Python's standard library, which every machine
 has. Out: a `Corpus`, kept in a folder (tokenizer.model, tokens.safetensors, corpus.json) and read
+from model.common import shown
 from it again while the text is unchanged.
 """
 
@@ -88,7 +89,7 @@ def read_texts(paths: Sequence[str | Path]) -> dict[str, str]:
             )
         if left_out := len(files) - len(read):
             print(
-                f"--text {path}: left out {left_out} files that are empty or not UTF-8 text",
+                f"--text {shown(path)}: left out {left_out} files that are empty or not UTF-8 text",
                 file=sys.stderr,
             )
         texts |= read

@@ -26,7 +26,7 @@ from eval.explore.record import decoder_maps
 from eval.report import bootstrap, interval_text, markdown_table
 from eval.systems.text.corpus import Corpus, kept_corpus
 from eval.systems.text.tasks import LETTERS, SHOWN, Document, Tasks
-from model.common import UserError, read_json
+from model.common import UserError, read_json, shown
 from model.device import choose_device
 from model.generate import NonFiniteError, check_finite, finite_rows
 from model.systems.configs import BOS, PAD
@@ -249,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
         corpus = kept_corpus(Path(settings["corpus"] or folder / "corpus"))
         model = load_model(folder / "model", device=choose_device(args.device))
-        print(f"{folder}\n")
+        print(f"{shown(folder)}\n")
         for name in MEASURES if args.measure == "all" else [args.measure]:
             for panel, scores in MEASURES[name](
                 model, corpus, settings["length"], args.limit
