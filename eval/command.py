@@ -10,6 +10,8 @@ from argparse import (
 from collections.abc import Callable
 from typing import Any
 
+from model.common import Parser
+
 
 def whole(low: int, high: int = 10**9) -> Callable[[str], int]:
     """The type of a flag that takes a whole number in this range, for argparse."""
@@ -27,9 +29,7 @@ positive = whole(1)
 
 def command_parser(name: str, doc: str | None) -> ArgumentParser:
     """The parser of `python -m name`, with the module's docstring as its help."""
-    return ArgumentParser(
-        f"python -m {name}", description=doc, formatter_class=RawDescriptionHelpFormatter
-    )
+    return Parser(f"python -m {name}", description=doc, formatter_class=RawDescriptionHelpFormatter)
 
 
 def add_flag(

@@ -7,11 +7,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eval.command import add_flag, positive
+from eval.command import add_flag, positive, whole
 from eval.data.published import PROMPT, check_prompt
 from lora import adapter
 from model.common import UserError, file_errors, read_json, shown
-from model.device import DTYPES, choose_device, choose_dtype
+from model.device import DTYPES, THREADS, choose_device, choose_dtype, use_threads
 from model.processor import Processor
 from model.registry import System, system_of
 from model.source import EMBEDDED, local_path, preset_of, resolve
@@ -56,6 +56,7 @@ def add_model_flags(parser: ArgumentParser, many: bool = False) -> None:
         choices=[*DTYPES],
     )
     add_flag(parser, "--device", "cpu, cuda, mps, … (default: cuda or mps if there is one)", "auto")
+    add_flag(parser, "--threads", THREADS, type=whole(1, 1024), metavar="N")
     add_flag(
         parser,
         "--max-length",
@@ -184,6 +185,7 @@ def load(args: Namespace, subject: Subject) -> Any:
         device=str(device),
         quantize=subject.quantize,
     )
+    use_threads(args.threads, model)
     if subject.run is not None:
         adapter.load(model, subject.run)
     return model.eval()

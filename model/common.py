@@ -12,7 +12,9 @@ import os
 import re
 import secrets
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,12 @@ if sys.argv[:1] == [
     sys.excepthook = lambda kind, *more: (
         None if kind is KeyboardInterrupt else sys.__excepthook__(kind, *more)
     )
+
+
+if "OMP_WAIT_POLICY" not in os.environ:
+    # PyTorch's idle threads wait in a loop, by default so long that beside other work two threads
+    # take ten times the time of one; its library reads this once, as torch is imported
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 class UserError(ValueError):
@@ -36,10 +44,11 @@ def run_command(main: Callable[[], None]) -> None:
     in silence.
     """
     keep_memory()
-    for stream in (
-        sys.stdout,
-        sys.stderr,
-    ):  # an answer may hold characters that the terminal's encoding lacks
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by `>&-` or in a service
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        stream = getattr(sys, name)
+        # an answer may hold characters that the terminal's encoding lacks
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -70,6 +79,20 @@ def run_command(main: Callable[[], None]) -> None:
                 stream.flush()
             except OSError:  # Python would say at its end that it cannot
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class Parser(ArgumentParser):
+    """argparse's parser, whose error says first what is wrong, with the nearest flag to a typo."""
+
+    def error(self, message: str):
+        for word in message.partition("unrecognized arguments: ")[2].split():
+            near = get_close_matches(word.partition("=")[0], self._option_string_actions, 1)
+            if word[0] == "-" and near:
+                message += f": did you mean {near[0]}?"
+                break
+        print(f"error: {shown(message, 4000)}", file=sys.stderr)
+        self.print_usage(sys.stderr)
+        sys.exit(2)
 
 
 def keep_memory() -> None:

@@ -1,12 +1,16 @@
 """Devices and dtypes by the names that the flags `--device`, `--dtype` and `--autocast` take."""
 
+import os
 import platform
 
 import torch
+from torch import nn
 
 from model import cpu
 from model.common import UserError, cpuinfo, shown
 
+SMALL, FEW = 100_000_000, 2  # parameters of a small model, and threads that its operators can use
+THREADS = "of PyTorch on the CPU (default: OMP_NUM_THREADS, if set; else all cores, but 2 for a small model)"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -33,6 +37,17 @@ def choose_device(name: str = "auto") -> torch.device:
             f"--device {shown(name)}: {shown(str(error))}: take auto, or a device that is there"
         ) from None
     return torch.device(name)
+
+
+def use_threads(number: int | None, model: nn.Module) -> int:
+    """Set how many threads PyTorch takes, and return it. None: as `THREADS` says, never more than
+    before."""
+    is_small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
+    if number is None and is_small and "OMP_NUM_THREADS" not in os.environ:
+        number = min(FEW, torch.get_num_threads())
+    if number is not None:
+        torch.set_num_threads(number)
+    return torch.get_num_threads()
 
 
 def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:

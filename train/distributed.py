@@ -5,21 +5,22 @@ FSDP2, and the answers to questions that all processes share.
 import contextlib
 import gc
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from model.common import UserError, shown
 from model.device import choose_device
 from weights.fingerprint import gathered
 from weights.load import empty_model
 
 LAYERS = ("vision_tower.encoder.layers", "language_model.layers", "multi_modal_projector.blocks")
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}  # without torchrun
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,18 @@ class World:
 
 @contextlib.contextmanager
 def joined_world(device: str = "auto") -> Iterator[World]:
-    """The world that `torchrun` started, if it did, for the block. Raises UserError for a device
-    that is not there."""
-    rank, local, size = (
-        int(os.environ.get(name, 0)) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    )
+    """The world that `torchrun` started, if it did, for the block; the threads of PyTorch are
+    afterwards what they were. Raises UserError for a device that is not there, and for variables
+    that `torchrun` does not set so."""
+    threads = torch.get_num_threads()
+    named = {name: os.environ.get(name, alone) for name, alone in ALONE.items()}
+    told = " ".join(f"{name}={value}" for name, value in named.items())
+    problem = f"{shown(told)}: start with torchrun, which sets these, or unset them"
+    if not all(re.fullmatch("[0-9]{1,6}", value) for value in named.values()):
+        raise UserError(problem)
+    rank, local, size = map(int, named.values())
+    if max(rank, local) >= size:
+        raise UserError(problem)
     if device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{local}"
     elif device == "auto" and size > 1:  # gloo does not have MPS
@@ -65,12 +73,15 @@ def joined_world(device: str = "auto") -> Iterator[World]:
     if on_gpu:
         torch.cuda.set_device(chosen)
     if size > 1 and not dist.is_initialized():
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=chosen if on_gpu else None
-        )
+        kind = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        try:
+            dist.init_process_group(kind, device_id=chosen if on_gpu else None)
+        except (ValueError, RuntimeError) as error:  # of the address
+            raise UserError(f"{problem} ({shown(str(error))})") from None
     try:
-        yield World(rank, max(1, size), chosen)
+        yield World(rank, size, chosen)
     finally:
+        torch.set_num_threads(threads)
         if dist.is_initialized():
             # a process group kept alive by a reference cycle would be destroyed too late, and abort
             gc.collect()
@@ -93,6 +104,9 @@ def spread(
     if world.size == 1 or not shard:
         model = DistributedDataParallel(model) if world.size > 1 else model
         return torch.compile(model) if compiles else model
+    # here: it takes a second
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     halves = reads_bf16(model, autocast)
     policy = (
         MixedPrecisionPolicy(torch.bfloat16, torch.float32) if halves else MixedPrecisionPolicy()
@@ -112,7 +126,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP2 has spread the weights: no process holds all of them."""
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
 
 
 def whole_model(model: nn.Module, world: World) -> nn.Module:

@@ -25,6 +25,7 @@ import torch
 from eval.data.records import Record
 from lora import adapter
 from model.common import UserError, run_command, shown, write_text
+from model.device import use_threads
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from train.checkpoint import Progress, atomic_folder, newest_progress
@@ -124,6 +125,7 @@ def fine_tune(
         outline, _ = open_model(
             settings, torch.device("meta")
         )  # mistakes are reported before weights are read
+        threads = use_threads(settings.threads, outline)
         records = read_records(settings, memory=memory)
         processor, files = open_processor(settings, outline)
         progress = world.gather(newest_progress(run))[0] or Progress(world.size)
@@ -132,7 +134,7 @@ def fine_tune(
         held_out = open_held_out(settings, processor, world, memory, metrics)
 
         model = load_start(settings, world.device)
-        print_start(outline, settings, world)
+        print_start(outline, settings, world, threads)
         if begins and held_out:
             results["before"] = held_out.test(model, "before")
         model, optimizer = open_model(settings, world.device, model)
@@ -203,21 +205,22 @@ def print_recipe(settings: Settings) -> None:
         )
 
 
-def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:
-    """The first process prints the recipe, the base, its size, the share of it that is trained, and
-    the device."""
+def print_start(outline: PaliGemma, settings: Settings, world: World, threads: int) -> None:
+    """The first process prints the base, its size, the share of it that is trained, the device, the
+    threads, and the recipe."""
     if not world.is_first:
         return
+    total, trained = count(outline.parameters()), count(trainable(outline).values())
+    size = f"{total:,} parameters, {trained:,} of them trainable ({100 * trained / total:.2f} %)"
+    processes = f", {world.size} processes" if world.size > 1 else ""
+    machine = f"{world.device}{processes}, CPU threads: {threads}"
+    print(f"{settings.base}: {size}, {settings.subject}, on {machine}", flush=True)
     print_recipe(settings)
     if settings.is_beyond_base:
         print(
             "boxes: the embedded base finds its forty emoji alone, and does not learn others: take "
             "a published base"
         )
-    total, trained = count(outline.parameters()), count(trainable(outline).values())
-    size = f"{total:,} parameters, {trained:,} of them trainable ({100 * trained / total:.2f} %)"
-    processes = f", {world.size} processes" if world.size > 1 else ""
-    print(f"{settings.base}: {size}, {settings.subject}, on {world.device}{processes}", flush=True)
 
 
 def run_flags(settings: Settings, arguments: Arguments) -> None:

@@ -7,14 +7,14 @@ from a run folder.
 
 import dataclasses
 import typing
-from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, RawDescriptionHelpFormatter
+from argparse import SUPPRESS, BooleanOptionalAction, RawDescriptionHelpFormatter
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar
 
-from model.common import UserError, quoted, read_json, shown
+from model.common import Parser, UserError, quoted, read_json, shown
 
 Settings = TypeVar("Settings")
 MANY = 2**31 - 1  # the largest number of a flag without another limit
@@ -50,13 +50,16 @@ def given_flags(
     doc: str | None,
     argv: Sequence[str] | None,
     groups: Mapping = {},
+    recipes: Mapping[str, Mapping] = {},
     **more,
 ) -> dict:
     """The values that the command line of `program` gives; each field of the dataclasses `kinds` is
     a flag.
-    groups: the fields of each group of --help. more: arguments of the parser."""
-    form = RawDescriptionHelpFormatter  # it prints the lines of a description as they are
-    parser = ArgumentParser(f"python -m {program}", description=doc, formatter_class=form, **more)
+    groups: the fields of each group of --help. recipes: by name, other defaults that --help shows.
+    more: arguments of the parser."""
+    # the form prints the lines of a description as they are; all flags make a page of usage
+    more |= {"formatter_class": RawDescriptionHelpFormatter, "usage": "%(prog)s [flags]"}
+    parser = Parser(f"python -m {program}", description=doc, **more)
     titled = [
         (fields.split(), parser.add_argument_group(title)) for title, fields in groups.items()
     ]
@@ -65,8 +68,11 @@ def given_flags(
         (field, field_kind(of, field)) for of in kinds for field in dataclasses.fields(of)
     ):
         help, argument = field.metadata["help"], field.metadata["argument"]
-        if "default" not in help:
+        if "default" not in help and field.default not in (None, ()):
             help += f" (default: {field.default})"
+        for name, values in recipes.items():
+            if field.name in values:
+                help += f"; {name}: {values[field.name]}"
         ways = {bool: {"action": BooleanOptionalAction}, tuple: {"action": "append"}}
         if {"nargs", "type"} & argument.keys():
             ways[tuple] = {"type": str}
@@ -139,20 +145,20 @@ def read_run(
     arguments: type[Arguments],
     argv: Sequence[str] | Mapping[str, object] | None,
     defaults: Callable[[dict], dict] = lambda given: {},
-    groups: Mapping[str, str] = {},
+    **shown_by_help: Mapping,
 ) -> tuple[Settings, Arguments]:
     """The settings of a run, from its flags, in words or by name, or from the folder that is
     resumed, and other flags.
 
-    defaults(flags): settings that take the place of the fields' defaults. groups: the fields of
-    each group of --help. Raises UserError for flags that exclude each other, values out of range,
+    defaults(flags): settings that take the place of the fields' defaults. shown_by_help: of
+    `given_flags`. Raises UserError for flags that exclude each other, values out of range,
     and a folder that it has not written.
     """
     is_read = isinstance(argv, Mapping)
     given = (
         dict(argv)
         if is_read
-        else given_flags((arguments, settings), program, description, argv, groups)
+        else given_flags((arguments, settings), program, description, argv, **shown_by_help)
     )
     names = [field.name for field in dataclasses.fields(arguments) if field.name in given]
     chosen = from_values(arguments, {name: given.pop(name) for name in names})

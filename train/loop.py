@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from model.common import UserError, shown
-from model.device import autocast_dtype, autocast_of
+from model.device import THREADS, autocast_dtype, autocast_of
 from train.checkpoint import Progress, load_checkpoint, newest_progress, save_checkpoint
 from train.distributed import World, set_gradient_sync, spread
 from train.flags import flag
@@ -38,6 +38,7 @@ class LoopSettings:
     clip: float = flag(1.0, "largest gradient norm; 0 does not clip", least=0, most=1e12)
     seed: int = flag(0, "of initialisation, order and dropout", least=0)
     device: str = flag("auto", "cuda, mps, cpu, … (default: cuda or mps if there is one)")
+    threads: int | None = flag(None, THREADS, least=1, most=1024)
     autocast: str = flag(
         "auto", "default: bf16 on CUDA, else none", choices=["auto", "none", "bf16", "fp16"]
     )

@@ -109,6 +109,7 @@ class Settings(LoopSettings):
         "a flag, such as "
         "--recipe lora, asks for LoRA or a graft",
         choices=["", *RECIPES],
+        metavar="|".join(RECIPES),
     )
     base: str = flag(
         "embedded",
@@ -213,9 +214,7 @@ class Settings(LoopSettings):
         None, "steps between evaluations; 0 none (default: ten times a run)", least=0
     )
     keep_best: bool = flag(True, "keep the weights with the best held-out score in RUN/best")
-    patience: int = flag(
-        0, "stop after so many evaluations without a gain; 0 never (default: 0, of own 5)", least=0
-    )
+    patience: int = flag(0, "stop after so many evaluations without a gain; 0 never", least=0)
 
     @property
     def options(self) -> dict[str, object]:
@@ -342,7 +341,7 @@ GROUPS = {
     "LoRA": "targets r alpha dropout",
     "schedule": "lr scalar_lr optimizer weight_decay beta2 schedule warmup clip batch_size step_batch epochs steps",
     "evaluation": "evaluate eval_limit eval_every keep_best patience",
-    "machine": "device autocast checkpointing shard compile workers checkpoint_every keep seed max_bad",
+    "machine": "device threads autocast checkpointing shard compile workers checkpoint_every keep seed max_bad",
 }
 
 
@@ -362,7 +361,9 @@ def parse(
     argv: Sequence[str] | Mapping[str, object] | None, description: str = ""
 ) -> tuple[Settings, Arguments]:
     """The settings and the run folder of the flags of `train.finetune`, in words or by name."""
-    return read_settings(argv, description, Settings, "train.finetune", recipe_defaults, GROUPS)
+    recipes = {name: RECIPES[name] for name in ("own", "one-gpu")}  # taken without a flag
+    command = "train.finetune", recipe_defaults, GROUPS, recipes
+    return read_settings(argv, description, Settings, *command)
 
 
 def read_settings(
@@ -372,10 +373,14 @@ def read_settings(
     program: str,
     defaults: Callable[[dict], dict],
     groups: Mapping[str, str],
+    recipes: Mapping[str, Mapping] = {},
 ) -> tuple[Any, Arguments]:
     """Settings of a kind, and the other flags. defaults(given flags): in place of the fields'; flags
-    override them. Raises UserError."""
-    settings, arguments = read_run(program, description, kind, Arguments, argv, defaults, groups)
+    override them. groups, recipes: of `train.flags.given_flags`. Raises UserError."""
+    described = {"groups": groups, "recipes": recipes}
+    settings, arguments = read_run(
+        program, description, kind, Arguments, argv, defaults, **described
+    )
     if arguments.resume is None:
         settings.check()
     return settings, arguments

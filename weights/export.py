@@ -9,7 +9,6 @@ it and answer as `weights.load.load_model` does; README.md is its model card.
     --merge]
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from safetensors.torch import save_file
 
 from lora import adapter
 from model.common import (
+    Parser,
     UserError,
     file_errors,
     read_json,
@@ -239,9 +239,7 @@ def processor_files(config: PaliGemmaConfig) -> dict[str, str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description="Write a model as safetensors that transformers opens."
-    )
+    parser = Parser(description="Write a model as safetensors that transformers opens.")
     parser.add_argument("source", metavar="SRC", help="a run, folder, hub id, .npz, or 'embedded'")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to make")
     parser.add_argument(

@@ -4,11 +4,10 @@ Dialect, dtypes, and parameters by part. Exit code 2, and what is missing, unexp
 shape, if anything is wrong.
 """
 
-import argparse
 from collections import Counter
 from math import prod
 
-from model.common import run_command
+from model.common import Parser, run_command
 from weights.load import Checkpoint, examine
 from weights.mapping import EMBEDDING
 
@@ -40,9 +39,7 @@ def describe(checkpoint: Checkpoint) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description="Show what a checkpoint holds, without reading its tensors."
-    )
+    parser = Parser(description="Show what a checkpoint holds, without reading its tensors.")
     parser.add_argument("source", metavar="SRC", help="a folder, hub id, .npz, or 'embedded'")
     parser.add_argument(
         "--revision", help="branch, tag or commit of a hub id (default: its main branch)"

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from model import common
 from model.common import UserError, quoted, run_command, shown
-from model.device import choose_device, choose_dtype
+from model.device import choose_device, choose_dtype, use_threads
 from tests.runs import refused
 
 
@@ -127,8 +128,8 @@ def test_commands_end_in_one_line(line, capsys):
 
 
 def test_a_lost_stream_or_ctrl_c_leaves_no_traceback(tmp_path):
-    """Breaks when `| head -1`, a full disk behind a stream, or Ctrl-C before a command begins
-    prints a traceback."""
+    """Breaks when `| head -1`, a full disk behind a stream, a closed stream as of cron, or Ctrl-C
+    before a command begins prints a traceback or changes the exit code."""
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
     start = "from model.common import UserError, run_command\ndef main():\n    print('x')\n"
 
@@ -160,12 +161,43 @@ def test_a_lost_stream_or_ctrl_c_leaves_no_traceback(tmp_path):
                 no_space,
                 run(*command, stdout=subprocess.DEVNULL, stderr=full)[0],
             ) == codes
+            for stream in (1, 2):
+                line = ["sh", "-c", f'exec "$0" "$@" {stream}>&-', sys.executable, *command]
+                done = subprocess.run(line, capture_output=True, cwd=Path(__file__).parents[2])
+                assert done.returncode == codes[2]
+                assert done.stderr in (b"", b"error: \n") and done.stdout in (b"", b"x\n")
             assert [first, second] == ["error: \n" * (closed == 2), second] and second.count(
                 "\n"
             ) == (no_space == 2)
     os.close(pipe)
     for module in ("train.finetune", "eval.ask", "weights.inspect"):
         assert run("-m", module) == (-signal.SIGINT, ""), module
+
+
+def test_a_small_model_takes_few_threads(monkeypatch):
+    """Breaks when a toy takes a thread for each of many cores, the user's number is overruled, or
+    idle threads wait in a loop that other work needs."""
+    small, large = nn.Linear(9, 9), nn.Linear(10**5, 10**4, device="meta")
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    try:
+        torch.set_num_threads(6)
+        assert use_threads(None, large) == 6 and use_threads(None, small) == 2
+        assert use_threads(3, small) == torch.get_num_threads() == 3
+        torch.set_num_threads(1)
+        assert use_threads(None, small) == 1
+        torch.set_num_threads(6)
+        monkeypatch.setenv("OMP_NUM_THREADS", "6")
+        assert use_threads(None, small) == 6 and use_threads(1, small) == 1
+    finally:
+        torch.set_num_threads(before)
+    code = "import eval, os, sys; print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))"
+    names = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
+    bare = {name: value for name, value in os.environ.items() if name not in names}
+    for given, waits in (({}, "1000"), ({"OMP_WAIT_POLICY": "active"}, "None")):
+        options = {"env": bare | given, "cwd": Path(__file__).parents[2], "text": True}
+        printed = subprocess.run([sys.executable, "-c", code], capture_output=True, **options)
+        assert printed.stdout.split() == ["False", waits]
 
 
 @pytest.mark.parametrize("name", ["nonsense", "meta", "cuda:998", "\x1b[2J", "x" * 10_000])

@@ -20,7 +20,7 @@ from tests.files import write_vqav2
 from tests.runs import WORLD, metrics, refused, torchrun, words
 from train import finetune
 from train.data.batches import Order
-from train.distributed import World, ask_together
+from train.distributed import World, ask_together, joined_world
 from train.loop import Diverged, check_finite
 from train.settings import parse, step_layout
 from weights.load import load_model
@@ -193,6 +193,19 @@ def test_two_processes_answer_as_one(tmp_path):
     expected = answers(ask_all, left_out={})
     assert len(set(expected)) > 6 and expected.count(None) == 3
     assert as_two(lambda world: answers(ask_together, world)) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    "given", ["RANK=1", "RANK=x", "RANK=", "LOCAL_RANK=1", "WORLD_SIZE=0", "WORLD_SIZE=2 RANK=0"]
+)
+def test_a_broken_environment_is_one_line(given, monkeypatch):
+    """Breaks when what is left of another job's variables ends in a traceback, or in a run of which
+    no process writes."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    for variable in given.split():
+        monkeypatch.setenv(*variable.split("="))
+    refused(joined_world("cpu").__enter__, given.split()[0], "torchrun")
 
 
 def test_all_processes_end_at_a_loss_that_is_not_finite():

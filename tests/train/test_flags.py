@@ -3,15 +3,20 @@ config.json."""
 
 import dataclasses
 import json
+import re
+import subprocess
+import sys
 
 import pytest
 
+from eval import ask
 from model.config import PRESETS
 from tests.runs import refused, words
 from train import finetune
 from train.flags import flag_name, from_values
-from train.settings import GROUPS, Settings, parse
+from train.settings import GROUPS, RECIPES, Settings, parse
 from train.systems.text import TextSettings
+from weights import export
 
 
 @pytest.mark.parametrize("settings", [Settings, TextSettings])
@@ -75,6 +80,49 @@ def test_a_base_of_published_size_has_defaults_of_its_own(tmp_path, capsys):
         assert chosen(f"--base {tmp_path}")[0] == recipe
     finetune.print_recipe(parse(words("--base paligemma-3b-224 --lr 0.5"))[0])
     assert capsys.readouterr().out.count("0.5") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "near"),
+    [
+        (finetune, "--lrr 1", "--lr"),
+        (finetune, "--batch_size=3 --seed 1", "--batch-size"),
+        (ask, "--promt a", "--prompt"),
+        (export, "a b --mereg", "--merge"),
+        (finetune, "\x1b[2J", None),
+    ],
+)
+def test_a_typo_in_a_flag_is_one_line_with_the_nearest(command, flags, near, capsys):
+    """Breaks when the flag that was meant is lost below a page of usage, or none is named."""
+    with pytest.raises(SystemExit) as caught:
+        command.main(flags.split(" "))
+    first, usage, *more = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 2 and first.isprintable() and usage.startswith("usage: ")
+    assert first.startswith("error: ") and (f"did you mean {near}?" in first) == bool(near)
+    assert command is not finetune or not more
+
+
+def test_a_typo_does_not_wait_for_several_gpus():
+    """Breaks when every command of training imports for a second what only a resumed or a spread
+    run needs."""
+    code = "import sys, train.finetune; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    slow = {"torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"}
+    assert "torch" in done.stdout.split() and not slow & {*done.stdout.split()}
+
+
+def test_help_shows_what_own_pictures_take(capsys):
+    """Breaks when --help shows a rate, a variant or a beta2 that the recipe for own pictures or for
+    a large base does not use, an empty choice, or None for what is chosen elsewhere."""
+    with pytest.raises(SystemExit):
+        finetune.main(["--help"])
+    text = capsys.readouterr().out
+    entries = re.split(r"\n  (?=--)", text)
+    helps = {re.match(r"[\w-]*", entry)[0]: "".join(entry.split()) for entry in entries}
+    for name in ("own", "one-gpu"):
+        for field, value in RECIPES[name].items():
+            assert f";{name}:{value}" in helps[flag_name(field)]
+    assert "{," not in text and "(default: None)" not in text and "(default: ())" not in text
 
 
 def test_help_has_groups():

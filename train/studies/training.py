@@ -27,7 +27,15 @@ from train.studies.engine import StudyOptions
 from train.studies.measures import Task, training_records
 from weights.fingerprint import exact_fingerprint
 
-DECIDED = ("stage", "full", "seed", "evaluate", "eval_limit", "eval_data")  # by every study
+DECIDED = (
+    "stage",
+    "full",
+    "seed",
+    "evaluate",
+    "eval_limit",
+    "eval_data",
+    "threads",
+)  # by every study
 Tasks = Mapping[str, Mapping[str, Task]]  # by split and name
 
 

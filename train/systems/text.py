@@ -22,6 +22,7 @@ import torch
 from eval.systems.text.corpus import Corpus, kept_corpus, open_corpus
 from eval.systems.text.tasks import MOST_ASKED, SYMBOLS, Tasks
 from model.common import UserError, run_command
+from model.device import use_threads
 from model.processor import Movable
 from model.systems.configs import BOS, TEXT_PRESETS
 from model.systems.language import TextModel, new_model
@@ -211,6 +212,7 @@ def learn(
     model = new_model(settings.preset, kind == "differential", settings.seed, kind == "wide").to(
         world.device
     )
+    use_threads(settings.threads, model)
     model.set_checkpointing(settings.checkpointing)
     optimizer, order = (
         make_optimizer(model, settings),
