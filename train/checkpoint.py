@@ -23,11 +23,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from eval.data.published import problems_at
@@ -82,6 +79,7 @@ class Progress:
     results: dict[str, Result] = field(default_factory=dict)  # evaluations, by column of the table
     origin: dict | None = None  # see `train/run.py`
     scaler: dict | None = None  # the gradient scaler's state
+    log: str = ""  # the digest of the lines of metrics.jsonl so far
 
 
 # Writing
@@ -107,12 +105,14 @@ def save_checkpoint(
             folder.mkdir(parents=True)
         world.barrier()  # the folder is there
         if is_sharded(model):
+            import torch.distributed.checkpoint as dcp  # here: it takes a second
+
+            writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
             try:
-                dcp.save(
-                    weights | moments,
-                    storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
-                )
-            except CheckpointException as error:  # the OSError of a full disk, in whichever process
+                dcp.save(weights | moments, storage_writer=writer)
+            except (
+                dcp.api.CheckpointException
+            ) as error:  # the OSError of a full disk, in whichever process
                 raise next(cause for cause, _ in error.failures.values()) from error
         elif world.is_first:
             save_file(weights, folder / "trainable.safetensors")
@@ -206,8 +206,10 @@ def newest_progress(run: Path) -> Progress | None:
 def load_checkpoint(run: Path, progress: Progress, optimizer: Optimizer) -> None:
     """Restore an optimizer and its parameters in place from the checkpoint of `progress`; every
     process must call it. Raises UserError if it belongs to other parameters, or is not whole."""
+    import torch.distributed.checkpoint as dcp  # here: it takes a second
+
     folder, parameters = run / "checkpoints" / f"step-{progress.step}", changed_by(optimizer)
-    reader = HuggingFaceStorageReader(str(folder))
+    reader = dcp.HuggingFaceStorageReader(str(folder))
     sizes = {
         name: tensor.size for name, tensor in reader.read_metadata().state_dict_metadata.items()
     }

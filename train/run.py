@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -34,9 +35,7 @@ from train.flags import RUN_CONFIG, RunArguments, flag_name
 
 LOCK = ".lock"
 # settings that do not change what is learned
-FREE = (
-    "workers device checkpoint_every keep evaluate eval_limit max_bad eval_every keep_best".split()
-)
+FREE = "workers device threads checkpoint_every keep evaluate eval_limit max_bad eval_every keep_best".split()
 
 
 class Interrupted(Exception):
@@ -102,6 +101,7 @@ def run_folder(
         with file_errors(run):
             run.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(run)
+        sweep(run)
     try:
         if world.is_first and not arguments.resume:
             write_text(run / RUN_CONFIG, json.dumps(asdict(settings), indent=1) + "\n")
@@ -110,12 +110,7 @@ def run_folder(
     except Interrupted as interrupted:
         interrupted.end_program(f"go on with: python -m {program} --resume {run}")
     except BaseException:
-        log, has_weights = run / "metrics.jsonl", checkpoints(run) or (run / "best").exists()
-        if (
-            world.is_first
-            and not arguments.resume
-            and not (has_weights and '"loss"' in log.read_text())
-        ):
+        if world.is_first and not arguments.resume and not has_learned(run):
             lock.close()
             shutil.rmtree(run, ignore_errors=True)
         raise
@@ -140,6 +135,22 @@ def lock_folder(run: Path) -> IO:
     return lock
 
 
+def has_learned(run: Path) -> bool:
+    """Whether a run has learned weights, at least of its alignment."""
+    log = run / "metrics.jsonl"
+    has_weights = checkpoints(run) or (run / "best").exists()
+    return bool(has_weights) and (not log.exists() or '"loss"' in log.read_text())
+
+
+def sweep(run: Path) -> None:
+    """Delete what a killed process was writing into a run."""
+    for path in run.iterdir():
+        if re.fullmatch(r"\..+-[0-9a-f]{8}\.\w+", path.name):  # of `atomic_path`
+            path.unlink(missing_ok=True)
+        if path.match(".*.partial"):  # of `atomic_folder`
+            shutil.rmtree(path, ignore_errors=True)
+
+
 # The log
 
 # Fields that differ from run to run: seconds of training so far, evaluations included; samples and
@@ -151,7 +162,8 @@ class Log:
     """The metrics, the progress bar and the clock of a run; only the first process writes.
 
     progress: of the run, with the seconds of training, those before it was resumed included. Lines
-    of steps after its checkpoint are deleted.
+    of steps after its checkpoint are deleted. Raises UserError if those before are not what they
+    were.
     """
 
     def __init__(self, run: Path, total: int, progress: Progress, world: World):
@@ -178,8 +190,13 @@ class Log:
         self.path = run / "metrics.jsonl"
         if self.writes:
             lines = self.path.read_bytes().splitlines(keepends=True) if progress.step else []
+            kept = b"".join(lines[: progress.step])
+            self.digest = hashlib.sha256(kept)
+            if progress.step and self.digest.hexdigest() != progress.log:
+                problem = f"a line before step {progress.step} is lost or changed"
+                raise UserError(f"{shown(self.path)}: {problem}: put the run's own file back")
             with atomic_path(self.path) as temporary:
-                temporary.write_bytes(b"".join(lines[: progress.step]))
+                temporary.write_bytes(kept)
             self.file = self.path.open(
                 "a", buffering=1
             )  # each line is the system's as soon as it is written
@@ -196,8 +213,11 @@ class Log:
         the disk is full."""
         self.progress.seconds = time.perf_counter() - self.started
         if self.writes:
+            line = json.dumps(record) + "\n"
             with file_errors(self.path):
-                self.file.write(json.dumps(record) + "\n")
+                self.file.write(line)
+            self.digest.update(line.encode())
+            self.progress.log = self.digest.hexdigest()
             for name, unit in (
                 ("loss", ""),
                 ("held_out_loss", ""),

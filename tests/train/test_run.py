@@ -159,13 +159,37 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(name, run, tem
     assert contents(run) == before
     shutil.rmtree(STEP_4)
     (STEP_2 / ".nfs0001").touch()  # as a network drive leaves
+    left = [
+        run / ".adapter_config-0123abcd.json",
+        run / ".loss-0123abcd.png",
+        run / ".best.partial",
+    ]
+    left[0].touch()  # as kill -9 leaves
+    left[1].touch()
+    left[2].mkdir()
     train("--resume run")
+    assert not any(path.exists() for path in left)
     ours, whole = (
         load_file(folder / "run/adapter_model.safetensors") for folder in (Path(), template)
     )
     assert all(torch.equal(ours[name], whole[name]) for name in whole) and metrics(run) == metrics(
         template / "run"
     )
+
+
+@pytest.mark.parametrize("damage", ["lost", "cut", "changed", "all lost"])
+def test_damaged_metrics_are_named_before_training(damage, run, monkeypatch):
+    """Breaks when a run goes on behind a log that lacks steps or has others, or trains to the end
+    before it says so."""
+    file = run / "metrics.jsonl"
+    lines = file.read_text().splitlines(keepends=True)[:4]
+    damaged = {"lost": [*lines[:1], *lines[2:]], "cut": [*lines[:3], lines[3][:30]], "all lost": []}
+    damaged["changed"] = [lines[0].replace('"loss": ', '"loss": 1'), *lines[1:]]
+    file.write_text("".join(damaged[damage]))
+    before = contents(run)
+    monkeypatch.setattr("train.loop.count_records", None)
+    refused(lambda: train("--resume run"), "metrics.jsonl", "step 4")
+    assert contents(run) == before
 
 
 def hold(folder: Path, pipe: Connection) -> None:
