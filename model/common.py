@@ -85,14 +85,10 @@ class Parser(ArgumentParser):
     """argparse's parser, whose error says first what is wrong, with the nearest flag to a typo."""
 
     def error(self, message: str):
-        for word in message.partition("unrecognized arguments: ")[2].split():
-            near = get_close_matches(word.partition("=")[0], self._option_string_actions, 1)
-            if word[0] == "-" and near:
-                message += f": did you mean {near[0]}?"
-                break
-        print(f"error: {shown(message, 4000)}", file=sys.stderr)
-        self.print_usage(sys.stderr)
-        sys.exit(2)
+        if typo := re.search(r"unrecognized arguments: .*?(--?\w[\w-]*)", message):
+            for flag in get_close_matches(typo[1], self._option_string_actions, 1):
+                message += f": did you mean {flag}?"
+        self.exit(2, f"error: {shown(message, 4000)}\n{self.format_usage()}")
 
 
 def keep_memory() -> None:

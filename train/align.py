@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,17 +32,11 @@ from model.device import autocast_of
 from model.images import to_pixels
 from model.paligemma import PaliGemma, initialize
 from model.siglip import Siglip
+from train.checkpoint import Progress, load_checkpoint, save_checkpoint
 from train.data.batches import shifted
 from train.distributed import World
-from train.optim import (
-    MuonAdamW,
-    Rule,
-    make_adamw,
-    matching,
-    parameter_groups,
-    rate_factor,
-    set_rates,
-)
+from train.optim import MuonAdamW, Rule, matching, parameter_groups, rate_factor, set_rates
+from train.run import Interrupted, catch_signals
 from train.settings import Settings
 
 PICTURES, MOST_PASSES = 64, 50  # of a step; over the data
@@ -129,15 +124,22 @@ class AnswerHead(nn.Module):
 
 
 def align(
-    model: PaliGemma, records: Sequence[Record], settings: Settings, world: World
+    model: PaliGemma,
+    records: Sequence[Record],
+    settings: Settings,
+    world: World,
+    run: Path,
+    progress: Progress,
 ) -> list[float]:
     """Train the vision tower for `settings.align` steps of PICTURES pictures of `records`, or for
     MOST_PASSES passes if these are fewer, in place.
 
-    Returns the loss of each step. Records without exactly one picture, and pictures that cannot be
-    read, are left out. Every process does the same work and takes the tower of the first. Raises
-    UserError for a loss that is not finite.
+    It goes on from the checkpoint of `progress`, and writes its own to `run`. Returns the loss of
+    each step. Records without exactly one picture, and pictures that cannot be read, are left out.
+    Every process does the same work and takes the tower of the first. Raises UserError for a loss
+    that is not finite, and Interrupted after a signal, once all is saved.
     """
+    # 1. the head, and one optimizer for both
     asked = examples(records)
     pictures = {record.key: record.pictures[0] for record in records if record.key in asked}
     tower, device = model.vision_tower, next(model.parameters()).device
@@ -146,10 +148,14 @@ def align(
     )  # no gradient is scaled here
     torch.manual_seed(settings.seed)
     head = AnswerHead(model.config.text.hidden_size, COMMON + 1, COMMON).to(device)
-    muon = MuonAdamW(
-        parameter_groups(tower, [Rule(matching(tower, ".*"), MUON_LR)]), (0.9, 0.98), ADAMW_RATIO
-    )
-    adamw = make_adamw(parameter_groups(head, [Rule(matching(head, ".*"), HEAD_LR)]), (0.9, 0.98))
+    heads = parameter_groups(head, [Rule(matching(head, ".*"), HEAD_LR)])
+    towers = parameter_groups(tower, [Rule(matching(tower, ".*"), MUON_LR)])
+    optimizer = MuonAdamW(towers, (0.9, 0.98), ADAMW_RATIO, heads)
+    begin = progress.aligned
+    if begin:
+        load_checkpoint(run, progress, optimizer)
+
+    # 2. the pictures of each step
     rng, losses = random.Random(f"align/{settings.seed}"), []
     passes = min(MOST_PASSES, -(-settings.align * PICTURES // max(1, len(asked))))
     order = [key for _ in range(passes) for key in rng.sample(sorted(asked), len(asked))]
@@ -163,35 +169,41 @@ def align(
         with contextlib.suppress(UserError):
             return to_pixels(pictures[key], side)
 
-    bar = Bar(steps, "alignment", disable=not world.is_first)
-    for step, keys in enumerate(bar):
-        opened = {key: pixels for key in keys if (pixels := pixels_of(key)) is not None}
-        if not opened:
-            continue
-        numbers = [
-            torch.tensor(asked[key]) for key in opened
-        ]  # (Q, 2): of each question and its answer
-        questions, answers = (
-            pad_sequence(numbers, batch_first=True, padding_value=-1).to(device).unbind(2)
-        )
-        pixels = shifted(torch.stack([*opened.values()]))
-        with autocast_of(autocast, device):
-            patches = model.encode_images(pixels.to(device)).float()
-        is_asked = answers >= 0
-        loss = F.cross_entropy(head(patches, questions.clamp(min=0), is_asked), answers[is_asked])
-        losses.append(loss.item())
-        if not math.isfinite(losses[-1]):
-            raise UserError(
-                f"alignment, step {step}: the loss is {losses[-1]}: leave --align or --autocast out"
-            )
-        loss.backward()
-        nn.utils.clip_grad_norm_([*tower.parameters(), *head.parameters()], 1.0)
-        for optimizer in (muon, adamw):
-            set_rates(optimizer, rate_factor(step, len(steps), 20, "cosine"))
-            optimizer.step()
-            optimizer.zero_grad()
-        model.zero_grad()  # the projector's too
-        bar.set_postfix({"loss": f"{losses[-1]:.3f}"}, refresh=False)
+    # 3. the steps
+    bar = Bar(
+        steps[begin:], "alignment", total=len(steps), initial=begin, disable=not world.is_first
+    )
+    alone = World(world.rank, 1, device)
+    with catch_signals() as received:
+        for step, keys in enumerate(bar, begin):
+            torch.manual_seed(settings.seed * 1_000_003 + step)  # no random state is saved
+            opened = {key: pixels for key in keys if (pixels := pixels_of(key)) is not None}
+            if opened:
+                numbers = [torch.tensor(asked[key]) for key in opened]  # (Q, 2): question, answer
+                padded = pad_sequence(numbers, batch_first=True, padding_value=-1).to(device)
+                questions, answers = padded.unbind(2)
+                pixels = shifted(torch.stack([*opened.values()]))
+                with autocast_of(autocast, device):
+                    patches = model.encode_images(pixels.to(device)).float()
+                is_asked = answers >= 0
+                logits = head(patches, questions.clamp(min=0), is_asked)
+                loss = F.cross_entropy(logits, answers[is_asked])
+                losses.append(loss.item())
+                if not math.isfinite(losses[-1]):
+                    problem = f"alignment, step {step}: the loss is {losses[-1]}"
+                    raise UserError(f"{problem}: leave --align or --autocast out")
+                loss.backward()
+                nn.utils.clip_grad_norm_([*tower.parameters(), *head.parameters()], 1.0)
+                set_rates(optimizer, rate_factor(step, len(steps), 20, "cosine"))
+                optimizer.step()
+                optimizer.zero_grad()
+                model.zero_grad()  # the projector's too
+                bar.set_postfix({"loss": f"{losses[-1]:.3f}"}, refresh=False)
+            progress.aligned = step + 1
+            if received or progress.aligned % settings.checkpoint_every == 0:
+                save_checkpoint(run, progress, model, optimizer, alone)
+            if received:
+                raise Interrupted(received[0])
     for parameter in tower.parameters() if world.size > 1 else ():  # GPUs need not agree to the bit
         dist.broadcast(parameter.detach(), 0)
     return losses

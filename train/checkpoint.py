@@ -69,6 +69,7 @@ class Progress:
     """What a run knows of itself beside its weights; every checkpoint stores it."""
 
     processes: int = 1
+    aligned: int = 0  # steps of the alignment so far, before all updates
     step: int = 0  # updates so far
     samples: int = 0
     seconds: float = 0.0  # of training

@@ -57,8 +57,7 @@ def joined_world(device: str = "auto") -> Iterator[World]:
     that `torchrun` does not set so."""
     threads = torch.get_num_threads()
     named = {name: os.environ.get(name, alone) for name, alone in ALONE.items()}
-    told = " ".join(f"{name}={value}" for name, value in named.items())
-    problem = f"{shown(told)}: start with torchrun, which sets these, or unset them"
+    problem = f"{shown(named)}: start with torchrun, which sets these, or unset them"
     if not all(re.fullmatch("[0-9]{1,6}", value) for value in named.values()):
         raise UserError(problem)
     rank, local, size = map(int, named.values())

@@ -129,26 +129,26 @@ def fine_tune(
         records = read_records(settings, memory=memory)
         processor, files = open_processor(settings, outline)
         progress = world.gather(newest_progress(run))[0] or Progress(world.size)
-        begins, results = progress.step == 0, progress.results
+        results = progress.results
         order = Order(records, processor, settings, world)
         held_out = open_held_out(settings, processor, world, memory, metrics)
 
         model = load_start(settings, world.device)
         print_start(outline, settings, world, threads)
-        if begins and held_out:
+        if held_out and "before" not in results:
             results["before"] = held_out.test(model, "before")
         model, optimizer = open_model(settings, world.device, model)
         model.base_fingerprint = adapter.fingerprint(model)  # which every saved adapter stores
         if world.is_first:
             fingerprints = {"base": model.base_fingerprint, **data_fingerprints(records)}
             set_origin(run, progress, settings, fingerprints, arguments.allow_changed)
-        if begins and held_out and settings.is_grafted:
+        if held_out and settings.is_grafted and "start" not in results:
             results["start"] = held_out.test(model, "start")
         if settings.align:
             from train.align import align, is_taught
 
-            if begins:
-                align(model, records, settings, world)
+            if not progress.step:
+                align(model, records, settings, world, run, progress)
             # frozen it answers as well, within noise, and a step takes a quarter less
             model.vision_tower.requires_grad_(not is_taught(records))
 

@@ -109,12 +109,19 @@ class MuonAdamW(torch.optim.Optimizer):
     convolutions.
 
     groups: of `parameter_groups`; each is split in two. AdamW has `ratio` times the rate of the
-    group. Muon moves a matrix by its rate in every direction, whatever its gradient's size.
+    group. plain: groups that AdamW takes whole, at their own rate. Muon moves a matrix by its rate
+    in every direction, whatever its gradient's size.
     Checkpoints see one optimizer.
     """
 
-    def __init__(self, groups: Sequence[dict], betas: tuple[float, float], ratio: float):
-        split: dict[bool, list[dict]] = {False: [], True: []}
+    def __init__(
+        self,
+        groups: Sequence[dict],
+        betas: tuple[float, float],
+        ratio: float,
+        plain: Sequence[dict] = (),
+    ):
+        split: dict[bool, list[dict]] = {False: [*plain], True: []}
         for group, is_matrix in product(groups, split):
             named = zip(group["names"], group["params"], strict=True)
             chosen = {name: p for name, p in named if is_inner_matrix(name, p) == is_matrix}

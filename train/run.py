@@ -102,6 +102,9 @@ def run_folder(
             run.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(run)
         sweep(run)
+        if arguments.resume:
+            names = ["its beginning", *(path.name for path in checkpoints(run))]
+            print(f"{shown(run)}: goes on from {names[-1]}", file=sys.stderr)
     try:
         if world.is_first and not arguments.resume:
             write_text(run / RUN_CONFIG, json.dumps(asdict(settings), indent=1) + "\n")
@@ -144,11 +147,11 @@ def has_learned(run: Path) -> bool:
 
 def sweep(run: Path) -> None:
     """Delete what a killed process was writing into a run."""
-    for path in run.iterdir():
-        if re.fullmatch(r"\..+-[0-9a-f]{8}\.\w+", path.name):  # of `atomic_path`
-            path.unlink(missing_ok=True)
-        if path.match(".*.partial"):  # of `atomic_folder`
-            shutil.rmtree(path, ignore_errors=True)
+    for path in run.glob(".*"):
+        if path.suffix == ".partial":  # of `atomic_folder`
+            shutil.rmtree(path)
+        elif re.search(r"-[0-9a-f]{8}\.\w+$", path.name):  # of `atomic_path`
+            path.unlink()
 
 
 # The log
@@ -190,13 +193,11 @@ class Log:
         self.path = run / "metrics.jsonl"
         if self.writes:
             lines = self.path.read_bytes().splitlines(keepends=True) if progress.step else []
-            kept = b"".join(lines[: progress.step])
-            self.digest = hashlib.sha256(kept)
-            if progress.step and self.digest.hexdigest() != progress.log:
-                problem = f"a line before step {progress.step} is lost or changed"
-                raise UserError(f"{shown(self.path)}: {problem}: put the run's own file back")
             with atomic_path(self.path) as temporary:
-                temporary.write_bytes(kept)
+                temporary.write_bytes(b"".join(lines[: progress.step]))
+                if progress.step and file_digest(temporary) != progress.log:
+                    problem = f"a line before step {progress.step} is lost or changed"
+                    raise UserError(f"{shown(self.path)}: {problem}: put the run's own file back")
             self.file = self.path.open(
                 "a", buffering=1
             )  # each line is the system's as soon as it is written
@@ -213,11 +214,8 @@ class Log:
         the disk is full."""
         self.progress.seconds = time.perf_counter() - self.started
         if self.writes:
-            line = json.dumps(record) + "\n"
             with file_errors(self.path):
-                self.file.write(line)
-            self.digest.update(line.encode())
-            self.progress.log = self.digest.hexdigest()
+                self.file.write(json.dumps(record) + "\n")
             for name, unit in (
                 ("loss", ""),
                 ("held_out_loss", ""),
@@ -237,10 +235,11 @@ class Log:
         self.written = time.perf_counter()
 
     def sync(self) -> None:
-        """Flush the metrics to disk."""
+        """Flush the metrics to disk, for the checkpoint that follows."""
         if self.writes:
             with file_errors(self.path):
                 os.fsync(self.file.fileno())
+            self.progress.log = file_digest(self.path)
 
     def close(self) -> None:
         """End the bar and the file."""

@@ -1,17 +1,23 @@
 """The alignment stage: the vision tower, and nothing else, learns from the answers."""
 
+import os
+import signal
 from argparse import Namespace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from eval.data.records import Record, Refusal
 from model.processor import Processor
-from tests.runs import WORLD, refused
+from tests.runs import WORLD, metrics, refused, words
 from train import align as alignment
+from train import finetune
 from train import model as systems
+from train.checkpoint import Progress
 from train.data.batches import collate
 from train.model import open_model
 from train.settings import parse
@@ -33,7 +39,7 @@ def records(number: int) -> list[Record]:
     return result
 
 
-def test_the_tower_alone_learns_the_answers(monkeypatch):
+def test_the_tower_alone_learns_the_answers(monkeypatch, tmp_path):
     """Breaks when the stage trains the decoder, learns nothing, ends at a picture that cannot be
     read, shows all in one order, or does not move them."""
     seen = []
@@ -43,7 +49,7 @@ def test_the_tower_alone_learns_the_answers(monkeypatch):
     settings = parse(["--recipe", "own", "--align", "16"])[0]
     model = load_model("tiny")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    losses = alignment.align(model, records(70), settings, WORLD)
+    losses = alignment.align(model, records(70), settings, WORLD, tmp_path, Progress())
     assert len(losses) == 16 and losses[-1] < 0.2 < losses[0]
     assert seen[:69] != seen[69:138]  # two passes over the pictures
     changed = {
@@ -184,11 +190,49 @@ def test_rare_questions_share_a_number_and_rare_answers_are_left_out(monkeypatch
     assert asked == {"0": [(1, 0)], "1": [(1, 0)], "2": [(0, 0)]}
 
 
-def test_a_loss_that_is_not_finite_is_refused():
+def test_a_loss_that_is_not_finite_is_refused(tmp_path):
     """Breaks when the stage goes on with a tower that is lost."""
     model = load_model("tiny")
     model.vision_tower.post_layernorm.weight.data.fill_(float("nan"))
-    refused(
-        lambda: alignment.align(model, records(4), parse(["--recipe", "own"])[0], WORLD),
-        "alignment, step 0",
-    )
+    given = model, records(4), parse(["--recipe", "own"])[0], WORLD, tmp_path, Progress()
+    refused(lambda: alignment.align(*given), "alignment, step 0")
+
+
+@pytest.mark.long
+def test_an_interrupted_alignment_goes_on_to_the_bit(tmp_path, monkeypatch, capsys):
+    """Breaks when a signal in the first half of a run loses it, says nothing, or leaves a run that
+    goes on with other weights than one that nothing interrupts."""
+    monkeypatch.chdir(tmp_path)
+    for number in range(8):
+        Image.new("RGB", (8, 8), ("red", "green")[number % 2]).save(f"{number}.png")
+    lines = [f'{{"image": "{n}.png", "prefix": "a", "suffix": "{n % 2}"}}' for n in range(8)]
+    Path("data.jsonl").write_text("\n".join(lines))
+    flags = "--base tiny --data jsonl:data.jsonl --recipe own --align 6 --steps 2 --batch-size 4"
+    flags += " --validation 0 --no-evaluate --device cpu --checkpoint-every 4 --out"
+    finetune.main(words(flags, "whole"))
+    shifted, calls = alignment.shifted, []
+
+    def stopped(pixels):
+        calls.append(1)
+        if len(calls) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if len(calls) == 6:  # of the second call, in which the checkpoint of four is written
+            raise KeyboardInterrupt
+        return shifted(pixels)
+
+    monkeypatch.setattr(alignment, "shifted", stopped)
+    with pytest.raises(SystemExit) as ended:
+        finetune.main(words(flags, "cut"))
+    assert ended.value.code == 128 + signal.SIGTERM and len(calls) == 3
+    assert "--resume cut" in capsys.readouterr().err
+    with pytest.raises(KeyboardInterrupt):
+        finetune.main(["--resume", "cut"])
+    finetune.main(["--resume", "cut"])
+    assert "cut: goes on from step-0" in capsys.readouterr().err and len(calls) == 8
+    assert metrics(Path("cut")) == metrics(Path("whole"))
+    ours, theirs = (load_file(f"{run}/model/model.safetensors") for run in ("cut", "whole"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    with pytest.raises(KeyboardInterrupt):  # as a second Ctrl-C, with a checkpoint
+        calls.clear()
+        finetune.main(words(flags.replace("every 4", "every 2"), "new"))
+    assert Path("new/checkpoints/step-0").exists()

@@ -203,9 +203,10 @@ def test_a_broken_environment_is_one_line(given, monkeypatch):
     no process writes."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
-    for variable in given.split():
-        monkeypatch.setenv(*variable.split("="))
-    refused(joined_world("cpu").__enter__, given.split()[0], "torchrun")
+    variables = dict(variable.split("=") for variable in given.split())
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    refused(joined_world("cpu").__enter__, str(variables)[1:-1].split(",")[0], "torchrun")
 
 
 def test_all_processes_end_at_a_loss_that_is_not_finite():
