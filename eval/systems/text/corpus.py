@@ -2,7 +2,6 @@
 
 In: paths of plain text; by default the source of Python's standard library, which every machine
 has. Out: a `Corpus`, kept in a folder (tokenizer.model, tokens.safetensors, corpus.json) and read
-from model.common import shown
 from it again while the text is unchanged.
 """
 
@@ -20,7 +19,7 @@ import sentencepiece
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.common import UserError, atomic_path, read_json, write_text
+from model.common import UserError, atomic_path, read_json, shown, write_text
 from model.systems.configs import BOS, EOS, PAD, UNK
 
 NEWLINE = "\n"
