@@ -25,6 +25,9 @@ if sys.argv[:1] == [
         None if kind is KeyboardInterrupt else sys.__excepthook__(kind, *more)
     )
 
+# of a text that is read whole; LLaVA's 665,000 conversations have 1.03 GB
+MOST_BYTES = 2_000_000_000
+
 
 if "OMP_WAIT_POLICY" not in os.environ:
     # PyTorch's idle threads wait in a loop, by default so long that beside other work two threads
@@ -152,11 +155,19 @@ def file_errors(path: str | os.PathLike | None = None) -> Iterator[None]:
         ) from None
 
 
+def read_bytes(path: str | os.PathLike) -> bytes:
+    """The content of a file of text. Raises UserError, also for one that no memory holds."""
+    with file_errors(path):
+        if Path(path).stat().st_size > MOST_BYTES or Path(path).is_char_device():
+            remedy = "give several smaller files"
+            raise UserError(f"{shown(path)}: more than {MOST_BYTES:,} bytes of text: {remedy}")
+        return Path(path).read_bytes()
+
+
 def read_text(path: str | os.PathLike) -> str:
     """The text of a UTF-8 file, with or without a byte order mark. Raises UserError."""
     try:
-        with file_errors(path):
-            return Path(path).read_bytes().decode("utf-8-sig")
+        return read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
             f"{shown(path)}: is not UTF-8 text ({error}): check that this is the right file"

@@ -18,7 +18,7 @@ from math import isqrt
 from pathlib import Path
 from typing import Any
 
-from model.common import UserError, file_errors, parse_json, quoted, read_json, read_text, shown
+from model.common import UserError, parse_json, quoted, read_bytes, read_json, read_text, shown
 
 PROMPT = "answer en {question}"  # the prompt of PaliGemma's authors
 ABSENT = (-1, -1, -1)  # the place of a needle that is not in the haystack
@@ -85,8 +85,7 @@ def read(
 def records_in(path: str | Path) -> Places:
     """The records of a JSON list, or else the lines of a file that are not blank, as bytes. Raises
     UserError."""
-    with file_errors(path):
-        content = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf")
+    content = read_bytes(path).removeprefix(b"\xef\xbb\xbf")
     if content.lstrip().startswith(b"["):
         return [
             (f"[{number}]", record)
@@ -100,7 +99,7 @@ def records_in(path: str | Path) -> Places:
 def rows_in(path: str | Path, delimiter: str = ",") -> Places:
     """The rows of a CSV or TSV file, as lists of texts. Raises UserError."""
     csv.field_size_limit(1 << 26)  # characters: MMBench's tables hold pictures
-    lines = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=delimiter)
+    lines = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=delimiter, strict=True)
     with problems_at(path):
         return [(f":{lines.line_num}", row) for row in lines if row]
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from eval.data.records import read_examples
 from model import common
 from model.common import UserError, quoted, run_command, shown
 from model.device import choose_device, choose_dtype, use_threads
@@ -60,6 +61,18 @@ def test_what_cannot_be_read(tmp_path):
         refused(lambda bad=bad: common.read_text(bad), shown(bad))
     path.write_bytes(b"\xef\xbb\xbf" + rb'{"a": "\ud83d\udc2e", "c": 1e999}')
     assert common.read_json(path) == {"a": "🐮", "c": float("inf")}
+
+
+@pytest.mark.parametrize("name", ["own.jsonl", "own.json", "own.csv"])
+def test_a_file_beyond_all_memory_is_not_read(name, tmp_path):
+    """Breaks when a file of nothing, or a link to an endless one, fills the memory."""
+    huge, endless = tmp_path / name, tmp_path / f"link-{name}"
+    huge.touch()
+    os.truncate(huge, 1 << 40)
+    endless.symlink_to("/dev/zero")
+    for file in (huge, endless):
+        for read in (read_examples, common.read_json, common.read_text):
+            refused(lambda read=read, file=file: read(file), file.name, "bytes of text")
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path):

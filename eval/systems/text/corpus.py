@@ -19,7 +19,7 @@ import sentencepiece
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.common import UserError, atomic_path, read_json, shown, write_text
+from model.common import UserError, atomic_path, read_bytes, read_json, shown, write_text
 from model.systems.configs import BOS, EOS, PAD, UNK
 
 NEWLINE = "\n"
@@ -106,7 +106,7 @@ def read_texts(paths: Sequence[str | Path]) -> dict[str, str]:
 
 def _decoded(path: Path) -> str:
     with suppress(UnicodeDecodeError, OSError):
-        return path.read_bytes().decode().replace("\r\n", "\n")
+        return read_bytes(path).decode().replace("\r\n", "\n")
     return ""
 
 
