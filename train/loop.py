@@ -2,8 +2,8 @@
 data set.
 
 A micro-batch has `names` of its rows, `tokens` (how many are supervised), and `bad`, a line for
-each unusable record. An order has `total`, the number of steps, and `steps(first, workers, pin)`:
-this process's micro-batches of each.
+each unusable record. An order has `total`, the number of steps, `most_bad`, how many records may be
+unusable, and `steps(first, workers, pin)`: this process's micro-batches of each.
 """
 
 import math
@@ -48,9 +48,19 @@ class LoopSettings:
     workers: int | None = flag(
         None, "processes that prepare batches (default: 0, on CUDA up to 8)", least=0, most=1024
     )
-    max_bad: int = flag(20, "unusable records to leave out before the run stops", least=0)
+    max_bad: int | None = flag(
+        None,
+        "unusable records to leave out before the run stops, at most half of all (default: 20, of "
+        "fewer than 200 records a tenth, but one of a few)",
+        least=0,
+    )
     checkpoint_every: int = flag(200, "steps between checkpoints", least=1)
     keep: int = flag(2, "checkpoints to keep", least=1)
+
+    def most_bad(self, count: int) -> int:
+        """How many of `count` records may be unusable."""
+        most = max(1, min(20, count // 10)) if self.max_bad is None else self.max_bad
+        return min(most, count // 2)
 
 
 class Diverged(UserError):
@@ -102,7 +112,7 @@ def fit(
             torch.manual_seed(
                 (settings.seed * 1_000_003 + step) * 1_009 + world.rank
             )  # no random state is saved
-            tokens = count_records(micros, progress, settings.max_bad, world)
+            tokens = count_records(micros, progress, order.most_bad, world)
             losses = []
             for number, micro in enumerate(micros if tokens else ()):
                 set_gradient_sync(called, number == len(micros) - 1)
@@ -154,11 +164,11 @@ def fit(
     return progress
 
 
-def count_records(micros: Sequence, progress: Progress, max_bad: int, world: World) -> int:
+def count_records(micros: Sequence, progress: Progress, most_bad: int, world: World) -> int:
     """Add the samples and unusable records of a step to `progress`; returns its supervised tokens,
     of all processes.
 
-    Raises UserError for more than `max_bad` unusable records.
+    Raises UserError for more than `most_bad` unusable records.
     """
     shares = chain.from_iterable(
         world.gather([(len(micro.names), micro.tokens, micro.bad) for micro in micros])
@@ -169,10 +179,10 @@ def count_records(micros: Sequence, progress: Progress, max_bad: int, world: Wor
     progress.bad = list(
         dict.fromkeys(chain(progress.bad, *bad))
     )  # every epoch reports a record again
-    if len(progress.bad) > max_bad:
+    if len(progress.bad) > most_bad:
         raise UserError(
-            f"more unusable records than --max-bad {max_bad}: raise it; the last: "
-            f"{progress.bad[-1]}"
+            f"{len(progress.bad)} records are unusable, more than {most_bad}: correct them, or "
+            f"raise --max-bad (up to half of all); the last: {progress.bad[-1]}"
         )
     return sum(tokens)
 

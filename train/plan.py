@@ -140,9 +140,9 @@ def open_sample(order: Order, settings: Settings) -> list[MicroBatch]:
     for micro in chain.from_iterable(order.steps(0, settings.workers)):
         micros += [micro] if micro.names else []
         rows, bad = rows + len(micro.names), [*bad, *micro.bad]
-        if len(bad) > settings.max_bad or rows + len(bad) >= SAMPLE:
+        if len(bad) > order.most_bad or rows + len(bad) >= SAMPLE:
             break
-    if len(bad) > settings.max_bad or not micros:
+    if len(bad) > order.most_bad or not micros:
         raise UserError(
             f"{len(bad)} of the first {rows + len(bad)} records are unusable; the last: {bad[-1]}"
         )

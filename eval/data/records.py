@@ -17,15 +17,15 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from hashlib import sha256
 from os import PathLike
-from os.path import realpath
 from pathlib import Path
 from typing import Any, NoReturn
 
 from PIL import ExifTags, Image
 
 from eval.data import published
+from eval.data import published as data
 from eval.data.published import PROMPT, check, find_picture, text
-from model.common import UserError, quoted, read_json, shown
+from model.common import UserError, quoted, read_bytes, read_json, shown
 from model.turns import SLOT, check_turns
 
 QUESTIONS_FILE = "v2_OpenEnded_mscoco_train2014_questions.json"
@@ -37,11 +37,19 @@ EMBEDDED_TASKS = (
     "n2o2",
 )  # in turn; without questions the model forgets how to answer them
 ROLES = ("human", "gpt")  # of LLaVA's conversations, in turn
-SPEAKERS = {"user": "human", "assistant": "gpt"}  # of messages, in these words
+# of messages, in these words
+SPEAKERS = {"user": "human", "assistant": "gpt", "developer": "system"}
 DIALOGUES = (
     ("conversations", "from", "value"),
     ("messages", "role", "content"),
 )  # LLaVA's; TRL's and ms-swift's
+# Whether a turn is learned, in ms-swift, Axolotl, and OpenAI's files
+MARKS = ("loss", "loss_scale", "loss_weight", "train", "training", "weight")
+# What else these and TRL learn from or show: media, boxes, tools, thoughts, preferences, parts
+UNREAD = (
+    "video|audio|objects|tools$|tool_calls|function|history|chosen|rejected|mask|reasoning|"
+    "thinking|train_detail|kto_tag"
+)
 LAYOUTS = (
     '{"image", "prefix", "suffix"}, {"image", "conversations": [{"from": "human", "value"}, {"from": "gpt", …}]} or '
     '{"images", "messages": [{"role": "user", "content"}, {"role": "assistant", …}]}'
@@ -228,15 +236,23 @@ def read_examples(
     """The examples of JSON lines, a JSON list, or a CSV table (kind csv, or *.csv), whose first row
     names the columns. images: the folder of the pictures, by default the file's. Raises UserError
     for a file without any usable entry."""
-    if kind != "csv" and Path(path).suffix != ".csv":
-        places = published.records_in(path)
-    else:  # an empty cell is absent; cells without a column are at None
-        (_, names), *rows = published.rows_in(path) or [("", [])]
-        places = [
-            (p, {name: cell for name, cell in itertools.zip_longest(names, row) if cell})
-            for p, row in rows
-        ]
+    is_table = kind == "csv" or Path(path).suffix == ".csv"
+    places = rows_of(path) if is_table else published.records_in(path)
     return read_records(path, partial(record_of, folder=images or Path(path).parent), places)
+
+
+def rows_of(path: str | Path) -> data.Places:
+    """The rows of a CSV table by column; an empty cell is absent, cells without a column are at
+    None. Raises UserError for another header."""
+    (_, names), *rows = published.rows_in(path) or [("", [])]
+    named = Counter(filter(None, names))
+    if not {"prefix", "suffix"} <= named.keys() or max(named.values()) > 1:
+        problem = f"its columns are {quoted(names, 400)}: expected image, prefix and suffix"
+        raise UserError(f"{shown(path)}: {problem} between commas, each once")
+    return [
+        (place, {name: cell for name, cell in itertools.zip_longest(names, row) if cell})
+        for place, row in rows
+    ]
 
 
 def name_of(picture: Picture) -> str:
@@ -297,13 +313,7 @@ def picture_names(record: Mapping) -> list[Any]:
     messages. Raises ValueError, also for a key of nearly this name: the record would be asked
     without its picture."""
     named = [key for key in ("image", "images") if key in record]
-    unread = "video|audio|objects" + "|image|img|picture|photo" * (not named)
-    strange = [key for key in record if re.match(unread, key, re.IGNORECASE) and record[key]]
-    check(
-        not strange,
-        f"has {published.some(strange)}: 'image' or 'images' names the pictures, other media are not "
-        "learned",
-    )
+    check_read(record, UNREAD if named else f"{UNREAD}|image|img|picture|photo")
     parts = [part for _, said in dialogue(record) if isinstance(said, list) for part in said]
     own = [
         part[k]
@@ -321,23 +331,39 @@ def picture_names(record: Mapping) -> list[Any]:
     return list(lists[0]) if lists and isinstance(lists[0], list | tuple) else lists
 
 
+def check_read(entry: Mapping, unread: str = UNREAD, role: str = ROLES[1]) -> None:
+    """Raise ValueError if a record, or a turn of `role`, has something under an `unread` key, a
+    pattern, or a mark that its answer is not learned, or its prompt is."""
+    strange = [key for key in entry if re.match(unread, key, re.IGNORECASE) and entry[key]]
+    strange += [key for key in MARKS if entry.get(key) not in (None, role == ROLES[1])]
+    remedy = "each answer is learned, nothing else; 'image' or 'images' names the pictures"
+    check(not strange, f"{role} has {published.some(strange)}: {remedy}")
+
+
 def dialogue(record: Mapping) -> list[tuple[str, Any]]:
     """(role, content) of each turn of a conversation, LLaVA's or messages; none where a record is
-    no conversation."""
+    no conversation. Raises as `check_read`."""
+    said = []
     for key, role, content in DIALOGUES:
-        if record.get(key):
-            return [(SPEAKERS.get(turn[role], turn[role]), turn[content]) for turn in record[key]]
-    return []
+        for turn in record.get(key) or ():
+            speaker = SPEAKERS.get(turn[role], turn[role])
+            check_read(turn, role=speaker)
+            said.append((speaker, turn[content]))
+    return said
 
 
 def read_turns(record: Mapping) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
-    """The turns of a record, and all right answers of the last one where it gives several. A first
-    turn that is not from a human is left out, as in LLaVA. Raises LookupError, TypeError and
-    ValueError for another layout."""
+    """The turns of a record, and all right answers of the last one where it gives several. System
+    texts stand before the first prompt; a first turn of the model is left out, as in LLaVA. Raises
+    LookupError, TypeError and ValueError for another layout."""
     answers = record.get("answers") or ()
     check(not isinstance(answers, str), "answers is a text, expected a list")
     answers = tuple(text({"answers": answer}, "answers") for answer in answers)
-    if not (said := dialogue(record)):
+    layouts = [key for key in ("conversations", "messages", "prefix") if record.get(key)]
+    check(len(layouts) < 2, f"has {published.some(layouts)}: give one of them")
+
+    said = dialogue(record)
+    if not said:
         check(
             "prefix" in record,
             f"has {published.some(list(record))}, which is none of the layouts {LAYOUTS}",
@@ -346,10 +372,15 @@ def read_turns(record: Mapping) -> tuple[tuple[tuple[str, str], ...], tuple[str,
         said = list(
             zip(ROLES, (text(record, "prefix"), text(most | dict(record), "suffix")), strict=True)
         )
-    said = said[said[0][0] != ROLES[0] :]
-    takes_turns = len(said) > 1 and [role for role, _ in said] == list(ROLES) * (len(said) // 2)
+    system = [text_of(record.get("system") or "")]
+    while said and said[0][0] == "system":
+        system.append(text_of(said.pop(0)[1]))
+    if said and said[0][0] == ROLES[1]:
+        del said[0]
+    takes_turns = len(said) > 0 and [role for role, _ in said] == list(ROLES) * (len(said) // 2)
     check(takes_turns, "human (user) and gpt (assistant) take turns, and the last one is gpt's")
     texts = [text_of(content) for _, content in said]
+    texts[0] = "\n".join([*filter(None, system), texts[0]])
     return tuple(zip(texts[::2], texts[1::2], strict=True)), answers
 
 
@@ -492,25 +523,42 @@ def split_records(
 
 def groups_of(records: Sequence[Record]) -> dict[str, str]:
     """The group of each record that can be used, by name: the smallest key of records with pictures
-    in common."""
-    usable, resolve = (
-        [record for record in records if record.turns],
-        cache(realpath),
-    )  # a picture has several names
+    in common, whatever their names."""
+    usable = [record for record in records if record.turns]
     root: dict[
         tuple, tuple
-    ] = {}  # of each key and each file, a smaller one of its group, or itself
+    ] = {}  # of each key and each picture, a smaller one of its group, or itself
 
     def find(link: tuple) -> tuple:
         while root.setdefault(link, link) != link:
             root[link] = link = root[root[link]]
         return link
 
-    for record in usable:
-        files = [("file", resolve(file)) for file in record.pictures if isinstance(file, Path)]
-        first, *others = sorted({find(link) for link in [("", record.key), *files]})
+    for record, pictures in zip(usable, contents_of(usable), strict=True):
+        links = [("", record.key), *(("picture", content) for content in pictures)]
+        first, *others = sorted({find(link) for link in links})
         root |= dict.fromkeys(others, first)
     return {record.name: find(("", record.key))[1] for record in usable}
+
+
+def contents_of(records: Sequence[Record]) -> list[set[str]]:
+    """What the pictures of each record hold: of a file its size, and a digest where several have
+    this size; of one in memory its digest. Drawn and absent ones are left out."""
+    sizes = {}
+    for file in {picture for record in records for picture in record.pictures}:
+        with suppress(OSError, AttributeError):  # absent, or no file
+            sizes[file] = file.stat().st_size
+    count, contents = Counter(sizes.values()), {}
+    for file, size in sizes.items():
+        contents[file] = str(size)
+        if count[size] > 1:
+            with suppress(UserError):
+                contents[file] = sha256(read_bytes(file)).hexdigest()
+
+    def content(picture: Picture) -> str:
+        return contents.get(picture) or getattr(picture, "digest", "")
+
+    return [{*map(content, record.pictures)} - {""} for record in records]
 
 
 def blind(records: Sequence[Record]) -> list[Record]:

@@ -43,7 +43,7 @@ def write(folder, name, value):
 def draw(folder, *names, size=(8, 8)):
     for number, name in enumerate(names):
         (folder / name).parent.mkdir(exist_ok=True)
-        Image.new("RGB", size, (number * 40, 0, 0)).save(folder / name)
+        Image.new("RGB", size, (number * 40 % 256, number, 0)).save(folder / name)
 
 
 def says(*texts):
@@ -124,6 +124,7 @@ def processors(processor):
 
 IMAGE, A = {"type": "image"}, {"type": "text", "text": "a"}
 CONVERSATION = says("Where is <image> the dog?", "top left", "count cat", "2")
+BRIEF = "0:B 0:e 0:▁ 0:b 0:r 0:i 0:e 0:f 0:. 0:\\n"
 # PaliGemma: pictures first, and the first prompt with them both ways; all after it is causal
 FRONT = "0:P 0:<bos> 0:Where 0:▁is 0:▁the 0:▁dog 0:? 0:\\n"
 INSIDE = "0:<bos> 0:Where 0:▁is 0:▁ 0:P 0:▁the 0:▁dog 0:? 0:\\n"
@@ -152,7 +153,8 @@ def test_every_answer_and_its_end_are_learned_and_nothing_else(processors, tmp_p
     plain = "0:P 0:P 0:<bos> 0:count 0:▁dog 0:\\n 1:*1 1:*<eos>"
     one, two = plain.replace("0:P 0:P", "0:P"), "0:<bos> 0:count 0:▁cat 0:\\n 1:*2 1:*<eos>"
     more = " 1:count 1:▁cat 1:\\n 1:*2 1:*<eos>"
-    expected = [FRONT + LATER, two, plain, plain, one, one + more]
+    told = one.replace("<bos>", f"<bos> {BRIEF}")  # the system's text is no part of the answer
+    expected = [FRONT + LATER, two, plain, plain, told, one + more]
     assert [shown(processors["paligemma"], record) for record in made] == [
         marked(text) for text in expected
     ]
@@ -161,7 +163,8 @@ def test_every_answer_and_its_end_are_learned_and_nothing_else(processors, tmp_p
         newline.replace("0:\\n", "0:\\n 0:P 0:\\n", 1),
         "0:<bos> 0:count 0:▁dog 0:\\n 1:*1 1:*<eos> 1:P",
     )
-    expected = [INSIDE + LATER, two, third, plain, newline, last + more]
+    told = one.replace("0:P 0:<bos>", f"0:<bos> {BRIEF} 0:P 0:\\n")
+    expected = [INSIDE + LATER, two, third, plain, told, last + more]
     for system in ("wings", "qmamba"):
         assert [shown(processors[system], record) for record in made] == [
             marked(text) for text in expected
@@ -217,6 +220,26 @@ def test_a_later_question_is_asked_as_it_is_learned(processors, tmp_path):
             "messages": chat("<image>a", "<bbox>"),
             "objects": {"bbox": [[1, 2, 3, 4]]},
         },
+        *(
+            {"messages": [*chat("a"), {"role": "assistant", "content": "b"} | mark]}
+            for mark in (
+                {"loss": False},
+                {"weight": 0},
+                {"train": 0.5},
+                {"loss_scale": "last"},
+                {"tool_calls": [{"name": "b"}]},
+            )
+        ),
+        {"conversations": [says("a")[0] | {"train": True}, says("a", "b")[1]]},
+        {"prefix": "a", "suffix": "b", "weight": 0},
+        {"messages": chat("a", "b"), "rejected_response": "c"},
+        {"messages": chat("a", "b"), "tools": "[{}]"},
+        {"messages": chat("a", "b"), "conversations": says("a", "c")},
+        {"messages": chat("a", "b"), "prefix": "c", "suffix": "d"},
+        {"messages": [{"role": "system", "content": "a"}]},
+        {"messages": [*chat("a", "b"), {"role": "system", "content": "c"}, *chat("d", "e")]},
+        {"messages": [{"role": "System", "content": "a"}, *chat("b", "c")]},
+        {"system": 5, "prefix": "a", "suffix": "b"},
         {"prefix": "a", "answers": ["b", 2]},
         {"prefix": "a", "answers": "bb"},
         {"prefix": "a"},
@@ -249,7 +272,7 @@ def test_layouts_of_other_tools_are_read_as_ours(tmp_path):
     draw(tmp_path, "x/a.png", "x/b.png")
     (tmp_path / "link.png").symlink_to(tmp_path / "x/b.png")
     a, b, none = tmp_path / "x/a.png", tmp_path / "link.png", {"image": None, "conversations": None}
-    system = {"role": "system", "content": "Be brief."}
+    system = [{"role": "system", "content": "Be brief."}, {"role": "developer", "content": [A]}]
     parts = [
         {"index": None, "text": "dog\n", "type": "text"},
         {"index": 0, "text": None, "type": "image"},
@@ -262,19 +285,21 @@ def test_layouts_of_other_tools_are_read_as_ours(tmp_path):
     # ms-swift's documentation: marks in texts, absolute paths; TRL's llava-instruct-mix-vsft;
     # others
     cases = [
-        (chat("<image><image>a", "b", "c", "d"), [a, b], (("<image><image>a", "b"), ("c", "d"))),
+        (
+            [*system, *chat("<image><image>a", "b", "c", "d")],
+            [a, b],
+            (("Be brief.\na\n<image><image>a", "b"), ("c", "d")),
+        ),
         (chat(parts, [A]), [a], (("dog\n<image>", "a"),)),
-        (chat("cat", "1"), [a, b], (("cat", "1"),)),
+        (chat("cat", "1"), [a, b], (("One word.\ncat", "1"),)),
         (chat(own, "b"), [a, b], (("<image><image>a", "b"),)),
     ]
     rows = [
         none | {"messages": said, "images": list(map(str, pictures))} for said, pictures, _ in cases
     ]
-    rows[0]["messages"], rows[2]["type"], rows[3]["images"] = (
-        [system, *rows[0]["messages"]],
-        "count",
-        None,
-    )
+    rows[0]["messages"][3] |= {"loss": True, "train": None, "weight": 1}
+    rows[2] |= {"type": "count", "system": "One word.", "width": 8, "id": 1, "tools": None}
+    rows[3]["images"] = None
     made = read_data(f"jsonl:{write(tmp_path, 'own.jsonl', rows)}")
     assert [(list(record.pictures), record.turns) for record in made] == [
         case[1:] for case in cases
@@ -302,6 +327,24 @@ def test_a_table_is_read_as_its_rows(kind, name, tmp_path):
     )
     assert (blank.pictures, blank.turns, blank.kind) == ((), (("a", "2"),), "")
     assert not bad.turns and "cells" in bad.pictures[0].problem
+
+
+@pytest.mark.parametrize(
+    ("header", "row", "part"),
+    [
+        ("image,prefix,suffix,suffix", "a.png,a,b,c", "'suffix', 'suffix'"),
+        ("img,question,answer", "a.png,a,b", "'img', 'question', 'answer'"),
+        ("image;prefix;suffix", "a.png;a;b", "'image;prefix;suffix'"),
+        ("image,prefix,suffix", 'a.png,a,"b\n,a,"c', "own.csv: "),  # a quote is lost
+    ],
+)
+def test_a_table_of_another_form_is_refused(header, row, part, tmp_path):
+    """Breaks when the last of two columns is learned, records are lost in a text that a quote has
+    opened, or a user is not told which columns are needed."""
+    draw(tmp_path, "a.png")
+    (tmp_path / "own.csv").write_text(f"{header}\n{row}\n")
+    needed = ["image, prefix and suffix"] if "'" in part else []
+    refused(lambda: read_data(f"csv:{tmp_path / 'own.csv'}"), "own.csv", part, *needed)
 
 
 def test_pictures_from_python_are_those_of_their_files(tmp_path, processor):
@@ -451,17 +494,21 @@ def test_embedded_boxes_are_the_squares_of_the_answer():
 
 
 def test_no_picture_is_on_both_sides(tmp_path):
-    """Breaks when a picture is learned and held out: by another name, or in a record with several
-    pictures."""
+    """Breaks when a picture is learned and held out: by another name, as a copy, or in a record
+    with several pictures."""
     names = [f"{number}.png" for number in range(40)]
     draw(tmp_path, *names)
     (tmp_path / "link.png").symlink_to(tmp_path / "0.png")
+    copies = [f"copy{number}.png" for number in range(13, 30)]
+    for copy in copies:
+        (tmp_path / copy).write_bytes((tmp_path / copy[4:]).read_bytes())
     (tmp_path / "x").mkdir()
     shown = [
         *names[:30] * 2,
         *(names[i : i + 2] for i in range(0, 12, 3)),
         "link.png",
         "./x/../0.png",
+        *copies,
     ]
     rows = [{"image": name, "prefix": "a", "suffix": "b"} for name in shown]
     rows += [{"prefix": f"text {number}", "suffix": "b"} for number in range(10)]
@@ -472,7 +519,7 @@ def test_no_picture_is_on_both_sides(tmp_path):
             split_records(made, split, 1.0, 0.4, seed) for split in ("train", "validation")
         )
         learned, asked = (
-            {p.resolve() for r in side for p in r.pictures} for side in (train, held_out)
+            {p.read_bytes() for r in side for p in r.pictures} for side in (train, held_out)
         )
         assert not learned & asked and len(train) + len(held_out) == len(rows)
         # 26 groups of pictures (30, of which 4 pairs are joined) and 10 texts; 40 % of them

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from eval.data.records import Record, split_records, vqav2_records
+from model.processor import Processor
 from tests.files import write_vqav2
 from tests.runs import WORLD, refused
 from train.data import batches
@@ -127,7 +128,8 @@ def test_processes_share_the_steps_of_one(processor, monkeypatch):
 
 
 def test_bad_records_are_left_out_and_named(processor, tmp_path):
-    """Breaks when one unreadable picture ends a night's run, or disappears without a word."""
+    """Breaks when one unreadable picture ends a night's run, or disappears without a word; or a
+    batch of too long records ends it."""
     (tmp_path / "broken.jpg").write_bytes(b"not a picture")
     good, bad = (
         records(2),
@@ -143,6 +145,9 @@ def test_bad_records_are_left_out_and_named(processor, tmp_path):
         0,
         1,
     ) and empty.targets.unique().tolist() == [-100]
+    short = Processor(processor.config, processor.tokenizer, max_length=8)
+    empty = collate(good, short)
+    assert len(empty.bad) == 2 and empty.tokens == 0 and "max_length is 8" in empty.bad[0]
 
 
 def test_vqav2_is_read_and_split_by_picture(tmp_path):
@@ -162,7 +167,8 @@ def test_vqav2_is_read_and_split_by_picture(tmp_path):
 
 def test_sampled_answers_follow_the_annotators_and_the_seed(tmp_path, processor):
     """Breaks when `--answers sampled` always says the common answer, or each equally often, or
-    resumes with other draws; or answers are drawn without it."""
+    resumes with other draws, or a run draws the same in every epoch; or answers are drawn without
+    it."""
     write_vqav2(tmp_path)
     made = [
         replace(record, sampled=True) for record in vqav2_records(tmp_path, prompt="{question}")
@@ -175,3 +181,9 @@ def test_sampled_answers_follow_the_annotators_and_the_seed(tmp_path, processor)
     assert answers(0) == answers(0) != answers(1)
     assert 66 < sum(answers(epoch).count("no") for epoch in range(5)) < 114  # 90 expected of 300
     assert {*answers(0, [replace(record, sampled=False) for record in made])} == {"yes"}
+    said = [{}, {}]  # by a run of two epochs of three steps, on each record
+    order = Order(made, processor, Settings(batch_size=20, epochs=2), WORLD)
+    for number, (micro,) in enumerate(order.steps(0)):
+        said[number // 3] |= zip(micro.names, micro.targets[:, 0].tolist(), strict=True)
+    changed = [name for name in said[0] if said[0][name] != said[1][name]]
+    assert 13 < len(changed) < 38  # 60 · 2 · 0.7 · 0.3 = 25 expected, four standard deviations

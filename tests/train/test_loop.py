@@ -32,7 +32,7 @@ FLAGS = {
 }
 
 
-def order() -> SimpleNamespace:
+def order(most_bad: int = 2) -> SimpleNamespace:
     """Each micro-batch has as many rows of three numbers as tokens, and one name in two rows."""
     dice, rows = (
         torch.Generator().manual_seed(0),
@@ -48,7 +48,8 @@ def order() -> SimpleNamespace:
         ]
         for of_step, step in zip(drawn, STEPS, strict=True)
     ]
-    return SimpleNamespace(total=len(steps), steps=lambda first, workers, pin: iter(steps[first:]))
+    read = lambda first, workers, pin: iter(steps[first:])  # noqa: E731
+    return SimpleNamespace(total=len(steps), most_bad=most_bad, steps=read)
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -67,9 +68,7 @@ def test_the_updates_are_those_of_a_transcription(tmp_path):
     """Breaks when a step takes another rate, weighs tokens or clips otherwise, or logs another
     loss, norm or count."""
     (model, optimizer), (plain, _) = made(), made()
-    progress = fit(
-        model, optimizer, order(), loss, LoopSettings(**FLAGS, max_bad=2), tmp_path, WORLD
-    )
+    progress = fit(model, optimizer, order(), loss, LoopSettings(**FLAGS), tmp_path, WORLD)
     learned = [*plain[0].parameters(), plain[2].weight]
     groups = [
         {"params": learned[:2], "weight_decay": 0.2},
@@ -110,14 +109,13 @@ def test_the_updates_are_those_of_a_transcription(tmp_path):
 
 
 def test_too_many_unusable_records_and_an_early_end(tmp_path):
-    """Breaks when --max-bad is off by one, or a run goes on, or without a checkpoint, after it has
-    been stopped."""
-    refused(
-        lambda: fit(
-            *made(), order(), loss, LoopSettings(**FLAGS, max_bad=1), tmp_path / "bad", WORLD
-        ),
-        "the last: b",
-    )
+    """Breaks when --max-bad is off by one or takes no share of few records, or a run goes on, or
+    without a checkpoint, after it has been stopped."""
+    run = LoopSettings(**FLAGS), tmp_path / "bad", WORLD
+    refused(lambda: fit(*made(), order(1), loss, *run), "more than 1", "the last: b")
+    counts = 1, 3, 20, 199, 5000
+    for given, most in ((None, (0, 1, 2, 19, 20)), (20, (0, 1, 10, 20, 20)), (0, (0,) * 5)):
+        assert tuple(map(LoopSettings(max_bad=given).most_bad, counts)) == most
 
     def stop(step: int, progress: Progress) -> dict:
         progress.stopped = 3 if step == 3 else None

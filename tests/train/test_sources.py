@@ -14,7 +14,7 @@ from tests.files import write_vqav2
 from tests.runs import WORLD, refused
 from train.data import batches
 from train.data.batches import Order
-from train.data.sources import read_records
+from train.data.sources import MEMORY, held_records, read_records
 from train.settings import Settings, parse
 
 
@@ -121,17 +121,33 @@ def test_flags_reach_the_readers(folder, tmp_path):
 
 def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys):
     """Breaks when a part of --eval-data is kept back, something is held out beside it, or a leak
-    goes unnoticed."""
+    goes unnoticed: of a picture, of its copy, or of one in memory."""
     given = settings(
         folder, "jsonl:few.jsonl", eval_data=f"jsonl:{folder}/many.jsonl", fraction=0.5
     )
     assert (len(read_records(given)), len(read_records(given, "validation"))) == (6, 30)
     whole = replace(given, fraction=1.0)
-    capsys.readouterr()
-    assert len(read_records(whole)) == 12
-    assert (
-        "warning: 1 of the 30 pictures of --eval-data are in --data, too" in capsys.readouterr().err
-    )
+    rows = [json.loads(line) for line in (folder / "many.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows[:5]):  # one is shared, four are copies
+        copied = folder / f"few{number}.png"
+        row["image"] = "few0.png" if number == 0 else f"copy{number}.png"
+        (folder / row["image"]).write_bytes(copied.read_bytes())
+    (folder / "copies.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    images = [
+        {"image": Image.open(folder / f"few{n}.png"), "prefix": "a", "suffix": "b"} for n in (0, 1)
+    ]
+    memory = {
+        f"{MEMORY}{name}": held_records(images[n:], name, ".")
+        for n, name in enumerate(("data", "eval_data"))
+    }
+    held = replace(whole, data=(f"{MEMORY}data",), eval_data=(f"{MEMORY}eval_data",))
+    for asked, count in (("many", 1), ("copies", 5)):
+        capsys.readouterr()
+        assert len(read_records(replace(whole, eval_data=(f"jsonl:{folder}/{asked}.jsonl",)))) == 12
+        warned = f"warning: {count} of the 30 pictures of --eval-data are in --data, too"
+        assert warned in capsys.readouterr().err
+    assert len(read_records(held, memory=memory)) == 2
+    assert "1 of the 1 pictures" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -145,3 +161,16 @@ def test_wrong_sources_are_named(flags, message, folder, monkeypatch):
     """Breaks when a mistake in a source is not found before training, or its remedy is no flag."""
     monkeypatch.chdir(folder)
     refused(lambda: read_records(parse(flags.split())[0]), "few.jsonl", message)
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_more_than_a_share_of_unusable_records_ends_a_run(lost, folder):
+    """Breaks when a run goes on with one record of three, or stops at two."""
+    rows = (folder / "few.jsonl").read_text().splitlines()[:3]
+    lines = [*rows[lost:], *[row.replace(".png", ".gif") for row in rows[:lost]]]
+    (folder / "lost.jsonl").write_text("\n".join(lines))
+    given = settings(folder, "jsonl:lost.jsonl", validation=0)
+    if lost == 1:
+        assert len(read_records(given)) == 3
+    else:
+        refused(lambda: read_records(given), "2 of 3 records", "more than 1", "lost.jsonl:2")

@@ -41,7 +41,9 @@ def write_colors(folder: Path, count: int) -> str:
     dice, lines = random.Random(0), []
     for number in range(count):
         name, color = dice.choice(list(COLORS.items()))
-        Image.new("RGB", (40, 30), color).save(folder / f"{number}.png")
+        picture = Image.new("RGB", (40, 30), color)
+        picture.putpixel((0, 0), (number, 0, 0))  # no two are the same
+        picture.save(folder / f"{number}.png")
         lines.append(
             {"image": f"{number}.png", "prefix": "answer en What color is it?", "suffix": name}
         )
@@ -296,7 +298,7 @@ def test_boxes_are_scored_and_drawn(tmp_path, monkeypatch):
 
 def test_what_is_held_out(tmp_path, processor, monkeypatch, capsys):
     """Breaks when held-out examples are the first of a file, those of training, or more than asked
-    for."""
+    for, or are few without a word."""
     settings = parse(words(write_colors(tmp_path, 40), "--validation 0.5 --eval-limit 8"))[0]
     held_out, every = (
         open_held_out(settings, processor, WORLD),
@@ -316,7 +318,11 @@ def test_what_is_held_out(tmp_path, processor, monkeypatch, capsys):
     assert (
         open_held_out(replace(settings, validation=0.001), processor, WORLD) is None
     )  # too small for one picture
-    assert "--validation 0.001" in capsys.readouterr().err
+    warned = capsys.readouterr().err.splitlines()
+    assert [line[:12] for line in warned] == ["warning: 8 h"] * 2 + ["warning: 0 h"]
+    assert "--validation 0.001" in warned[-1]
+    assert len(open_held_out(replace(settings, eval_limit=400), processor, WORLD).records) == 20
+    assert not capsys.readouterr().err
     long = [replace(r, turns=(("caption en", "a red dog " * 30),)) for r in every]
     monkeypatch.setattr(validation, "read_records", lambda *args: long)
     assert not open_held_out(settings, processor, WORLD).asked  # too long to be generated

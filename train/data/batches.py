@@ -6,8 +6,10 @@ resumed run reads exactly what an uninterrupted one would have read.
 
 import os
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice, pairwise
 
@@ -69,10 +71,10 @@ def collate(records: Sequence[Record], processor: Processor) -> MicroBatch:
             bad.append(shown(f"{record.name}: {error}", 600))
     pictures = [picture for r in good if r.pictures for picture in opened[r.key]]
     if not good:
-        rows, pictures = (
-            [processor.row_of(1, [("nothing", "nothing")])],
-            [processor.pixels(gray_picture)],
-        )
+        roomy = copy(processor)
+        roomy.max_length = sys.maxsize  # the user's may be too short for a picture
+        rows = [roomy.row_of(1, [("nothing", "nothing")])]
+        pictures = [processor.pixels(gray_picture)]
     batch = processor.pad(rows, pictures)
     positions, targets = supervised(batch.labels)
     targets = targets if good else torch.full_like(targets, -100)
@@ -236,6 +238,7 @@ class Order:
         # tokens are
         more = [(len(r.pictures) - 1) * processor.config.num_image_tokens for r in records]
         self.lengths = [len(ids) + tokens for ids, tokens in zip(encoded, more, strict=True)]
+        self.most_bad = settings.most_bad(len(records))
         self.micro_batches = -(-len(records) // self.batch_size)
         if self.micro_batches < of_step:
             problem = f"{len(records)} records make {self.micro_batches} micro-batches, but a step takes {of_step}"

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from os.path import realpath
 from pathlib import Path
 from typing import Any
 
 from eval.data import records as readers
 from eval.data.records import (
     Record,
+    contents_of,
     embedded_records,
     read_data,
     record_of,
@@ -84,14 +84,14 @@ def read_records(
     if split == "validation":
         return asked
     learned = read_sources("--data", settings.data, split, settings, memory)
-    files = [
-        {realpath(str(p)) for r in of for p in r.pictures if isinstance(p, Path | HeldPicture)}
-        for of in (learned, asked)
-    ]
-    common = set.intersection(*files)
-    if common and os.environ.get("RANK", "0") == "0":  # the first process of torchrun
-        count = f"{len(common)} of the {len(files[1])} pictures of --eval-data are in --data, too"
-        print(f"warning: {count}: the scores say little about new pictures", file=sys.stderr)
+    is_first = os.environ.get("RANK", "0") == "0"  # the first process of torchrun
+    if is_first:
+        contents = contents_of([*asked, *learned])
+        held_out = set().union(*contents[: len(asked)])
+        common = held_out.intersection(chain(*contents[len(asked) :]))
+        count = f"{len(common)} of the {len(held_out)} pictures of --eval-data are in --data, too"
+        if common:
+            print(f"warning: {count}: the scores say little about new pictures", file=sys.stderr)
     return learned
 
 
@@ -152,10 +152,14 @@ def read_sources(
     parts = [[r for r in part if r.name not in left_out] for part in parts]
     records = Weighted(parts, weights) if weights and split == "train" else list(chain(*parts))
     bad = [r for r in records if not r.turns]
-    if len(bad) > settings.max_bad:
-        problem = f"{len(bad)} records cannot be used, more than --max-bad {settings.max_bad}"
+    most = settings.most_bad(len(records))
+    if len(bad) > most:
+        problem = f"{len(bad)} of {len(records)} records cannot be used, more than {most}"
         first = f"{bad[0].name}: {bad[0].pictures[0].problem}"
-        raise UserError(f"{given}: {problem}: correct them, or raise it; the first: {first}")
+        raise UserError(
+            f"{given}: {problem}: correct them, or raise --max-bad (up to half of all); the first: "
+            f"{first}"
+        )
     if not len(records) or isinstance(records, Weighted) and not all(records.sizes):
         raise UserError(f"{given}: no {split} records: check --validation and --fraction")
     return records

@@ -138,6 +138,8 @@ class TextOrder:
     processes, so a run can start at any step.
     `order[numbers]` is the batch of these rows."""
 
+    most_bad = 0
+
     def __init__(
         self,
         corpus: Corpus,
