@@ -184,6 +184,11 @@ def read_json(path: str | os.PathLike, kind: type = dict) -> Any:
     return value
 
 
+def read_json_if(path: str | os.PathLike) -> dict:
+    """The object in a JSON file, {} where there is no file. Raises UserError."""
+    return read_json(path) if Path(path).is_file() else {}
+
+
 def parse_json(text: str | bytes, where: str) -> Any:
     """The value of a JSON text, in UTF-8 if it is bytes. Raises UserError that begins with `where`.
 

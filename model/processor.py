@@ -20,8 +20,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from model.common import UserError, quoted, read_json, shown
-from model.config import PaliGemmaConfig
+from model.common import UserError, quoted, read_json_if, shown
+from model.config import PaliGemmaConfig, config_errors
 from model.images import Picture, fit, normalized
 from model.registry import read_config, system_of
 from model.source import preset_of
@@ -285,18 +285,21 @@ def processor_for(config: Any, tokenizer: Tokenizer, **options) -> Processor:
 def _check_pixels(folder: Path, size: int) -> None:
     """Raise UserError if the model's own image processor makes other pixels than
     `model/images.py`."""
-    expected = dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True) | {
-        "do_center_crop": False
-    }
-    expected |= {
+    expected = {
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "do_center_crop": False,
         "size": {"height": size, "width": size},
-        "resample": 3,
+        "resample": 3,  # bicubic
         "rescale_factor": 1 / 255,
-    }  # 3: bicubic
-    expected |= dict.fromkeys(("image_mean", "image_std"), [0.5] * 3)
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
     for file in (folder / "processor_config.json", folder / "preprocessor_config.json"):
-        raw = read_json(file) if file.is_file() else {}
-        given = {**expected, **(raw.get("image_processor") or raw)}
+        raw = read_json_if(file)
+        with config_errors(file):
+            given = expected | (raw.get("image_processor") or raw)
         if wrong := [name for name, value in expected.items() if given[name] not in (None, value)]:
             problem = f"{wrong[0]} is {quoted(given[wrong[0]])}, but {expected[wrong[0]]} is computed here"
             raise UserError(f"{file}: {problem}: take another model")

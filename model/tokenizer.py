@@ -1,26 +1,29 @@
 """Tokenizers: a sentencepiece model, or any tokenizer.json, with the methods of sentencepiece.
 
 Where a model has both files, tokenizer.model is read: it holds the pieces that PaliGemma was
-trained with, and needs no further package, so that ids are the same in every environment.
+trained with, and needs no further package, so that ids are the same in every environment. Where the
+other file names a token that it lacks, that one is read.
 """
 
+import json
+import re
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import takewhile
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
 
-from model.common import UserError, quoted
+from model.common import UserError, quoted, read_json, read_json_if
+from model.config import config_errors
 from model.source import EMBEDDED, preset_of, resolve
 from model.turns import SLOT
 
-BESIDE = [
-    "config.json",
-    "processor_config.json",
-    "preprocessor_config.json",
-]  # what the callers read besides
+# files that name tokens, too, and what the callers read
+BESIDE = ["added_tokens.json", "tokenizer_config.json"]
+READ = ["config.json", "processor_config.json", "preprocessor_config.json", *BESIDE]
 SPACE = "\u2581"  # stands for a space in sentencepiece's pieces
 # of GPT-NeoX (the published Mambas) and Qwen, in place of all four control tokens
 END = "<|endoftext|>"
@@ -30,6 +33,11 @@ SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
 LOCATIONS = [f"<loc{number:04}>" for number in range(1024)] + [
     f"<seg{number:03}>" for number in range(128)
 ]
+# what a tokenizer.model may lack: <image> comes after its pieces, the tab is the piece <0x09>, and
+# <seg…> of the embedded base are names of a spare row, so that transformers adds none
+UNNAMED = {SLOT, "\t", *LOCATIONS[1024:]}
+MAX_GROWTH = 100  # of a text, by what a tokenizer.json puts into it; in published files 2
+INSERTED = re.compile(r'"(?:content|prepend)": "((?:\\.|[^"\\])+)"')
 
 
 class JsonTokenizer:
@@ -40,7 +48,18 @@ class JsonTokenizer:
         try:
             from tokenizers import Tokenizer
 
+            raw = read_json(path)
+            parts = [raw.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")]
+            steps = json.dumps(parts, ensure_ascii=False)
+            growth = 2 ** steps.count('"ByteLevel"') * prod(map(len, INSERTED.findall(steps)))
+            if growth > MAX_GROWTH:
+                raise ValueError(f"it may make a text {MAX_GROWTH} times longer")
             self.tokenizer = Tokenizer.from_file(str(path))
+            # control tokens are placed by us, and a template may leave out the text
+            self.tokenizer.post_processor = None
+            self.tokenizer.no_padding()
+            self.tokenizer.no_truncation()
+            self.encode("\U0010ffff")  # raises, where nothing stands for what is unknown
         except ImportError:
             raise UserError(
                 f"{path}: is read by a package that is not installed: pip install tokenizers"
@@ -53,8 +72,6 @@ class JsonTokenizer:
             raise UserError(
                 f"{path}: not a tokenizer ({quoted(str(error))}): download the file again"
             ) from None
-        self.tokenizer.no_padding()
-        self.tokenizer.no_truncation()
         find, end = self.tokenizer.token_to_id, self.tokenizer.token_to_id(END)
         # in a text the spelling of this token is text; Gemma's are refused by the callers
         self.tokenizer.encode_special_tokens = end is not None
@@ -98,26 +115,52 @@ def find_tokenizer(source: str | Path, revision: str | None = None) -> Path:
     """The tokenizer.model of a model, or else its tokenizer.json, which need not exist; the
     embedded one for a preset. Downloads from the hub the small files beside it, too."""
     source = EMBEDDED if preset_of(source) else source
-    file = resolve(source, ["tokenizer.model", *BESIDE], revision) / "tokenizer.model"
-    return (
-        file if file.exists() else resolve(source, ["tokenizer.json"], revision) / "tokenizer.json"
-    )
+    folder = resolve(source, ["tokenizer.model", "tokenizer.json", *READ], revision)
+    file = folder / "tokenizer.model"
+    return file if file.exists() else file.with_suffix(".json")
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The sentencepiece model or tokenizer.json at `path`. Raises UserError if it is absent or
-    another kind of file."""
+    """The sentencepiece model or tokenizer.json at `path`. The tokenizer.json beside the former is
+    read in its place if it names other tokens. Raises UserError if it is absent or another kind of
+    file, or lacks a token that a file beside it names."""
     if not (path := Path(path)).is_file():
         remedy = "copy either from the model that this one was made from, such as google/paligemma-3b-pt-224"
         raise UserError(f"{path}: not found, nor a tokenizer.model: {remedy}")
     if path.suffix == ".json":
-        return JsonTokenizer(path)
-    try:
-        return sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
-    except (RuntimeError, OSError) as error:
-        raise UserError(
-            f"{path}: not a sentencepiece model ({error}): download the file again"
-        ) from None
+        tokenizer = JsonTokenizer(path)
+    else:
+        tokenizer = sentencepiece.SentencePieceProcessor()
+        try:
+            tokenizer.load_from_serialized_proto(path.read_bytes())
+        except (RuntimeError, OSError) as error:
+            raise UserError(
+                f"{path}: not a sentencepiece model ({error}): download the file again"
+            ) from None
+        if lacking(tokenizer, path.with_suffix(".json")):
+            tokenizer = JsonTokenizer(path.with_suffix(".json"))
+    for name in BESIDE:
+        if tokens := lacking(tokenizer, path.with_name(name)):
+            problem = f"names {quoted(tokens[0])}, which the tokenizer lacks or has elsewhere"
+            raise UserError(f"{path.with_name(name)}: {problem}: save all with transformers")
+    return tokenizer
+
+
+def lacking(tokenizer: Tokenizer, file: Path) -> list[str]:
+    """The tokens that a file of transformers names, if it is there, and `tokenizer` has not, or by
+    another id."""
+    raw = read_json_if(file)
+    with config_errors(file):
+        named = dict(raw if file.name == BESIDE[0] else raw.get("model", {}).get("vocab", {}))
+        for token in raw.get("added_tokens", []):
+            named[token["content"]] = token["id"]
+        for number, token in raw.get("added_tokens_decoder", {}).items():
+            named[token["content"]] = int(number)
+        return [
+            token
+            for token, number in named.items()
+            if token not in UNNAMED and tokenizer.piece_to_id(token) != number
+        ]
 
 
 class Texts:

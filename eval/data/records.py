@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 from PIL import ExifTags, Image
 
 from eval.data import published
-from eval.data import published as data
 from eval.data.published import PROMPT, check, find_picture, text
 from model.common import UserError, quoted, read_bytes, read_json, shown
 from model.turns import SLOT, check_turns

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from model.common import UserError, read_json, read_text
+from model.common import UserError, read_json_if, read_text
 from model.generate import generate
 from model.source import resolve
 from model.systems.configs import LanguageConfig
@@ -124,13 +124,9 @@ def load_text_tokenizer(source: str | Path, max_length: int | None = None) -> Te
     ]
     folder = resolve(source, names)
     file, older = folder / names[2], folder / names[3]  # where transformers 5 and 4 save a template
-    template = (
-        read_text(file)
-        if file.is_file()
-        else read_json(older).get("chat_template")
-        if older.is_file()
-        else ""
-    )
+    template = read_json_if(older).get("chat_template")
+    if file.is_file():
+        template = read_text(file)
     config = LanguageConfig.from_file(folder / names[0])
     tokenizer = load_tokenizer(find_tokenizer(source))
     return TextTokenizer(

@@ -243,6 +243,8 @@ FOREIGN = [
         {"image_processor": {"image_mean": [0.485, 0.456, 0.406]}},
         "image_mean",
     ),
+    ("processor_config.json", {"image_processor": [1]}, "processor_config.json: "),
+    ("preprocessor_config.json", {"image_processor": "x"}, "preprocessor_config.json: "),
 ]
 
 

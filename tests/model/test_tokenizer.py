@@ -129,6 +129,97 @@ def test_a_batch_equals_that_of_transformers(folder):
     )
 
 
+def saved(folder: Path, change=lambda tokenizer: None) -> Path:
+    """The embedded tokenizer as transformers saves it, changed, with tokenizer.model beside it."""
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED_FOLDER, tokenizer_class="GemmaTokenizer")
+    change(tokenizer)
+    tokenizer.save_pretrained(folder)
+    shutil.copy(BUNDLED_FOLDER / "tokenizer.model", folder)
+    return folder
+
+
+def rename(folder: Path) -> None:
+    """Give a piece of tokenizer.json another name, as is done with <unused0> of Gemma."""
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["model"]["vocab"]["<brand>"] = raw["model"]["vocab"].pop("<loc1023>")
+    for token in raw["added_tokens"]:
+        token["content"] = token["content"].replace("<loc1023>", "<brand>")
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    (folder / "tokenizer_config.json").unlink()
+
+
+@pytest.mark.parametrize("is_renamed", [False, True])
+def test_a_token_that_tokenizer_model_lacks_is_not_lost(is_renamed, tmp_path):
+    """Breaks when an added or renamed token becomes five pieces, and vanishes from answers."""
+    saved(tmp_path, lambda tokenizer: is_renamed or tokenizer.add_tokens(["<brand>"]))
+    if is_renamed:
+        rename(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path, tokenizer_class="GemmaTokenizer")
+    ours = load_tokenizer(find_tokenizer(tmp_path))
+    for text in ("a <brand> dog", "<brand>", "x<brand>y <loc0007>"):
+        ids = theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.encode(text) == ids and theirs.convert_tokens_to_ids("<brand>") in ids
+        assert ours.decode(ids) == theirs.decode(ids)
+
+
+def test_tokens_that_only_a_file_beside_names_are_refused(tmp_path):
+    """Breaks when added_tokens.json or tokenizer_config.json name a token that the tokenizer has
+    not, or at another id, and nothing is said; or one is missed that all have."""
+    beside = {
+        "added_tokens.json": ({"<image>": 1722, "<loc0000>": 6}, {"<brand>": 1723}),
+        "tokenizer_config.json": (
+            {"added_tokens_decoder": {"6": {"content": "<loc0000>"}}, "bos_token": "<bos>"},
+            {"added_tokens_decoder": {"7": {"content": "<loc0000>"}}},
+        ),
+    }
+    for name in ("tokenizer.model", "tokenizer.json"):
+        for file, (agreeing, other) in beside.items():
+            shutil.copy(BUNDLED_FOLDER / name, tmp_path)
+            (tmp_path / file).write_text(json.dumps(agreeing))
+            assert load_tokenizer(tmp_path / name).encode("dog")
+            (tmp_path / file).write_text(json.dumps(other))
+            refused(lambda name=name: load_tokenizer(tmp_path / name), file, "<")
+            (tmp_path / file).unlink()
+
+
+REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+LONGER = {
+    "normalizer": {"type": "Sequence", "normalizers": [REPLACE] * 9},
+    "decoder": {"type": "Sequence", "decoders": [REPLACE] * 9},
+    "pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES] * 30},
+}
+TEMPLATE = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}
+WORDS = {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100, "unk_token": "[UNK]"}
+
+
+def changed(folder: Path, **parts) -> Path:
+    """The embedded tokenizer.json with other parts."""
+    raw = json.loads((BUNDLED_FOLDER / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(raw | parts))
+    return folder / "tokenizer.json"
+
+
+def test_a_tokenizer_that_fails_at_its_first_text_is_refused(tmp_path):
+    """Breaks when a tokenizer.json fills the memory, loses each text, or raises at a text what no
+    command expects; or when an empty tokenizer.model is opened."""
+    for part, steps in (*LONGER.items(), ("normalizer", {"type": "Prepend", "prepend": "a" * 200})):
+        file = changed(tmp_path, **{part: steps})
+        refused(lambda file=file: load_tokenizer(file), "longer")
+    vocabulary = json.loads((BUNDLED_FOLDER / "tokenizer.json").read_text())["model"]["vocab"]
+    for kind in ("WordPiece", "WordLevel"):
+        model = {"type": kind, "vocab": vocabulary, **WORDS}
+        refused(lambda model=model: load_tokenizer(changed(tmp_path, model=model)), "[UNK]")
+    sequence = {"type": "Sequence", "processors": [TEMPLATE, TEMPLATE]}
+    for processor in (TEMPLATE, sequence):
+        ours = load_tokenizer(changed(tmp_path, post_processor=processor))
+        assert ours.encode("a dog") == load_tokenizer(BUNDLED_FOLDER / "tokenizer.model").encode(
+            "a dog"
+        )
+    (tmp_path / "tokenizer.model").touch()
+    refused(lambda: load_tokenizer(tmp_path / "tokenizer.model"), "not a sentencepiece")
+
+
 def test_tokenizer_model_comes_first_and_needs_no_package(tmp_path, monkeypatch):
     """Breaks when ids depend on what is installed, or the base install cannot open the embedded
     base."""
@@ -138,3 +229,6 @@ def test_tokenizer_model_comes_first_and_needs_no_package(tmp_path, monkeypatch)
     refused(lambda: load_tokenizer(find_tokenizer(tmp_path)), "pip install tokenizers")
     shutil.copy(BUNDLED_FOLDER / "tokenizer.model", tmp_path)
     assert load_tokenizer(find_tokenizer(tmp_path)).encode("dog")
+    same = saved(tmp_path / "same") / "tokenizer.json"
+    same.write_text(same.read_text().replace('"<0x09>"', '"\\t"'))  # as in Gemma's published file
+    assert load_tokenizer(find_tokenizer(same.parent)).encode("dog")
