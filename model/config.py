@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
-from model.common import UserError, quoted, read_json, shown
+from model.common import UserError, quoted, read_json, read_json_if, shown
 
 CONTROL_TOKENS = {
     "pad_token_id": 0,
@@ -33,6 +33,8 @@ _GEMMA2_ONLY = (
     "final_logit_softcapping",
     "sliding_window",
 )
+_SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+_SIZES = _SIZES.split()  # which every published file of Gemma 1 has
 # layers or heads: far beyond any published model; a damaged number would take hours to build
 MAX_COUNT = 1024
 
@@ -48,7 +50,14 @@ def config_errors(path: str | Path) -> Iterator[None]:
     """Turn what wrong values raise within the block into a UserError that names the file."""
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         what = "" if isinstance(error, UserError) else f"{type(error).__name__} "
         raise UserError(
             f"{shown(path)}: {what}{shown(str(error))}: take another model or download it again"
@@ -58,33 +67,41 @@ def config_errors(path: str | Path) -> Iterator[None]:
 # Keys of generation_config.json that change greedy decoding, with the values that do not
 _NEUTRAL = {
     "repetition_penalty": 1,
+    "encoder_repetition_penalty": 1,
     "num_beams": 1,
     "no_repeat_ngram_size": 0,
     "min_length": 0,
     "min_new_tokens": 0,
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "bad_words_ids": [],
+    "sequence_bias": [],
+    "stop_strings": [],
+    "guidance_scale": 1,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
 }
-_NEUTRAL |= {"suppress_tokens": [], "bad_words_ids": [], "guidance_scale": 1}
 
 
-def read_generation(path: str | Path, *followed: str, suppressed: int | None = None) -> dict:
+def read_generation(path: str | Path, *followed: str, **ours: int | None) -> dict:
     """The generation_config.json beside `path`. Raises UserError for other keys than `followed`
-    that change answers. suppressed: a token that our `generate` never says either."""
-    neutral = {**_NEUTRAL, "suppress_tokens": [suppressed]}
-    given = (
-        read_json(file)
-        if (file := Path(path).with_name("generation_config.json")).is_file()
-        else {}
-    )
-    if changed := [
-        n
-        for n in _NEUTRAL
-        if n not in followed and given.get(n) not in (None, _NEUTRAL[n], neutral[n])
-    ]:
-        raise UserError(
-            f"{shown(file)}: {changed[0]} changes answers, and is not followed here: delete this "
-            "key"
-        )
+    that change answers. ours: tokens, alone or in a list, by the keys that name them here too."""
+    file = Path(path).with_name("generation_config.json")
+    given = read_json_if(file)
+    for name in (_NEUTRAL | ours).keys() - set(followed):
+        neutral = None, _NEUTRAL.get(name), ours.get(name), [ours.get(name)]
+        if given.get(name) not in neutral:
+            raise UserError(
+                f"{shown(file)}: {name} changes answers, and is not followed here: delete this key"
+            )
     return {name: value for name, value in given.items() if value is not None}
+
+
+def fits(value: Any, annotation: Any) -> bool:
+    """Whether a value is of the types, or one of the literals, of an annotation."""
+    kinds = get_args(annotation) or (annotation,)
+    return value in kinds or type(value) in kinds or float in kinds and type(value) is int
 
 
 @dataclass(frozen=True)
@@ -104,12 +121,7 @@ class Config:
     def __post_init__(self):
         for field in fields(self):
             value, kinds = getattr(self, field.name), get_args(field.type) or (field.type,)
-            is_right = (
-                value in kinds
-                or type(value) in (*kinds, tuple)
-                or float in kinds
-                and type(value) is int
-            )
+            is_right = fits(value, field.type) or type(value) is tuple
             if type(value) is int and not field.name.endswith(
                 "_layer"
             ):  # −2 is the last layer but one
@@ -267,13 +279,16 @@ class TextConfig(Config):
                 vars(_DECODERS["paligemma2-3b"]),
                 ["sliding_attention", "full_attention"],
             )
-        elif (
-            activation == "gelu"
-        ):  # the first files say so, but the model was trained with the tanh approximation
-            activation = "gelu_pytorch_tanh"
-        for name in ["rms_norm_eps", "rope_theta"] + ["sliding_window", "query_pre_attn_scalar"] * (
-            kind == "gemma2"
-        ):
+        else:
+            for name in _SIZES:
+                require(raw.get(name), f"{name} is missing, for which transformers has Gemma 7B's")
+            if activation == "gelu":
+                # the first files say so, but the model was trained with the tanh approximation
+                activation = "gelu_pytorch_tanh"
+        never_null = ["rms_norm_eps", "rope_theta"]
+        if kind == "gemma2":
+            never_null += ["sliding_window", "query_pre_attn_scalar"]
+        for name in never_null:
             require(
                 raw.get(name, 0) is not None,
                 f"{name} is null, expected a number, as in transformers",
@@ -351,11 +366,10 @@ class PaliGemmaConfig(Config):
         ids |= {
             name: part[name] for part in (text, raw) for name in ids if part.get(name) is not None
         }
-        ids["image_token_id"] = raw.get("image_token_index", raw.get("image_token_id", 256000))
-        require(
-            ids["image_token_id"] is not None,
-            "image_token_index is null, expected the id of <image>",
-        )
+        image = raw.get("image_token_index", raw.get("image_token_id", 256000))
+        require(image is not None, "image_token_index is null, expected the id of <image>")
+        require(raw.get("image_token_id", image) == image, "has two ids of <image>")
+        ids["image_token_id"] = image
         text = {"vocab_size": raw.get("vocab_size"), **text, "tie_word_embeddings": True}
         return super().from_dict(raw | ids | {"text_config": text})
 
@@ -367,14 +381,17 @@ class PaliGemmaConfig(Config):
             "projection_dim": width,
             "vision_use_head": False,
         }
-        values = {"architectures": ["PaliGemmaForConditionalGeneration"], "model_type": self.kind}
-        values |= {"image_token_index": self.image_token_id, **ids}
-        values |= {"hidden_size": width, "projection_dim": width, "tie_word_embeddings": True}
-        parts = {
-            "vision": self.vision.to_dict() | tower | tokens,
-            "text": self.text.to_dict() | tokens | ids,
+        return {
+            "architectures": ["PaliGemmaForConditionalGeneration"],
+            "model_type": self.kind,
+            "image_token_index": self.image_token_id,
+            **ids,
+            "hidden_size": width,
+            "projection_dim": width,
+            "tie_word_embeddings": True,
+            "vision_config": self.vision.to_dict() | tower | tokens,
+            "text_config": self.text.to_dict() | tokens | ids,
         }
-        return values | {f"{name}_config": part for name, part in parts.items()}
 
 
 # Geometries by name. `load_model(name)` fills one with random weights (seed 0), for tests and

@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from model.attention import Attention, Rope, attention_modules, tapped
-from model.common import UserError
+from model.common import UserError, quoted
+from model.config import fits
 from model.gemma import Adaptable, GemmaMLP
 from model.linear import Linear
 from model.lowrank import LowRank
@@ -161,7 +162,7 @@ class Split(Reparametrised):
         *,
         rope_pairs: str = "kept",
         lambda_init: float | str = "layer",
-        norm=True,
+        norm: bool = True,
     ):
         super().__init__(plain, layer, plain.head_dim // 2, lambda_init, norm)
         if rope_pairs not in ("kept", "fresh") or self.head_dim % 4:
@@ -269,7 +270,7 @@ class Twin(Branched):
         mu: float = 1.0,
     ):
         super().__init__(plain, layer, r, alpha, dropout)
-        if not 0 < mu < math.inf:
+        if not 0 < mu <= 1e6:
             raise UserError(
                 f"mu is {mu!r}, expected a number above 0: at 0 the second branch gets no gradient"
             )
@@ -334,16 +335,18 @@ class Dex(Differential):
         plain: Attention,
         layer: int,
         *,
-        heads: list[int] | None = None,
+        heads: list | None = None,
         lambda_init: float = 1.0,
     ):
         super().__init__(plain, layer)
-        self.heads = list(range(self.num_heads)) if heads is None else sorted(set(heads))
-        if not self.heads or not set(self.heads) <= set(range(self.num_heads)):
+        known = range(self.num_heads)
+        chosen = list(known) if heads is None else heads
+        if not chosen or not all(type(head) is int and head in known for head in chosen):
             raise UserError(
                 f"heads are {heads!r}, expected at least one of 0 to {self.num_heads - 1}"
             )
-        if not 0 < abs(lambda_init) < math.inf:
+        self.heads = sorted(set(chosen))
+        if not 0 < abs(lambda_init) <= 1e6:
             raise UserError(
                 f"lambda_init is {lambda_init!r}, expected a number other than 0, since W_D starts "
                 "at 0"
@@ -465,10 +468,12 @@ def graft(
             "'both'"
         )
     defaults = options_of(kind)
-    if unknown := sorted(set(options) - set(defaults)):
-        raise UserError(
-            f"{kind!r} has no option {', '.join(unknown)}: it takes {', '.join(defaults) or 'none'}"
-        )
+    parameters = inspect.signature(KINDS[kind]).parameters
+    for name, value in options.items():
+        if name not in defaults or not fits(value, parameters[name].annotation):
+            raise UserError(
+                f"{kind!r} has no option {name}={quoted(value)}: it takes {quoted(defaults, 200)}"
+            )
     before, device = (
         set(dict(model.named_parameters())),
         model.language_model.embed_tokens.weight.device,

@@ -73,6 +73,9 @@ def read_config(path: str | Path) -> Any:
     of this project."""
     system = system_of(str(read_json(path).get("model_type")))
     config = PaliGemmaConfig.from_file(path) if system is None else system.config.from_file(path)
-    if hasattr(config, "image_token_id"):
-        read_generation(path, suppressed=config.image_token_id)
+    if system is None:
+        ours = {"suppress_tokens": config.image_token_id, "eos_token_id": config.eos_token_id}
+        read_generation(path, **ours)
+    elif system.processor is not None:
+        read_generation(path, suppress_tokens=config.image_token_id)
     return config

@@ -240,7 +240,7 @@ def read_examples(
     return read_records(path, partial(record_of, folder=images or Path(path).parent), places)
 
 
-def rows_of(path: str | Path) -> data.Places:
+def rows_of(path: str | Path) -> published.Places:
     """The rows of a CSV table by column; an empty cell is absent, cells without a column are at
     None. Raises UserError for another header."""
     (_, names), *rows = published.rows_in(path) or [("", [])]

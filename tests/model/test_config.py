@@ -160,7 +160,8 @@ def test_the_activation_is_that_of_transformers(kind, hidden_act, hidden_activat
     """Breaks when the name that a family ignores is read, or "gelu" of Gemma 1, which means the
     tanh, is believed."""
     names = {"hidden_act": hidden_act, "hidden_activation": hidden_activation}
-    raw = {"model_type": kind, "hidden_size": 16, "num_attention_heads": 2} | {
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    raw = {"model_type": kind, "num_attention_heads": 2, "num_key_value_heads": 1, **sizes} | {
         k: v for k, v in names.items() if v
     }
     hf, x = AutoConfig.for_model(**raw), torch.linspace(-4, 4, 99)
@@ -220,6 +221,15 @@ REFUSED = [
         (changed(PUBLISHED_2, "text_config", **{name: None}), f"{name} is null")
         for name in NEVER_NULL
     ),
+    *(
+        (changed(PUBLISHED_1, "text_config", **{name: None}), f"{name} is missing")
+        for name in (
+            *(name for name in GEMMA if "hidden" in name or "heads" in name),
+            "intermediate_size",
+        )
+    ),
+    (PUBLISHED_1 | {"text_config": {}}, "is missing"),
+    (PUBLISHED_1 | {"image_token_id": 5}, "two ids"),
     (PUBLISHED_1 | {"image_token_index": None}, "image_token_index"),
     (changed(PUBLISHED_1, "text_config", num_hidden_layers=10**9), "num_hidden_layers"),
     (PUBLISHED_1 | {"image_token_index": -1}, "image_token_id is -1"),
@@ -246,3 +256,27 @@ def test_other_architectures_and_contradictions_are_refused(raw, word, tmp_path)
     assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ") and "\n" not in str(
         caught.value
     )
+
+
+GENERATION = [
+    ({"eos_token_id": 1, "suppress_tokens": [257152]}, ""),
+    ({"eos_token_id": [1], "stop_strings": None}, ""),
+    ({"eos_token_id": [1, 107]}, "eos_token_id"),
+    ({"eos_token_id": 107}, "eos_token_id"),
+    ({"suppress_tokens": [257152, 5]}, "suppress_tokens"),
+    ({"forced_eos_token_id": 1}, "forced_eos_token_id"),
+    ({"stop_strings": ["."]}, "stop_strings"),
+]
+
+
+@pytest.mark.parametrize(("given", "word"), GENERATION)
+def test_what_generation_config_says_otherwise_is_refused(given, word, tmp_path):
+    """Breaks when answers end elsewhere than transformers', which reads generation_config.json, or
+    a file that says the same is refused."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED_1))
+    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    if word:
+        with pytest.raises(UserError, match=f"generation_config.json: {word}"):
+            configs.read_config(tmp_path / "config.json")
+    else:
+        assert configs.read_config(tmp_path / "config.json") == PRESETS["paligemma-3b-224"]

@@ -462,6 +462,13 @@ def test_mistakes_are_named_and_change_nothing():
         ("twin", {"rank": 8}),
         ("twin", {"mu": 0.0}),
         ("dex", {"heads": [4]}),
+        *(("dex", {"heads": heads}) for heads in (10**9, [], [True], [0.0], "01", [[0]])),
+        *(("dex", {"lambda_init": start}) for start in (None, [[1]], 0, "layer", True, 10**400)),
+        *(("split", {"lambda_init": start}) for start in (None, [[1]], "1", False)),
+        *(("shared", {"norm": norm}) for norm in (0, "no", None)),
+        *(("twin", {"mu": mu}) for mu in (None, "1", 10**400, math.nan)),
+        *(("v2", {"r": r}) for r in (None, 2.0, True, [2])),
+        ("split", {"rope_pairs": ["kept"]}),
     ):
         refused(partial(graft, model, kind, **options))
     assert model.grafts == ()

@@ -6,9 +6,11 @@ import math
 import pytest
 import torch
 from PIL import Image
+from transformers import RepetitionPenaltyLogitsProcessor
 
 import model.generate as generation
 from model.generate import generate, pick
+from model.systems.language import new_model
 from tests.reference import batch, hf_forward, hf_model, ours, relative_error, right_padded
 
 PROMPTS = ((6, 0), (2, 0), (4, 0))
@@ -184,3 +186,28 @@ def test_senseless_options_are_refused(options):
         AssertionError, match="cache of 10"
     ):  # positions past it would overwrite others
         model(**inputs, cache=model.new_cache(10))
+
+
+@torch.no_grad()
+def test_the_repetition_penalty_is_that_of_transformers(monkeypatch):
+    """Breaks when logits of either sign are changed otherwise than by transformers' processor, or a
+    model that is trained from nothing, and has no stop token, cannot be asked."""
+    model, ids = new_model("nano", differential=True), torch.arange(40).view(2, 20)
+    object.__setattr__(model.config, "repetition_penalty", 1.7)
+    valid, raw, chosen = torch.ones_like(ids), [], []
+    valid[1, 0] = 0
+    model.register_forward_hook(lambda module, args, logits: raw.append(logits[:, -1].clone()))
+
+    def kept(logits, *args):
+        chosen.append(logits)
+        return pick(logits, *args)
+
+    monkeypatch.setattr("model.generate.pick", kept)
+    rows = torch.stack(generate(model, ids, None, torch.ones_like(ids), valid, 30))
+    penalise = RepetitionPenaltyLogitsProcessor(1.7)
+    for step, (logits, mine) in enumerate(zip(raw, chosen, strict=True)):
+        for row, start in enumerate((0, 1)):  # without padding
+            assert (mine[row] < logits[row])[logits[row] < 0].any()
+            read = torch.cat((ids[row, start:], rows[row, :step]))[None]
+            assert torch.equal(penalise(read, logits[row : row + 1])[0], mine[row])
+    assert rows.shape == (2, 30)
