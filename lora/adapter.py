@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from model.common import UserError, atomic_path, quoted, read_json, shown, write_text
@@ -23,7 +22,7 @@ from model.differential import Differential, graft, new_parameters
 from model.gemma import Adaptable
 from model.lowrank import LowRank
 from weights.fingerprint import gathered, tensor_fingerprint
-from weights.load import open_tensors
+from weights.load import open_tensors, save_tensors
 from weights.quantize import Int8Embedding, QuantizedLinear, pack, replaceable
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -45,10 +44,24 @@ _NUMBERS = {
 GRAFTED = "DIFFERENTIAL_LORA"  # the peft_type beside a graft; earlier files have LORA there too
 # Values of plain LoRA, the default first. Other initial values ("pissa", "olora", …) change the
 # base too.
-_PLAIN = {"peft_type": ["LORA", GRAFTED], "bias": ["none"]}
-_PLAIN |= {"init_lora_weights": [True, False, "gaussian", "eva", "orthogonal"]}
+_PLAIN = {
+    "peft_type": ["LORA", GRAFTED],
+    "bias": ["none"],
+    "init_lora_weights": [True, False, "gaussian", "eva", "orthogonal"],
+}
 _OTHERS = """target_modules exclude_modules layers_to_transform layers_pattern rank_pattern alpha_pattern use_rslora
     differential inference_mode auto_mapping eva_config megatron_core qalora_group_size runtime_config"""
+
+
+# A key of rank_pattern or alpha_pattern that no path takes long to match: of at most 200 characters,
+# with at most three groups and repeated characters; no group is repeated
+SIMPLE = re.compile(
+    r"""(?=.{,200}\Z)
+    (?:(?:\\?[\w.^$|-]|\[[\w.\\^-]+\]|\))*
+       (?:(?:\\?[\w.-]|\[[\w.\\^-]+\])(?:[*+?]|\{[\d,]+\})\??|\((?:\?:)?)){,3}
+    (?:\\?[\w.^$|-]|\[[\w.\\^-]+\]|\))*""",
+    re.VERBOSE,
+)
 
 
 class LoRALinear(nn.Module):
@@ -107,9 +120,8 @@ def matching(targets: str | list[str], paths: Iterable[str]) -> list[str]:
             for path in paths
             if re.fullmatch(targets, path) or re.fullmatch(targets, HF + path)
         ]
-    return [
-        path for path in paths if f".{HF}{path}".endswith(tuple(f".{ending}" for ending in targets))
-    ]
+    endings = tuple(f".{ending}" for ending in targets)
+    return [path for path in paths if f".{HF}{path}".endswith(endings)]
 
 
 def free_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -317,24 +329,18 @@ def save(
         "base_model_name_or_path": base,
         "r": r,
         "lora_alpha": alpha,
-    }
-    config |= {
         "lora_dropout": dropout,
         "bias": "none",
         "inference_mode": True,
         "target_modules": list(layers),
-    }
-    config["rank_pattern"] = {
-        path: layer.lora.r for path, layer in layers.items() if layer.lora.r != r
-    }
-    config["alpha_pattern"] = {
-        path: layer.alpha for path, layer in layers.items() if layer.alpha != alpha
+        "rank_pattern": {p: layer.lora.r for p, layer in layers.items() if layer.lora.r != r},
+        "alpha_pattern": {p: layer.alpha for p, layer in layers.items() if layer.alpha != alpha},
     }
     added = {"prompt": prompt, "quantized": model.quantized, "differential": grafts or None}
     config |= {key: value for key, value in added.items() if value is not None}
     if write:
         with atomic_path(Path(folder) / TENSOR_FILE) as temporary:
-            save_file(tensors, temporary, metadata)
+            save_tensors(tensors, temporary, metadata)
         write_text(Path(folder) / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
 
 
@@ -435,22 +441,24 @@ def _put_lora(
             )
             if path in layers:
                 spelt[path], name = match[1], f"{PEFT}{HF}{path}.{match[2]}.weight"
+        if name in renamed:
+            raise UserError(f"the adapter has {name} twice, in two spellings: delete one of them")
         renamed[name] = tensor
-    if "layers_to_transform" not in config:  # layers that are named and missing in the file, too
-        named, excluded = (
-            matching(config.get(f"{key}_modules", []), layers) for key in ("target", "exclude")
-        )
-        spelt = {path: HF + path for path in named if path not in excluded} | spelt
+    named = config.get("target_modules")
+    if isinstance(named, list) and not config.keys() & {"exclude_modules", "layers_to_transform"}:
+        # what is named and missing in the file, too
+        spelt = {path: HF + path for path in matching(named, layers)} | spelt
 
     def value(patterns: str, default: str, path: str) -> Any:
         """Of the first pattern that matches an ending of the path at a dot, as in PEFT, or the
         default."""
-        matched = (
-            v
-            for key, v in config.get(patterns, {}).items()
-            if re.fullmatch(rf"(.*\.)?({key})", path)
-        )
-        return next(matched, config.get(default, 8))
+        for key, given in config.get(patterns, {}).items():
+            if not SIMPLE.fullmatch(key):
+                problem = f"the pattern {quoted(key)} may take hours to match"
+                raise UserError(f"{patterns}: {problem}: write the names of layers")
+            if re.fullmatch(rf"(.*\.)?({key})", path):
+                return given
+        return config.get(default, 8)
 
     for path, name in spelt.items():
         r, alpha = value("rank_pattern", "r", name), value("alpha_pattern", "lora_alpha", name)

@@ -12,6 +12,7 @@ from model.common import UserError, shown
 from model.registry import preset_of_name
 
 EMBEDDED = "embedded"  # the name of the base model in this repository
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 BUNDLED_FOLDER = Path(__file__).resolve().parent.parent / "weights" / "tiny"
 
 
@@ -26,6 +27,15 @@ def local_path(source: str | Path) -> Path:
             f"{shown(source)}: not a path that can be opened ({shown(error)}): check it"
         ) from None
     return path
+
+
+def own_file(file: Path) -> Path:
+    """`file`, if it is to be handed on. Raises UserError for a link that leads out of its folder,
+    other than into the blobs of the hub's cache: whoever made it may mean a private file."""
+    folder = file.parent.resolve()
+    if file.resolve().parent not in (folder, folder.parent.parent / "blobs"):
+        raise UserError(f"{shown(file)}: is a link out of its folder: copy what is to be handed on")
+    return file
 
 
 def preset_of(source: str | Path) -> Any:
@@ -51,7 +61,7 @@ def resolve(source: str | Path, patterns: list[str], revision: str | None = None
                 "leave it out"
             )
         return folder if folder.is_dir() else BUNDLED_FOLDER
-    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source), re.ASCII) or folder.exists():
+    if not HUB_ID.fullmatch(str(source)) or folder.exists():
         remedy = "give a model's folder, 'embedded', a preset of model/config.py, or a hub id such as owner/name"
         raise UserError(f"{shown(source)}: no such folder: {remedy}")
     import huggingface_hub  # slow to import, and not needed for folders

@@ -1,14 +1,15 @@
 """The model card, README.md, of an exported folder: base, data, settings and scores, as far as a
 run has them."""
 
+import contextlib
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-from model.common import parse_json, read_text
-from model.config import PaliGemmaConfig
-from model.source import EMBEDDED
+from model.common import UserError, parse_json, read_json_if, read_text, shown
+from model.config import PaliGemmaConfig, config_errors
+from model.source import EMBEDDED, HUB_ID, own_file
 
 USE = """
 ## Use
@@ -25,68 +26,78 @@ print(processor.decode(new, skip_special_tokens=True))
 ```"""
 
 
-SILENT = (
-    "base images device workers keep max_bad checkpoint_every".split()
-)  # settings that do not shape the weights
+DEFAULT_PROMPT = '"<image>answer en Where is the dog?"'
+# settings that do not shape the weights
+SILENT = "base images device workers keep max_bad checkpoint_every".split()
+SCORES = "before start after best blind text_only_guess over_blind".split()
 
 
 def model_card(
     config: PaliGemmaConfig, count: int, title: str, base: str, run: Path | None = None, step="last"
 ) -> str:
     """The card of a model of `count` parameters, without paths. base: what the `run` trained up to
-    its last or best `step`, or what was exported as it is."""
-    files = [
-        run / name if run else Path() for name in ("config.json", "summary.json", "answers.jsonl")
-    ]
-    settings, summary, asked = (read_text(file) if file.is_file() else "" for file in files)
-    settings, summary = (parse_json(text or "{}", str(run)) for text in (settings, summary))
-    data = _cell(settings.get("data", ""))
-    public = base if base.count("/") == 1 and not Path(base).exists() else Path(base).name
-    lines = [
-        "---",
-        "library_name: transformers",
-        "pipeline_tag: image-text-to-text",
-        "tags:",
-        "- paligemma",
-    ]
-    lines += [f"base_model: {base}"] * ("/" in public)
-    lines += ["license: gemma"] * base.startswith(
-        "google/paligemma"
-    )  # Google's terms go with its weights
-    lines += ["license: apache-2.0"] * (base == EMBEDDED)
+    its last or best `step`, or what was exported as it is. Raises UserError, which names the run,
+    for damaged files of it."""
+    is_public = HUB_ID.fullmatch(base) and not Path(base).exists()
+    public = base if is_public else _plain(Path(base).name)
+    # 1. what the hub reads
+    lines = ["---", "library_name: transformers", "pipeline_tag: image-text-to-text"]
+    lines += ["tags:", "- paligemma"]
+    if is_public:
+        lines.append(f"base_model: {base}")
+    if base.startswith("google/paligemma"):
+        lines.append("license: gemma")  # Google's terms go with its weights
+    if base == EMBEDDED:
+        lines.append("license: apache-2.0")
     size = f"{count:,} parameters, pictures of {config.vision.image_size} pixels a side."
-    lines += ["---", "", f"# {title}", "", f"PaliGemma {1 + config.text.is_gemma2}, {size}"]
-    lines.append(
-        f"Trained from `{public}` on `{data}` to its {step} step." if run else f"Base: `{public}`."
-    )
-    named = ("before", "start", "after", "best", "blind", "text_only_guess", "over_blind")
-    scores = {
-        name: {"held-out": summary.get("held_out", {}).get(name)} | summary.get(name, {})
-        for name in named
-    }
-    if rows := [
-        f"| {n} | {m} | {v:.4g} |" for n, values in scores.items() for m, v in _numbers(values)
-    ]:
-        lines += ["", "## Scores", "", "| model | measure | score |", "|---|---|---:|", *rows]
-    examples = sorted(
-        map(json.loads, asked.splitlines()), key=lambda line: not line["right"]
-    )  # one that works
-    prompt = (
-        examples[0]["question"].replace("<image>", "").strip()
-        if asked
-        else "answer en Where is the dog?"
-    )
-    lines.append(USE.replace("PROMPT", json.dumps(f"<image>{prompt}", ensure_ascii=False)))
-    unused = SILENT + "r alpha dropout targets".split() * bool(settings.get("full"))
-    unused += ["samples", "tasks"] * (EMBEDDED not in data) + ["prompt", "answers"] * (
-        "vqav2:" not in data
-    )
-    used = [
-        (n, v) for n, v in settings.items() if n not in unused and v not in (None, False, [], "")
-    ]
-    lines += ["", "## Settings", "", "| setting | value |", "|---|---|"] * bool(used)
-    lines += [f"| {name} | {_cell(value)} |" for name, value in used]
+    version = 2 if config.text.is_gemma2 else 1
+    lines += ["---", "", f"# {_plain(title)}", "", f"PaliGemma {version}, {size}"]
+    if run is None:
+        return "\n".join([*lines, f"Base: {public}.", USE.replace("PROMPT", DEFAULT_PROMPT)]) + "\n"
+    with config_errors(run):
+        # 2. what it was trained on and scores
+        settings = read_json_if(own_file(run / "config.json"))
+        summary = read_json_if(own_file(run / "summary.json"))
+        data = _plain(settings.get("data", ""))
+        lines.append(f"Trained from {public} on {data} to its {step} step.")
+        scores, held_out = {}, summary.get("held_out", {})
+        for name in SCORES:
+            scores[name] = _numbers({"held-out": held_out.get(name)} | summary.get(name, {}))
+        if scores["start"] == scores["before"]:
+            del scores["start"]
+        rows = [f"| {n} | {_plain(m)} | {v:.4g} |" for n in scores for m, v in scores[n]]
+        if rows:
+            lines += ["", "## Scores", "", "| model | measure | score |", "|---|---|---:|", *rows]
+        # 3. how it is asked and was trained
+        lines.append(USE.replace("PROMPT", _prompt(run / "answers.jsonl")))
+        unused = [*SILENT]
+        if settings.get("full"):
+            unused += ["r", "alpha", "dropout", "targets"]
+        if EMBEDDED not in data:
+            unused += ["samples", "tasks"]
+        if "vqav2:" not in data:
+            unused += ["prompt", "answers"]
+        rows = [
+            f"| {_plain(name)} | {_plain(value)} |"
+            for name, value in settings.items()
+            if name not in unused and value not in (None, False, [], "")
+        ]
+        if rows:
+            lines += ["", "## Settings", "", "| setting | value |", "|---|---|", *rows]
     return "\n".join(lines) + "\n"
+
+
+def _prompt(file: Path) -> str:
+    """A question of a run as Python writes it, if it can be one with a right answer."""
+    prompt = DEFAULT_PROMPT
+    for line in read_text(own_file(file)).split("\n") if file.is_file() else ():
+        with contextlib.suppress(UserError):  # the last line is cut, where the run was stopped
+            asked = parse_json(line, "")
+            text = "<image>" + asked["question"].replace("<image>", "").strip()
+            prompt = shown(json.dumps(text, ensure_ascii=False), 10_000)
+            if asked["right"]:
+                break
+    return prompt
 
 
 def _numbers(values: Any, name: str = "") -> list[tuple[str, float]]:
@@ -99,7 +110,11 @@ def _numbers(values: Any, name: str = "") -> list[tuple[str, float]]:
     return [(name, values)] if type(values) in (int, float) else []
 
 
-def _cell(value: Any) -> str:
-    """A value for a table, sources without their folders."""
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return " ".join(re.sub(r"(?<=:)[^\s\"][^\"]*/", "", text).replace("|", "\\|").split())
+def _plain(value: Any) -> str:
+    """A value as one line without markup, sources without their folders."""
+    texts = []
+    for part in value if isinstance(value, list) else [value]:
+        text = part if isinstance(part, str) else json.dumps(part, ensure_ascii=False)
+        texts.append(re.sub(r"(?<=:)[^\s\"][^\"]*/", "", text))
+    line = shown(" ".join(", ".join(texts).split()), 1000)
+    return re.sub(r"[\\`*\[\]<>|]", r"\\\g<0>", line)

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors.torch import save_file
 
 from lora import adapter
 from model.common import (
@@ -35,21 +34,24 @@ from model.config import PaliGemmaConfig
 from model.device import DTYPES
 from model.differential import fold
 from model.paligemma import PaliGemma
-from model.source import EMBEDDED, local_path, preset_of, resolve
+from model.source import EMBEDDED, local_path, own_file, preset_of, resolve
 from model.turns import SLOT
 from weights.card import model_card
-from weights.load import INDEX_FILE, empty_model, examine, kind_of, read_model
+from weights.load import INDEX_FILE, empty_model, examine, kind_of, read_model, save_tensors
 from weights.mapping import DIALECTS, STORED_DTYPES, dialect_names
 
 # files of the tokenizer, the processor and generation, copied unchanged
-COMPANIONS = ["tokenizer.model", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
-COMPANIONS += [
+COMPANIONS = [
+    "tokenizer.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
     "special_tokens_map.json",
     "added_tokens.json",
     "preprocessor_config.json",
     "processor_config.json",
+    "generation_config.json",
 ]
-COMPANIONS += ["generation_config.json"]
 
 
 def export_model(
@@ -67,8 +69,9 @@ def export_model(
 
     dialect: a key of `weights.mapping.DIALECTS`, for a PaliGemma. dtype: of all tensors; None keeps
     the model's. max_shard_gb: largest size of a file in 10⁹ bytes. companions: files to copy.
-    texts: more files, by name. Raises UserError for a folder that is not empty, a value that is not
-    finite in the dtype, and as `plain_tensors`.
+    texts: more files by name, which companions replace. Raises UserError for a folder that is not
+    empty, a value that is not finite in the dtype, a companion that is a link out of its folder,
+    and as `plain_tensors`.
     """
     from huggingface_hub import (
         split_torch_state_dict_into_shards,
@@ -102,13 +105,20 @@ def export_model(
                             f"{name} holds NaN, infinity, or more than {tensor.dtype} can: not "
                             "exported"
                         )
-                save_file(cast, temporary / file, {"format": "pt"})
+                save_tensors(cast, temporary / file, {"format": "pt"})
             written = {**(texts or {}), "config.json": json.dumps(config, indent=2) + "\n"}
             if split.is_sharded:
                 index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
                 written[INDEX_FILE] = json.dumps(index, indent=2) + "\n"
             for file in companions:
-                shutil.copyfile(file, temporary / file.name)
+                if file.name.endswith("_config.json"):
+                    settings = read_json(own_file(file))
+                    for part in (settings, *settings.values()):
+                        if isinstance(part, dict):
+                            part.pop("auto_map", None)  # code that transformers would run
+                    written[file.name] = json.dumps(settings, indent=1)
+                else:
+                    shutil.copyfile(own_file(file), temporary / file.name)
             for name, text in written.items():
                 write_text(temporary / name, text)
             sync_files(temporary)
@@ -214,21 +224,28 @@ def processor_files(config: PaliGemmaConfig) -> dict[str, str]:
             "processor_class": "PaliGemmaProcessor",
             "image_seq_length": config.num_image_tokens,
             "size": {"height": size, "width": size},
-            **dict.fromkeys(("do_convert_rgb", "do_resize", "do_rescale", "do_normalize"), True),
-            **{"resample": 3, "rescale_factor": 1 / 255},  # bicubic
-            **dict.fromkeys(("image_mean", "image_std"), [0.5, 0.5, 0.5]),
+            "do_convert_rgb": True,
+            "do_resize": True,
+            "do_rescale": True,
+            "do_normalize": True,
+            "resample": 3,  # bicubic
+            "rescale_factor": 1 / 255,
+            "image_mean": [0.5] * 3,
+            "image_std": [0.5] * 3,
         },
         "tokenizer_config.json": {
             "tokenizer_class": "GemmaTokenizer",
             "processor_class": "PaliGemmaProcessor",
-            **{f"{name}_token": f"<{name}>" for name in ("bos", "eos", "pad", "unk")},
+            "bos_token": "<bos>",
+            "eos_token": "<eos>",
+            "pad_token": "<pad>",
+            "unk_token": "<unk>",
             "extra_special_tokens": {"image_token": SLOT},
         },
         "generation_config.json": {
-            **{
-                f"{name}_token_id": getattr(config, f"{name}_token_id")
-                for name in ("bos", "eos", "pad")
-            },
+            "bos_token_id": config.bos_token_id,
+            "eos_token_id": config.eos_token_id,
+            "pad_token_id": config.pad_token_id,
             "suppress_tokens": [config.image_token_id],  # as `model.generate.generate`
         },
     }
@@ -302,17 +319,14 @@ def main(argv: list[str] | None = None) -> None:
         texts = processor_files(model.config) | {"README.md": card}
         if "processor_config.json" in files:
             texts.pop("preprocessor_config.json")
-    written = {
-        "companions": files.values(),
-        "texts": {name: texts[name] for name in texts if name not in files},
-    }
     export_model(
         model,
         args.out,
         dialect=args.dialect,
         dtype=wanted,
         max_shard_gb=args.max_shard_gb,
-        **written,
+        companions=files.values(),
+        texts=texts,
     )
     print(f"{args.out}: {sum(file.stat().st_size for file in args.out.iterdir()):,} bytes")
 

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from model import cpu
 from model.common import UserError, file_errors, read_json, shown
-from model.config import PRESETS, PaliGemmaConfig, VisionConfig, config_errors
+from model.config import PRESETS, PaliGemmaConfig, VisionConfig, config_errors, require
 from model.paligemma import PaliGemma, initialize
 from model.registry import read_config, system_of
 from model.siglip import Siglip
@@ -92,16 +93,28 @@ def open_tensors(path: Path) -> Any:
         ) from None
 
 
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file with the permissions of any new file: the package gives it to its
+    owner alone."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata)
+    path.chmod(mode)
+
+
 def find_files(folder: Path) -> list[Path]:
-    """model.safetensors, or the files that its index names, or an .npz. Raises UserError."""
-    if (folder / SINGLE_FILE).exists():
-        return [folder / SINGLE_FILE]
+    """model.safetensors, or the files that its index names, or an .npz. Raises UserError, also for
+    both of the former."""
+    is_single = (folder / SINGLE_FILE).exists()
     if (index := folder / INDEX_FILE).exists():
         with config_errors(index):
-            return [
-                folder / Path(file).name
-                for file in sorted(set(read_json(index)["weight_map"].values()))
-            ]
+            names = {Path(file).name for file in read_json(index)["weight_map"].values()}
+            require(names, "names no file")
+            whole = names == {SINGLE_FILE} or not is_single
+            require(whole, f"{SINGLE_FILE} lies beside it, of which it does not speak")
+        return [folder / name for name in sorted(names)]
+    if is_single:
+        return [folder / SINGLE_FILE]
     if len(arrays := sorted(folder.glob("*.npz"))) == 1:
         return arrays
     remedy = "give a model's own folder, not an adapter, a run or pickles"
@@ -138,10 +151,12 @@ def examine(
         if path.suffix == ".npz" and path.is_file()
         else find_files(resolve(source, PATTERNS, revision))
     )
-    folder, entries = (
-        files[0].parent,
-        {name: entry for file in files for name, entry in read_headers(file).items()},
-    )
+    folder, entries = files[0].parent, {}
+    for file in files:
+        found = read_headers(file)
+        if twice := entries.keys() & found.keys():
+            raise UserError(f"{file}: {min(twice)} is in another file, too: delete the older")
+        entries |= found
     if files[0].suffix != ".npz" or (folder / "config.json").exists():
         return compare(folder, entries, read(folder / "config.json"))
     for preset in PRESETS.values():

@@ -442,6 +442,7 @@ def test_saved_and_loaded_here_is_the_same_to_the_bit(tmp_path, hf, inputs, mode
         graft(model, "dex", where="decoder")
     inject(model, ["q_proj", "o_proj", "fc1"], r=3, alpha=10, dropout=0.25)
     inject(model, ["v_proj"], r=5, alpha=1, dropout=0.25)
+    inject(model, ["k_proj", "fc2"], r=2, alpha=90, dropout=0.25)
     randomize(model)  # of several entries of metadata the order would be random
     assert (
         len(
@@ -513,6 +514,47 @@ def test_tensors_that_do_not_fit(tmp_path, hf, model):
     ):
         save_file({name: t for name, t in (whole | change).items() if t is not None}, path)
         refused(lambda: load(ours(hf), tmp_path, force=True), says)
+
+
+PATTERNS = [
+    "(a+)+$",
+    "(.*.*)*x",
+    "(q|q)*_proj",
+    ".*.*.*.*_",
+    "(a|a)" * 30,
+    r"(a+)(?#)+",
+    "a" * 9999,
+]
+
+
+@pytest.mark.parametrize("name", ["target_modules", "exclude_modules", "layers_pattern", "rank"])
+def test_a_regular_expression_in_an_adapter_ends(tmp_path, hf, inputs, model, name):
+    """Breaks when somebody's adapter takes hours to be opened, or what PEFT writes is refused."""
+    theirs = peft_adapter(hf, tmp_path, target_modules=["q_proj"], rank_pattern={"q_proj": 4})
+    file = tmp_path / "adapter_config.json"
+    config = json.loads(file.read_text())
+    for pattern in PATTERNS:
+        change = {"rank_pattern": {pattern: 4}} if name == "rank" else {name: pattern}
+        file.write_text(json.dumps(config | change))
+        if name == "rank":
+            refused(lambda: load(copy.deepcopy(model), tmp_path), "rank_pattern", "hours")
+        else:  # the tensors say which layers carry LoRA
+            load(again := copy.deepcopy(model), tmp_path)
+    if name != "rank":
+        assert relative_error(valid(again(**inputs), inputs), of_peft(theirs, inputs)) <= ROUNDED
+
+
+def test_a_layer_in_two_spellings_is_refused(tmp_path, hf, model):
+    """Breaks when one of two updates of a layer is taken, in silence."""
+    peft_adapter(hf, tmp_path, target_modules=["q_proj"])
+    tensors = load_file(tmp_path / "adapter_model.safetensors")
+    for new, old in (*BEFORE_4_52.items(), *BEFORE_5.items()):
+        twice = {
+            name.replace(f".model.{new}", f".model.{old}", 1): tensor + 1
+            for name, tensor in tensors.items()
+        }
+        save_file(tensors | twice, tmp_path / "adapter_model.safetensors")
+        refused(lambda: load(copy.deepcopy(model), tmp_path), "twice", "q_proj.lora_A")
 
 
 def test_what_is_no_adapter(tmp_path, hf, model):

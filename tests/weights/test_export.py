@@ -19,23 +19,26 @@ import weights.export
 from eval.data.scenes import sample
 from lora import adapter
 from model.config import PRESETS
-from model.differential import graft
+from model.differential import fold, graft
 from model.generate import generate
 from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.tokenizer import load_tokenizer
 from tests.pieces import texts
+from tests.runs import refused
 from weights.card import model_card
-from weights.export import Origin, companions, locate
+from weights.export import Origin, companions, export_model, locate, plain_tensors
 from weights.load import load_model
 
 PROMPTS = ["answer en Where is the dog?", "detect dog", "caption en  \tétang 日本 🐮"]
 SUMMARY = {
     "before": {"vqa": 12.5, "needle": None, "vqa_details": {"per_answer_type": {"number": 7.5}}},
+    "start": {"vqa": 12.5, "vqa_details": {"per_answer_type": {"number": 7.5}}},
     "held_out": {
         "examples": 40,
         "before": {"loss": 2.25},
+        "start": {"loss": 2.25},
         "best": {"loss": 0.5},
         "over_blind": {"low": 3.0},
     },
@@ -122,6 +125,8 @@ def test_automatic_classes_answer_as_we_do(case, tmp_path):
     folder, model = exported(case, tmp_path)
     theirs = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
     prepare, ours = AutoProcessor.from_pretrained(folder), Processor.from_source(folder)
+    # a token that the processor adds would have no row
+    assert max(prepare.tokenizer.get_vocab().values()) < model.config.text.vocab_size
     pictures = [sample("vqa", "test", number).image for number in range(len(PROMPTS))]
     pictures[1] = pictures[1].resize((70, 201))
     marked = [f"<image>{prompt}" for prompt in PROMPTS]
@@ -203,10 +208,11 @@ def test_the_card_says_what_it_was_made_of(tmp_path):
         "| before | vqa_details per_answer_type number | 7.5 |",
         "| over_blind | held-out low | 3 |",
     ]
-    for line in (*lines, '| data | ["jsonl:a\\|b.jsonl"] |'):
+    for line in (*lines, "| data | jsonl:a\\|b.jsonl |"):
         assert f"\n{line}\n" in card, line
     assert r'text="<image>Is it \"red\"?"' in card and "to its best step" in card
-    assert not re.search(r"home|tasks|workers|dog", card)
+    assert "Trained from embedded on jsonl:a\\|b.jsonl to" in card
+    assert not re.search(r"home|tasks|workers|dog|\| start", card)
     assert "base_model: google/x\n" in model_card(model.config, 7, "x", "google/x")
     adapter.merge(model)  # in fp32, although the base is stored in bf16
     weights.export.main(
@@ -219,6 +225,121 @@ def test_the_card_says_what_it_was_made_of(tmp_path):
         assert torch.equal(
             merged.weight, model.language_model.layers[1].self_attn.q_proj.base_layer.weight
         )
+
+
+EVIL = "a`b\n# head|[x](//y)<script>\u2028license: mit\x85---\r- x\u202e"
+
+
+def test_no_value_of_the_card_writes_markup(tmp_path):
+    """Breaks when a name, a setting or a question in somebody's run becomes YAML, a heading, a link
+    or a script of the page that its exporter uploads."""
+    files = {
+        "config.json": {"data": [f"jsonl:{EVIL}", "embedded"], EVIL: EVIL, "lr": [EVIL]},
+        "summary.json": {"best": {EVIL: 1}, "held_out": {"blind": {EVIL: {EVIL: 2}}}},
+        "answers.jsonl": {"question": EVIL, "right": True},
+    }
+    for name, value in files.items():
+        (tmp_path / name).write_text(json.dumps(value))
+    for base in (EVIL, f"a/b{EVIL}", f"google/paligemma{EVIL}", "a/b\n"):
+        card = model_card(PRESETS["tiny"], 7, EVIL, base, tmp_path)
+        lines = card.splitlines()
+        assert [n for n, line in enumerate(lines) if line == "---"] == [0, lines.index("---", 1)]
+        assert not [line for line in lines if line.startswith(("# head", "license: mit", "- x"))]
+        prose = [line for line in lines if line[:1] not in "-" and "inputs" not in line]
+        assert not re.search(r"(?<!\\)[`<\[]", "\n".join(prose).partition("## Use")[0])
+        assert "\u202e" not in card and "base_model" not in card
+
+
+DAMAGED = [
+    ("config.json", "[]"),
+    ("summary.json", "[1]"),
+    ("summary.json", '{"held_out": [1]}'),
+    ("summary.json", '{"best": 3}'),
+    ("summary.json", '{"best": {"a": 1' + "0" * 400 + "}}"),
+    ("summary.json", '{"best": ' + '{"a":' * 900 + "1" + "}" * 901),
+    ("answers.jsonl", "[]"),
+    ("answers.jsonl", '{"question": 5, "right": true}'),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), DAMAGED)
+def test_a_damaged_file_of_a_run_is_named(name, text, tmp_path):
+    """Breaks when a run's damaged file ends its export with a traceback, or in words that do not
+    say where."""
+    (tmp_path / name).write_text(text)
+    refused(lambda: model_card(PRESETS["tiny"], 7, "x", "embedded", tmp_path), str(tmp_path))
+
+
+def test_a_stopped_run_is_exported(tmp_path):
+    """Breaks when the cut last line of answers.jsonl keeps the model from being exported, or a line
+    separator in a question cuts it."""
+    asked = json.dumps({"question": "a\u2028b", "right": True}, ensure_ascii=False)
+    (tmp_path / "answers.jsonl").write_text(f'{asked}\n{{"question": "cu', encoding="utf-8")
+    card = model_card(PRESETS["tiny"], 7, "x", "embedded", tmp_path)
+    assert 'text="<image>a\\u2028b"' in card
+
+
+def test_a_link_hands_on_no_private_file(tmp_path):
+    """Breaks when the export of somebody's folder copies what a link in it points to elsewhere, or
+    one of the hub's cache is refused."""
+    model = load_model("embedded")
+    cache = tmp_path / "models--a--b" / "snapshots" / "0f"
+    for folder in (cache, tmp_path / "models--a--b" / "blobs", tmp_path / "in"):
+        folder.mkdir(parents=True)
+    private, file = tmp_path / "private.json", tmp_path / "in" / "tokenizer_config.json"
+    private.write_text('{"token": "secret"}')
+    (tmp_path / "chain").symlink_to(private)
+    for target in (private, "../private.json", "../chain", "../in/../chain"):
+        file.unlink(missing_ok=True)
+        file.symlink_to(target)
+        given = companions(tmp_path / "in")
+        out = tmp_path / "out"
+        refused(lambda given=given, out=out: export_model(model, out, companions=given), "link")
+        assert not out.exists()
+    file.unlink()
+    file.symlink_to(file)  # a circle is no file
+    assert companions(tmp_path / "in") == []
+    refused(lambda: model_card(PRESETS["tiny"], 7, "x", "embedded", linked(tmp_path)), "link")
+    (cache / "../../blobs/5e").write_text('{"a": 1}')
+    (cache / "tokenizer_config.json").symlink_to("../../blobs/5e")
+    (tmp_path / "alias").symlink_to(cache)
+    export_model(model, tmp_path / "hub", companions=companions(tmp_path / "alias"))
+    assert json.loads((tmp_path / "hub" / file.name).read_text()) == {"a": 1}
+
+
+def linked(folder: Path) -> Path:
+    """A run whose settings are a link to a private file."""
+    (folder / "run").mkdir()
+    (folder / "run" / "config.json").symlink_to(folder / "private.json")
+    return folder / "run"
+
+
+def test_no_code_is_handed_on_and_all_may_read(tmp_path):
+    """Breaks when `auto_map` of a copied config makes transformers run code from elsewhere, or the
+    weights are readable to their owner alone."""
+    code = {"auto_map": {"AutoTokenizer": "evil--x.Y"}, "a": "é"}
+    (tmp_path / "in").mkdir()
+    for name in ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json"):
+        (tmp_path / "in" / name).write_text(json.dumps(code | {"image_processor": code}))
+    export_model(load_model("embedded"), tmp_path / "out", companions=companions(tmp_path / "in"))
+    modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
+    texts_ = [file.read_text() for file in (tmp_path / "out").glob("*.json")]
+    assert len(texts_) == 4 and len(modes) == 1 and not any("auto" in text for text in texts_)
+    plain = {"a": "é", "image_processor": {"a": "é"}}
+    assert json.loads((tmp_path / "out" / "processor_config.json").read_text()) == plain
+
+
+def test_a_merge_for_bf16_rounds_once(tmp_path):
+    """Breaks when `--dtype bf16` rounds weights of fp32 before an adapter is merged into them."""
+    model = load_model(random_base(tmp_path / "base"))
+    learned(model, tmp_path / "run", "softmax")
+    flags = f"--adapter {tmp_path}/run --merge --dtype bf16"
+    weights.export.main([str(tmp_path / "base"), str(tmp_path / "out"), *flags.split()])
+    adapter.merge(model)
+    fold(model)
+    ours = load_model(tmp_path / "out", dtype=torch.bfloat16).state_dict()
+    for name, tensor in plain_tensors(model).items():
+        assert torch.equal(ours[name], tensor.bfloat16()), name
 
 
 def test_published_files_are_copied_and_nothing_is_put_beside_them(tmp_path, capsys):

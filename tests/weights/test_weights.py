@@ -423,6 +423,9 @@ def test_files_that_are_not_there_or_pickles_are_refused(hf1, tmp_path, monkeypa
     refused(lambda: load_model(folder), SHARD2, "not found")
     (folder / INDEX_FILE).write_text('{"weight_map": {"a": "../../etc/passwd"}}')
     refused(lambda: load_model(folder), "model/passwd")
+    for weight_map in ("{}", "[]", "null", '{"a": 5}', '{"a": ""}', '{"a": "."}'):
+        (folder / INDEX_FILE).write_text(f'{{"weight_map": {weight_map}}}')
+        refused(lambda: load_model(folder), str(folder))
     (folder / INDEX_FILE).unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
     refused(lambda: load_model(folder), SINGLE_FILE, "pickles")
@@ -434,6 +437,35 @@ def test_files_that_are_not_there_or_pickles_are_refused(hf1, tmp_path, monkeypa
         np.savez(folder / "pt.npz", **(arrays | {key: array}))
         refused(lambda: load_model(folder), word)
     assert not Path("trace").exists()
+
+
+def test_of_two_files_of_weights_none_is_left_out_in_silence(hf1, tmp_path):
+    """Breaks when an older model.safetensors hides the files of an index, or one of two tensors of
+    a name is read."""
+    folder = save(tmp_path, hf1, tensors_of(hf1), shards=2)
+    first = folder / "model-00001-of-00002.safetensors"
+    (folder / SINGLE_FILE).write_bytes(first.read_bytes())
+    refused(lambda: load_model(folder), INDEX_FILE, f"{SINGLE_FILE} lies beside it")
+    (folder / SINGLE_FILE).unlink()
+    parts = load_file(folder / SHARD2)
+    save_file(parts | {Q0: load_file(first).get(Q0, parts.get(Q0)) + 1}, folder / SHARD2)
+    save_file({Q0: tensors_of(hf1)[Q0]} | load_file(first), first)
+    refused(lambda: load_model(folder), SHARD2, Q0)
+    save(folder, hf1, tensors_of(hf1))
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {Q0: SINGLE_FILE}}))
+    assert_same(load_model(folder), hf1)
+
+
+def test_gemma_2_without_its_name_is_refused(tmp_path):
+    """Breaks when a decoder that says not which it is, which transformers opens as Gemma 1 without
+    two of its norms, is opened so."""
+    hf = hf_model(2)
+    file = save(tmp_path, hf, tensors_of(hf)) / "config.json"
+    raw = json.loads(file.read_text())
+    for name in ("model_type", "layer_types"):
+        del raw["text_config"][name]
+    file.write_text(json.dumps(raw))
+    refused(lambda: load_model(tmp_path), "unexpected", "feedforward_layernorm")
 
 
 def test_only_what_is_needed_is_fetched(hf1, tmp_path, monkeypatch):
@@ -479,6 +511,16 @@ def test_transformers_opens_every_dialect_we_write(hf, dialect, tmp_path):
         assert torch.equal(hf_forward(theirs.eval(), inputs), hf_forward(hf, inputs))
     assert set(tensors_of(hf, dialect)) == set(examine(tmp_path / "out").entries)
     assert theirs.generation_config.eos_token_id == 1
+
+
+def test_a_file_is_as_large_as_may_be(hf1, tmp_path):
+    """Breaks when the limit of a file is counted in GiB, or a byte that still fits gets a file."""
+    model = load_model(save(tmp_path / "in", hf1, tensors_of(hf1)))
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    for limit, files in ((size + 1, 1), (size - 2, 2)):
+        out = tmp_path / str(limit)
+        export_model(model, out, max_shard_gb=limit / 1e9)
+        assert len(list(out.glob("*.safetensors"))) == files
 
 
 CHANGES = {
