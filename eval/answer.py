@@ -61,18 +61,15 @@ def ask_all(
         answers: list[Answer | None] = [logged.get(mark) for mark in marks]
         for question, answer in zip(questions, answers, strict=True):
             if answer is not None and not question.takes(answer):
-                problem = f"the answer to {shown(question.id)} is {quoted(answer)}"
-                raise UserError(f"{shown(log)}: {problem}: delete the file to ask anew")
+                problem = f"{shown(log)}: the answer to {shown(question.id)} is {quoted(answer)}"
+                raise UserError(f"{problem}: delete the file to ask anew")
         # questions of one picture stay together
         left = sorted(
             (n for n, answer in enumerate(answers) if answer is None),
             key=lambda n: questions[n].key,
         )
-        done, size, options = (
-            len(questions) - len(left),
-            WINDOW * batch_size,
-            (max_new_tokens, batch_size, compiled),
-        )
+        size, options = WINDOW * batch_size, (max_new_tokens, batch_size, compiled)
+        done = len(questions) - len(left)
         with Bar(
             total=len(questions), initial=done, desc=progress, disable=progress is None
         ) as bar:

@@ -52,6 +52,7 @@ class Row(NamedTuple):
     scores: Mapping[str, float]
 
 
+IDS = ("question_id", "questionId", "index", "id", "image")  # in files of answers
 Results = dict[str, list[Row]]  # by the title of a model
 Summary = dict[str, dict[str, float | None]]  # the numbers of a table, by line and measure
 
@@ -122,13 +123,13 @@ def write_records(path: Path, records: Sequence[Mapping]) -> None:
 
 def read_answers(file: str | Path, questions: Sequence[Question]) -> list[Answer]:
     """The answer to each question, from {"question_id", "answer"} objects, or GQA's {"questionId",
-    "prediction"} or VizWiz's {"image", "answer"}; without ids, as in POPE's files, in the order of
-    the questions. Raises UserError."""
+    "prediction"}, MMBench's {"index", "prediction"} or VizWiz's {"image", "answer"}; without ids,
+    as in POPE's files, in the order of the questions. Raises UserError."""
     known, answers = {str(question.id): question for question in questions}, {}
     in_order = iter(known)
 
     def add(record: dict) -> None:
-        names = [name for name in ("question_id", "questionId", "image") if name in record]
+        names = [name for name in IDS if name in record]
         id_ = str(record[names[0]]) if names else next(in_order, "one more")
         answer = next(
             (record[name] for name in ("answer", "prediction", "text") if name in record), None
@@ -137,8 +138,7 @@ def read_answers(file: str | Path, questions: Sequence[Question]) -> list[Answer
         check(known[id_].takes(answer), f"answer is {quoted(answer)}")
         asked, text = known[id_].prefix, str(record.get("question", ""))
         is_asked = text.strip().lower() in asked.lower()
-        problem = f"answers {quoted(text)}, not {quoted(asked)}: see --prompt and --wording"
-        check(is_asked, problem)
+        check(is_asked, f"{quoted(text)} is not {quoted(asked)}: see --prompt and --wording")
         answers[id_] = answer
 
     read(file, add)
@@ -190,7 +190,12 @@ def parser_of(benchmark: Benchmark) -> ArgumentParser:
     )
     limits = {
         "--limit": dict(help=benchmark.limit, type=positive, metavar="N"),
-        "--max-new-tokens": tokens,
+        "--max-new-tokens": dict(
+            help="limit of an answer's tokens",
+            default=benchmark.max_new_tokens,
+            type=positive,
+            metavar="N",
+        ),
     }
     for name, options in {**benchmark.flags, **limits, **FLAGS}.items():
         add_flag(parser, name, **options)

@@ -42,8 +42,12 @@ from model.common import UserError, atomic_path, quoted, run_command, shown
 
 BASE = 1_000_000
 FAILED = "Failed to obtain answer via API"
-REFUSALS = "Sorry, I can't help with images of people yet.", "I can't process this file."
-REFUSALS += "I'm sorry, but without the image provided", "Cannot determine the answer"
+REFUSALS = (
+    "Sorry, I can't help with images of people yet.",
+    "I can't process this file.",
+    "I'm sorry, but without the image provided",
+    "Cannot determine the answer",
+)
 NOT_SUBMITTED = ("hint", "category", "source", "image", "comment", "l2-category")
 # What pandas, with which the official scripts read, takes for no value. "None", which pandas 2 adds
 # by accident (pandas-dev/pandas issue 52493), and "none" are the texts of options.
@@ -102,14 +106,9 @@ class MMBench(Benchmark):
         lines = defaultdict(list)
         for row in (row for row in rows if row.scores):
             line = row.question.truth
-            split, kinds = (
-                line.get("split") or "all",
-                [line.get(name, "") for name in ("l2-category", "category")],
-            )
-            for name in [
-                "overall",
-                *dict.fromkeys(f"{split} {kind}".rstrip() for kind in ["", *kinds]),
-            ]:
+            split = line.get("split") or "all"
+            kinds = "", line.get("l2-category", ""), line.get("category", "")
+            for name in dict.fromkeys(["overall", *(f"{split} {kind}".rstrip() for kind in kinds)]):
                 lines[name].append(row)
         summary = {
             name: {"CircularEval": round(*means(of).values(), 2)} for name, of in lines.items()
@@ -120,31 +119,28 @@ class MMBench(Benchmark):
         return summary
 
     def write(self, rows, out, subject):
-        # with the prompt: a file scored in another wording than it was asked in is refused
-        results = [
-            {"question_id": q.id, "question": q.prefix, "answer": answer}
-            for q, answer, _ in rows
-            if answer is not None
-        ]
+        results = []
+        for q, answer, _ in rows:
+            if answer is not None:  # with the prompt, since an answer is read by its wording
+                results.append({"question_id": q.id, "question": q.prefix, "answer": answer})
         write_records(out / "results.json", results)
         names = [name for name in rows[0].question.truth if name not in NOT_SUBMITTED]
         names.insert(6, "prediction")
-        lines = [
-            {**r.question.truth, "index": r.question.id, "prediction": r.answer or ""} for r in rows
-        ]
         with (
             atomic_path(out / "submission.tsv") as path,
             path.open("w", encoding="utf-8", newline="") as file,
         ):
-            csv.writer(file, delimiter="\t").writerows(
-                [names, *([line[name] for name in names] for line in lines)]
-            )
+            table = csv.DictWriter(file, names, extrasaction="ignore", delimiter="\t")
+            table.writeheader()
+            for question, answer, _ in rows:
+                table.writerow(question.truth | {"prediction": answer or ""})
 
 
 def read_lines(path: str) -> list[list[dict[str, str]]]:
     """The rows of MMBench's TSV by question, its rotations in order: values by column, "" where
     absent. Raises UserError, also for a question that lacks a rotation."""
     (_, names), *table = rows_in(path, "\t") or [("", [])]
+    check_unique(names, path)
 
     def values_of(row: list[str]) -> dict[str, str]:
         check(len(row) == len(names), f"{len(row)} values for {len(names)} columns")
@@ -176,8 +172,9 @@ def read_lines(path: str) -> list[list[dict[str, str]]]:
         groups[int(line["index"]) % BASE].append(line)
     for base, group in groups.items():
         group.sort(key=lambda line: int(line["index"]))
-        if [int(line["index"]) // BASE for line in group] != list(range(len(options_of(group[0])))):
-            problem = f"question {base} lacks some of its {len(options_of(group[0]))} rotations"
+        count = len(options_of(group[0]))
+        if [int(line["index"]) // BASE for line in group] != list(range(count)):
+            problem = f"question {base} lacks some of its {count} rotations"
             raise UserError(f"{shown(path)}: {problem}: give the file for CircularEval")
     return list(groups.values())
 
@@ -216,11 +213,16 @@ def chosen(row: Row) -> str | None:
     return choose(row.answer, options_of(row.question.truth), row.question.kind)
 
 
-def choose(answer: str, options: Mapping[str, str], wording: str | None = None) -> str | None:
+def choose(answer: str, options: Mapping[str, str], wording="llava") -> str | None:
     """The letter of the option that an answer names, by the rules of a wording above; Z for none of
     them, None if undecided."""
     if wording == "paligemma":
-        return choose_text(answer, options)
+        said, *texts = (" ".join(text.lower().split()) for text in (answer, *options.values()))
+        # the longer one first, so that the shorter ones in it are not found
+        patterns = map(re.escape, sorted(texts, key=len, reverse=True))
+        named = re.findall(AS_WORDS.format("|".join(patterns)), said)
+        found = [letter for letter, text in zip(options, texts, strict=True) if text in named]
+        return found[0] if len(found) == 1 else None
     if FAILED not in answer:
         if any(refusal in answer for refusal in REFUSALS):
             return "Z"
@@ -230,23 +232,13 @@ def choose(answer: str, options: Mapping[str, str], wording: str | None = None) 
             return named[0]
         if not named and "Z" in words:
             return "Z"
-        said = re.search(r"answer\s+is\s+\**([A-D])", answer, re.IGNORECASE)
+        said = re.search(r"(?i)answer\s+is\s+\**([A-D])", answer)
         if said and said[1].upper() in options:
             return said[1].upper()
     if len(answer) > 2 * sum(map(len, options.values())):
         return None
     found = [letter for letter, text in options.items() if text.lower() in answer.lower()]
     return found[0] if len(found) == 1 else None
-
-
-def choose_text(answer: str, options: Mapping[str, str]) -> str | None:
-    """The letter of the one option whose text is in an answer, None if undecided."""
-    said, *texts = (" ".join(text.lower().split()) for text in (answer, *options.values()))
-    # the longer one first, so that the shorter ones in it are not found
-    patterns = map(re.escape, sorted(texts, key=len, reverse=True))
-    found = re.findall(AS_WORDS.format("|".join(patterns)), said)
-    named = [letter for letter, text in zip(options, texts, strict=True) if text in found]
-    return named[0] if len(named) == 1 else None
 
 
 main = partial(run, MMBench())

@@ -50,8 +50,8 @@ class Pope(Benchmark):
     limit = "questions of each set, the first N (default: all of a file, 600 of the embedded)"
 
     def questions(self, args):
-        has_images = args.images or args.questions and args.results
-        if bool(args.questions) != bool(has_images):
+        # a file of answers is scored without pictures
+        if bool(args.questions) != bool(args.images or args.questions and args.results):
             raise UserError(
                 "--questions and --images go together: give both, or neither for the embedded "
                 "scenes"

@@ -161,10 +161,9 @@ def find_image(folder: str | Path, name: str) -> Path:
     """The path of a picture in `folder`. COCO's, such as val2014/COCO_val2014_….jpg, may lie flat
     in it."""
     path = Path(folder, name)
-    is_flat = (
-        path.name.startswith("COCO_") and not path.exists() and Path(folder, path.name).exists()
-    )
-    return Path(folder, path.name) if is_flat else path
+    flat = Path(folder, path.name)
+    is_flat = path.name.startswith("COCO_") and not path.exists() and flat.exists()
+    return flat if is_flat else path
 
 
 def find_picture(folder: str | Path, name: str) -> Path:
@@ -275,6 +274,7 @@ def annotation(record: dict) -> Annotation:
         )
     if "answers" not in record:
         return Annotation(id_of(record))
+    check(isinstance(record["answers"], list), "answers is no list")
     answers = tuple(
         {"answer": a} if isinstance(a, str) else a for a in record["answers"]
     )  # TextVQA: bare texts
@@ -283,9 +283,9 @@ def annotation(record: dict) -> Annotation:
     kind, first = (
         text(record, name) if name in record else None for name in ("answer_type", "question_type")
     )
-    return Annotation(
-        id_of(record), answers, answer, kind, first, answerable=record.get("answerable")
-    )
+    answerable = record.get("answerable")
+    check(answerable in (None, 0, 1), "answerable is neither 0 nor 1")
+    return Annotation(id_of(record), answers, answer, kind, first, answerable=answerable)
 
 
 # MMNeedle
@@ -351,8 +351,8 @@ def read_needle_tests(
             names |= {(index, *divmod(at, isqrt(len(grid)))): name for at, name in enumerate(grid)}
         places = tuple(zip(*(listed(record[key]) for key in ("index", "row", "col")), strict=True))
         for place, target in zip(places, targets, strict=True):
-            are_whole = all(type(number) is int for number in place)
-            check(are_whole, f"index, row, col are {quoted(place)}, expected whole numbers")
+            is_whole = {*map(type, place)} == {int}
+            check(is_whole, f"index, row, col are {quoted(place)}, expected whole numbers")
             is_there = (
                 target not in names.values() if place == ABSENT else names.get(place) == target
             )

@@ -82,10 +82,12 @@ class Box:
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for what a file may hold that is no box."""
-        sizes = self.width, self.height, self.area
-        is_box = math.isfinite(sum((self.x, self.y, *sizes))) and min(sizes) >= 0
-        is_box = is_box and isinstance(self.label, str) and self.is_crowd in (0, 1)
-        check(is_box, f"{quoted(self, 200)}: a name, a number or is_crowd is none")
+        label, *numbers, is_crowd = vars(self).values()
+        is_sound = math.isfinite(sum(numbers)) and min(numbers[2:]) >= 0
+        check(
+            is_sound and isinstance(label, str) and is_crowd in (0, 1),
+            f"{quoted(self, 200)}: a name, a number or is_crowd is none",
+        )
 
 
 @dataclass(frozen=True)
@@ -434,7 +436,7 @@ def read_coco(path: str | Path, images: str | Path | None = None) -> list[Record
             category, (x, y, width, height) = annotated["category_id"], annotated["bbox"]
             check(category in labels, f"category_id {quoted(category)} is not among the categories")
             is_within = (
-                min(width, height, x + width, y + height) >= 0
+                min(x + width, y + height) >= 0
                 and x <= size[0] < math.inf
                 and y <= size[1] < math.inf
             )

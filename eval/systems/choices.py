@@ -56,9 +56,11 @@ def question(
 ) -> Question:
     """right: number of the right choice. picture: names the pictures; questions about text alone
     are independent. Raises TypeError and ValueError."""
-    has_right = isinstance(choices, list | tuple) and type(right) is int
-    has_right = has_right and 0 <= right < len(choices) > 1
-    check(has_right, f"answer {quoted(right)} is none of two choices")
+    is_listed = isinstance(choices, list | tuple) and type(right) is int
+    check(
+        is_listed and 0 <= right < len(choices) > 1,
+        f"answer {quoted(right)} is none of two choices",
+    )
     choices = tuple(choices)
     check(
         all(text({"choice": choice}, "choice").strip() for choice in choices),
@@ -201,15 +203,8 @@ def own(args: Namespace) -> list[Question]:
             )
         prompt = fill_prompt(args.template, text(record, "question"))
         pictures = tuple(find_picture(folder, name) for name in names)
-        about = (
-            str(record.get("subject", "own")),
-            prompt,
-            choices,
-            right,
-            pictures,
-            "\n".join(names),
-        )
-        made = question(next(numbers), *about)
+        subject = str(record.get("subject", "own"))
+        made = question(next(numbers), subject, prompt, choices, right, pictures, "\n".join(names))
         # the first of equally likely ones counts, which may be the other
         check(
             choices.count(choices[right]) == 1,
@@ -324,9 +319,9 @@ class Choices(Benchmark):
 
     def read(self, file, args):
         def row(record: dict) -> Row:
-            subject, picture = text(record, "subject"), text(record, "picture")
-            about = record["id"], subject, "", record["choices"], record["answer"]
-            asked, likely = question(*about, picture=picture), record["log_likelihoods"]
+            about = record["id"], text(record, "subject"), "", record["choices"], record["answer"]
+            asked = question(*about, picture=text(record, "picture"))
+            likely = record["log_likelihoods"]
             check(abs(sum(likely)) < 1e30, "a log-likelihood is no finite number")
             return Row(asked, likely, self.score(asked, likely))
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from eval.data import published
+from eval.data import published as data
 from eval.data.published import Annotation
 from tests.runs import refused
 
@@ -99,6 +100,14 @@ def test_relatives_of_vqav2(value, layout, expected, tmp_path):
         layout,
         [replace(expected, question="?")],
     )
+
+
+@pytest.mark.parametrize(
+    "change", [{"answers": "xxx"}, {"answers": {"answer": "x"}}, {"answerable": "0"}]
+)
+def test_answers_that_are_no_list_are_refused(change, tmp_path):
+    """Breaks when letters of a text are ten answers, or a text "0" says that all can be answered."""
+    refused(lambda: data.read_vqa(write(tmp_path / "q.json", [VIZWIZ[0] | change])), "q.json[0]: ")
 
 
 @pytest.mark.parametrize("ids", [(1, "1"), ("a", "b", "a")])

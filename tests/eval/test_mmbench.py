@@ -154,8 +154,8 @@ def test_a_file_of_answers_in_words(workplace, capsys):
     texts = "A cat|A dog|no, 1|10|left|upper left|man|woman|A|B|yes|no|Dog|A dog".split("|")
     rows = rows_of([("", (texts[n], texts[n + 1]), "", "") for n in range(0, 14, 2)])
     write(workplace / "T", rows)
-    said = [{"question_id": row[0], "answer": row["ABCD".index(row[7]) + 3]} for row in rows]
-    (workplace / "R").write_text(json.dumps(said))
+    said = [{"index": row[0], "prediction": row["ABCD".index(row[7]) + 3]} for row in rows]
+    (workplace / "R").write_text(json.dumps(said[::-1]))
     mmbench.main("--tsv T --results R --wording paligemma --json".split())
     found = json.loads(capsys.readouterr().out)["R"]["summary"]["overall"]
     assert found == {"CircularEval": 100, "undecided": 0}
@@ -247,8 +247,9 @@ def test_bad_files_are_named(workplace):
         (0, "x", "T:3: expected an index"),
         (0, "4000000", "T: question 0 lacks some of its 4 rotations"),
         (7, "E", "T:3: answer is 'E', not one of A, B, C, D"),
+        (2, "look", "T: 1 duplicate id(s) ('index')"),  # a column twice
     ):
         rows = rows_of(BY_HAND[:1])
         rows[1][place] = value
-        write(workplace / "T", rows)
+        write(workplace / "T", rows, [*HEAD[:2], "index" if place == 2 else "hint", *HEAD[3:]])
         refused(lambda: mmbench.main("--tsv T --model embedded".split()), expected)

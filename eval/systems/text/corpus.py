@@ -28,13 +28,9 @@ GEMMA = {
     "normalization_rule_name": "identity",
     "byte_fallback": True,
     "split_digits": True,
-}
-GEMMA |= {
     "add_dummy_prefix": False,
     "remove_extra_whitespaces": False,
     "allow_whitespace_only_pieces": True,
-}
-GEMMA |= {
     "pad_id": PAD,
     "eos_id": EOS,
     "bos_id": BOS,
@@ -142,8 +138,6 @@ def open_corpus(
         "vocab_size": vocab_size,
         "user_defined_symbols": [NEWLINE, *known],
         "character_coverage": 0.9995,
-    }
-    spec |= {
         "sentence_iterator": iter(lines),
         "model_writer": model,
         "num_threads": 1,
