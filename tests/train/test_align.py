@@ -5,6 +5,7 @@ import signal
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -210,29 +211,29 @@ def test_an_interrupted_alignment_goes_on_to_the_bit(tmp_path, monkeypatch, caps
     flags = "--base tiny --data jsonl:data.jsonl --recipe own --align 6 --steps 2 --batch-size 4"
     flags += " --validation 0 --no-evaluate --device cpu --checkpoint-every 4 --out"
     finetune.main(words(flags, "whole"))
-    shifted, calls = alignment.shifted, []
+    shifted, pixels = alignment.shifted, []
 
-    def stopped(pixels):
-        calls.append(1)
-        if len(calls) == 3:
+    def stopped(given):
+        pixels.append(shifted(given))
+        if len(pixels) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
-        if len(calls) == 6:  # of the second call, in which the checkpoint of four is written
+        if len(pixels) == 6:  # in the second call, which has written the checkpoint of four
             raise KeyboardInterrupt
-        return shifted(pixels)
+        return pixels[-1]
 
     monkeypatch.setattr(alignment, "shifted", stopped)
     with pytest.raises(SystemExit) as ended:
         finetune.main(words(flags, "cut"))
-    assert ended.value.code == 128 + signal.SIGTERM and len(calls) == 3
+    assert ended.value.code == 128 + signal.SIGTERM and len(pixels) == 3
     assert "--resume cut" in capsys.readouterr().err
     with pytest.raises(KeyboardInterrupt):
         finetune.main(["--resume", "cut"])
     finetune.main(["--resume", "cut"])
-    assert "cut: goes on from step-0" in capsys.readouterr().err and len(calls) == 8
+    assert "cut: goes on from step-0" in capsys.readouterr().err and len(pixels) == 8
     assert metrics(Path("cut")) == metrics(Path("whole"))
     ours, theirs = (load_file(f"{run}/model/model.safetensors") for run in ("cut", "whole"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    with pytest.raises(KeyboardInterrupt):  # as a second Ctrl-C, with a checkpoint
-        calls.clear()
+    monkeypatch.setattr(alignment, "shifted", Mock(side_effect=[*pixels[:2], KeyboardInterrupt]))
+    with pytest.raises(KeyboardInterrupt):  # as a second Ctrl-C: what is saved stays
         finetune.main(words(flags.replace("every 4", "every 2"), "new"))
     assert Path("new/checkpoints/step-0").exists()
