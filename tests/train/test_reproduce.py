@@ -122,7 +122,7 @@ def test_the_control_differs_in_attention_alone():
         assert changed <= {"attention", "option"} and control.attention == "softmax"
 
 
-def test_figure_2_has_the_needles_of_each_cell(monkeypatch):
+def test_figure_2_has_the_needles_of_each_cell():
     """Breaks when a cell shows the needles of another cell or row, or a scale is the row's own."""
     places = [f"row {y}, column {x}" for x in (1, 2) for y in (1, 2)] * 2  # not in raster order
     hits = {"baseline": [0.0] * 8, paper.WITH: [0, 100, 0, 0, 0, 100, 0, 100]}
@@ -131,7 +131,7 @@ def test_figure_2_has_the_needles_of_each_cell(monkeypatch):
         scores=lambda row: {"needle": np.array([hits[row]])},
         study=SimpleNamespace(measures={"needle": Measure("needles", places, rungs=places)}),
     )
-    sheet = paper.draw_needles(run, {paper.WITH: "paper-2"})
+    sheet = paper.draw_needles(run)
     colors = []
     for at in (60, 178, 352, 470):  # points from the left: two cells of each map
         colors += [sheet.getpixel((2 * at, 2 * (90 + down))) for down in (0, 118)]

@@ -192,10 +192,7 @@ def study_of(models: Mapping[str, Options]) -> engine.Study:
     elif base.coco:
         title, trials = coco_needles(base.needle_limit, base.coco, base.captions)
     if trials:
-        places = []  # Figure 2: by place
-        for trial in trials:
-            _, y, x = trial.places[0]
-            places.append(f"row {y + 1}, column {x + 1}")
+        places = [f"row {t.places[0][1] + 1}, column {t.places[0][2] + 1}" for t in trials]
         tasks["needle"] = trial_task(title, trials, "paper", in_mean=False, rungs=places)
     asked, settings = {"test": tasks}, [deciding(of_model) for of_model in models.values()]
 
@@ -265,24 +262,23 @@ def blocks(models: Mapping[str, Options], run: engine.Run) -> list:
         markdown_table(["model", "as", "needles, the paper", "here", "VQA, here"], table_2),
         "The paper chose paper-1 and paper-2. Their feed-forwards differ too, so that their scores "
         f"do not tell what attention does. Only `{CONTROL}` and `{WITH}` differ in attention alone.",
-        f"Those chosen here have {', '.join(head[1:6])}: {' and '.join(compared)}.",
+        f"Chosen here ({', '.join(head[1:6])}): {' against '.join(compared)}.",
     ]
     if "needle" in run.study.measures:
-        save(draw_needles(run, chosen), run.out / "figure-2.png")
+        save(draw_needles(run), run.out / "figure-2.png")
         tables += ["## Figure 2: needles by the cell they lie in", "![Figure 2](figure-2.png)"]
     return tables
 
 
-def draw_needles(run: engine.Run, chosen: Mapping[str, str]) -> Image.Image:
-    """Figure 2: for each model, with what it was `chosen` as, the share of needles found, by row
-    and column in the picture."""
+def draw_needles(run: engine.Run) -> Image.Image:
+    """Figure 2: for each model the share of needles found, by row and column in the picture."""
     maps = {}
     for row in NEEDLE_SCORES:
         if row in run.cells:
             rungs = run.study.measures["needle"].rungs
             found = report.by_rung(run.scores(row)["needle"].mean(0) / 100, rungs)
             shares = [float(np.mean(found[place])) for place in sorted(found)]
-            maps[f"{row} {chosen.get(row, '')}"] = shares[:2], shares[2:]
+            maps[row] = shares[:2], shares[2:]
     return heatmaps(maps, "Figure 2: needles found, by the cell they lie in, %")
 
 
