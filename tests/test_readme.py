@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,16 @@ def test_links_lead_somewhere():
             ]
         words = re.findall(r"[\w./-]+\.(?:py|md|cff)\b", re.sub(r"\[[^]]*\]\([^)]*\)", "", prose))
         assert [word for word in words if (ROOT / word).exists()] == []
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no checkout")
+def test_git_does_not_see_what_the_documents_write():
+    """Breaks when a reader who follows the documents finds files in `git status`."""
+    written = (
+        "runs/x/a.png exported/README.md scene.png batch.png shapes/train.jsonl .venv/x".split()
+    )
+    asked = ["git", "check-ignore", *written]
+    assert subprocess.run(asked, cwd=ROOT, capture_output=True, text=True).stdout.split() == written
 
 
 @pytest.mark.long

@@ -136,7 +136,11 @@ class HeldOut:
             details = vqa.evaluate_embedded(*opened, limit, f"VQA, {column}", ask_all=ask_all)
             needles = {
                 kind: needle.evaluate_embedded(
-                    *opened, kind, limit // 2, f"{kind}, {column}", ask_all=ask_all
+                    *opened,
+                    kind,
+                    limit // 2,
+                    f"needle, {scenes.NEEDLE_TITLES[kind]}, {column}",
+                    ask_all=ask_all,
                 )
                 for kind in kinds
                 if kind in scenes.NEEDLES
