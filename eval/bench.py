@@ -182,12 +182,6 @@ def parser_of(benchmark: Benchmark) -> ArgumentParser:
 
     module = sys.modules[type(benchmark).__module__]
     parser = command_parser(module.__spec__.name, module.__doc__)
-    tokens = dict(
-        help="limit of an answer's tokens",
-        default=benchmark.max_new_tokens,
-        type=positive,
-        metavar="N",
-    )
     limits = {
         "--limit": dict(help=benchmark.limit, type=positive, metavar="N"),
         "--max-new-tokens": dict(

@@ -30,31 +30,29 @@ from train.studies.cells import Job
 from train.studies.engine import Run, Study
 from train.studies.rules import FEWEST_SEEDS, Measure
 
-CLASSES, OTHERS, WIDTH, RANK = 8, 63, 8, 4
-STEPS, ROWS, TESTS = 300, 64, 1000
+CLASSES = 8
+OTHERS = 63  # positions beside the marked one
+WIDTH = 8  # of the head
+RANK = 4  # of variants that have one
+STEPS = 300
+ROWS = 64  # of a step
+TESTS = 1000
+REMOVED = "the second map removes what both have in common"
 PREDICTIONS = (
-    (
-        "twin",
-        "built",
-        "better",
-        "the second map removes what both have in common: 100 % against 84.7 %",
-    ),
+    ("twin", "built", "better", f"{REMOVED}: 100 % against 84.7 %"),
     ("v2", "built", "better", "the same"),
     ("dex", "built", "equivalent", "one map, and a linear change of what it reads"),
 )
-ORIGINAL = (("split", "built", "better", "the second map removes what both have in common"),)
+ORIGINAL = (("split", "built", "better", REMOVED),)
 
 
 def best_of_one_map(cap: float = 1.0, others: int = OTHERS, draws: int = 200_000) -> float:
     """The accuracy in percent of the best map with logits within ±cap, and of a linear reader: the
     class with the largest sum of weights, counted on draws."""
-    counts = (
-        np.random.default_rng(0)
-        .multinomial(others, [1 / CLASSES] * CLASSES, size=draws)
-        .astype(float)
-    )
-    counts[:, 0] += math.exp(2 * cap)
-    return 100 * float((counts[:, 0] >= counts.max(axis=1)).mean())
+    dice = np.random.default_rng(0)
+    sums = dice.multinomial(others, [1 / CLASSES] * CLASSES, size=draws).astype(float)
+    sums[:, 0] += math.exp(2 * cap)
+    return 100 * float((sums[:, 0] >= sums.max(axis=1)).mean())
 
 
 def without_second_map(attention: Differential) -> None:
@@ -66,10 +64,9 @@ def draw_bound(heads: Sequence[float], others: int) -> Image.Image:
     """That bound over the cap and the number of others, and heads by their caps, among so many
     `others`."""
     caps = [0.25 * step for step in range(1, 45)]
-    lines = {
-        f"{n} others": [(c, best_of_one_map(c, n, 20_000)) for c in caps]
-        for n in (15, 63, 255, 1023)
-    }
+    lines = {}
+    for n in (15, 63, 255, 1023):
+        lines[f"{n} others"] = [(c, best_of_one_map(c, n, 20_000)) for c in caps]
     lines["heads of the base"] = sorted((c, best_of_one_map(c, others, 20_000)) for c in heads)
     labels = "Best accuracy of one map", "its logits are within ± this", "right answers, %"
     return line_chart(lines, *labels, marked=["heads of the base"])
@@ -89,41 +86,52 @@ def draw(rows: int, seed: int, others: int = OTHERS) -> tuple[torch.Tensor, torc
 
 
 def make(job: Job, folder: Path) -> dict:
+    """A cell of `train`. The job may change what that takes."""
+    return train(job.rate, job.seed, **{"kind": job.row} | dict(job.changes))
+
+
+def train(
+    rate: float,
+    seed: int,
+    kind: str,
+    cap: float | None = 1.0,
+    others: int = OTHERS,
+    steps: int = 0,
+    drawn: int = 0,
+    one_map: bool = False,
+    **options,
+) -> dict:
     """One kind of attention, all of whose weights are trained from nothing, on examples that all
     cells share.
 
-    The job may change what stands first below, and options of the variant.
+    steps: 0 are STEPS. drawn: other numbers are other initial values, on the same examples.
+    options: of the variant.
     """
-    changes: dict = {
-        "kind": job.row,
-        "cap": 1.0,
-        "others": OTHERS,
-        "steps": STEPS,
-        "drawn": 0,
-        "one_map": False,
-    }
-    changes |= dict(job.changes)
-    kind, cap, others, steps, drawn, one_map = (changes.pop(name) for name in list(changes)[:6])
-    torch.manual_seed(job.seed + drawn)  # another initial value, but the same examples
+    # 1. a head of the variant
+    torch.manual_seed(seed + drawn)
     plain = Attention(CLASSES + 2, 1, 1, WIDTH, scale=WIDTH**-0.5, softcap=cap)
-    options = {"r": RANK, "alpha": 2.0 * RANK} if "r" in options_of(kind) else {}
-    attention = KINDS[kind](plain, 1, **options | changes)
+    if "r" in options_of(kind):
+        options = {"r": RANK, "alpha": 2.0 * RANK} | options
+    attention = KINDS[kind](plain, 1, **options)
     if one_map:
         without_second_map(attention)
-    optimizer = torch.optim.AdamW(attention.parameters(), job.rate, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(attention.parameters(), rate, weight_decay=0.0)
 
     def answer(x: torch.Tensor) -> torch.Tensor:
         return 10 * attention(x, positions=1)[:, 0, :CLASSES]  # at the question: (rows, CLASSES)
 
+    # 2. training
+    steps = steps or STEPS
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = job.rate * rate_factor(step, steps, 0.1, "cosine")
-        x, right = draw(ROWS, (job.seed + 1) * 1_000_003 + step, others)
+        optimizer.param_groups[0]["lr"] = rate * rate_factor(step, steps, 0.1, "cosine")
+        x, right = draw(ROWS, (seed + 1) * 1_000_003 + step, others)
         F.cross_entropy(answer(x), right).backward()
         optimizer.step()
         optimizer.zero_grad()
+    # 3. the score of each example
     scores = {}
-    for seed, split in (1, "validation"), (2, "test"):
-        x, right = draw(TESTS, seed, others)
+    for number, split in (1, "validation"), (2, "test"):
+        x, right = draw(TESTS, number, others)
         scores[split] = {"built": (answer(x).argmax(-1) == right).tolist()}
     return {"scores": scores, "facts": {}}
 
@@ -146,9 +154,6 @@ def blocks(run: Run, predictions: tuple[tuple, ...] = PREDICTIONS) -> list:
     part = Run(study, run.out, run.jobs, FEWEST_SEEDS)
     part.compute()
     run.parts.append(part)
-    bound = f"The best that one bounded map can do is {best_of_one_map():.1f} %; two maps can reach 100 %."
-    return [
-        "## Positive control: the built task (train/studies/built.py)",
-        bound,
-        *report.sections(part, "###"),
-    ]
+    title = "## Positive control: the built task (train/studies/built.py)"
+    best = f"The best that one bounded map can do is {best_of_one_map():.1f} %"
+    return [title, f"{best}; two maps can reach 100 %.", *report.sections(part, "###")]

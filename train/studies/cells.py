@@ -26,9 +26,7 @@ from train.loop import Diverged
 from train.run import provenance
 
 ROOT = Path(__file__).parents[2]
-JUDGING = {
-    Path(__file__).with_name(f"{name}.py") for name in ("engine", "rules", "report", "cells")
-}
+JUDGING = {Path(__file__).with_name(f"{n}.py") for n in ("engine", "rules", "report", "cells")}
 
 
 @dataclass(frozen=True)
@@ -61,20 +59,19 @@ def hash_of(file: str) -> str:
     """
     waiting, texts = {Path(file)}, {}
     while waiting:
-        tree = ast.parse((file := waiting.pop()).read_text(encoding="utf-8"))
+        path = waiting.pop()
+        tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
                 node.value = ast.Constant(None)  # a docstring
             elif isinstance(node, ast.ImportFrom):  # of a module, or of names in one
                 package = ROOT.joinpath(*f"{node.module}".split("."))
-                files = {
-                    package.with_suffix(".py"),
-                    *(package / f"{alias.name}.py" for alias in node.names),
-                }
-                waiting |= {file for file in files - JUDGING if file.is_file()}
-        texts[file] = ast.dump(tree)
+                files = {package / f"{alias.name}.py" for alias in node.names}
+                files.add(package.with_suffix(".py"))
+                waiting |= {path for path in files - JUDGING if path.is_file()}
+        texts[path] = ast.dump(tree)
         waiting -= texts.keys()
-    return digest(*(texts[file] for file in sorted(texts)))
+    return digest(*(texts[path] for path in sorted(texts)))
 
 
 def compute_all(calls: Sequence[tuple], processes: int) -> None:
@@ -104,10 +101,8 @@ def compute(call: tuple[Callable[..., dict], Job, Path, Sequence[Path]]) -> str:
     except Diverged as error:
         result = {"scores": {}, "facts": {"diverged": str(error)}}
     spent = time.process_time() - started
-    write_text(
-        file,
-        json.dumps(asdict(job) | result | {"cpu_seconds": round(spent, 2)} | provenance()) + "\n",
-    )
+    record = asdict(job) | result | {"cpu_seconds": round(spent, 2)} | provenance()
+    write_text(file, json.dumps(record) + "\n")
     rate = f", rate {job.rate:g}" if job.rate else ""
     return f"{job.row}{rate}, seed {job.seed}: {spent:.0f} CPU seconds"
 
@@ -123,7 +118,8 @@ def pool_of(processes: int) -> ProcessPoolExecutor:
 def prepare_process() -> None:
     torch.set_num_threads(1)
     os.setpgrp()  # Ctrl-C on a terminal reaches the first process alone, which ends the others
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115  its progress bars would overwrite those of the others
+    # its progress bars would overwrite those of the others
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 

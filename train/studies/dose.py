@@ -46,24 +46,16 @@ from train.studies.rules import Measure
 from train.studies.training import read_given
 from weights.export import export_model
 
-CAPS, MILD = (None, 2.0, 1.0, 0.5, 0.25), 1.0  # by the bound, nothing can be gained from MILD up
-FALLING = (
-    None,
-    None,
-    8.0,
-    5.6,
-    4.0,
-    2.8,
-    2.0,
-    1.4,
-    1.0,
-    0.7,
-    0.5,
-    0.35,
-    0.25,
-)  # caps of the base, BASE_STEPS each
-LONGER, TIMES = (None, 0.5), 4  # at these caps also so many times the steps
-OTHERS, TUNING_SEEDS = 15, (100, 101, 102)
+CPU = torch.device("cpu")
+CAPS = (None, 2.0, 1.0, 0.5, 0.25)
+MILD = 1.0  # by the bound, nothing can be gained from here up
+CAP_NAMES = tuple(map(str, CAPS))
+# caps of the base, BASE_STEPS each
+FALLING = (None, None, 8.0, 5.6, 4.0, 2.8, 2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25)
+LONGER = (None, 0.5)  # at these caps also TIMES the steps
+TIMES = 4
+OTHERS = 15  # distractors
+TUNING_SEEDS = (100, 101, 102)
 PLAIN = ("plain", "plain again")
 ROWS: dict[str, dict] = {
     "plain": {"kind": "softmax"},
@@ -74,38 +66,35 @@ ROWS: dict[str, dict] = {
     "v2": {"kind": "v2"},
     "dex": {"kind": "dex"},
 }
-# Written before any row but plain was run at these caps: from MILD up, and below it
+# Written before any row but plain was run at these caps: from MILD up, below it, and why
+ONE_MAP = ("equivalent", "equivalent", "one map")
+TWO_MAPS = ("equivalent", "better", "a second map takes away what both have")
 PREDICTED = {
-    row: ("equivalent", "equivalent", "one map") for row in ("plain + head norm", "shared", "dex")
-}
-PREDICTED |= {
-    row: ("equivalent", "better", "a second map takes away what both have")
-    for row in ("twin-small", "v2")
+    "plain + head norm": ONE_MAP,
+    "shared": ONE_MAP,
+    "twin-small": TWO_MAPS,
+    "v2": TWO_MAPS,
+    "dex": ONE_MAP,
 }
 CONTROL = "the mean of both plain rows"
-TASKS = {
-    "built": (300, (0.01, 0.02, 0.04)),
-    "needle": (50, (1.5e-3, 3e-3, 6e-3)),
-}  # steps, and rates to try first
+# steps, and rates to try first
+TASKS = {"built": (300, (0.01, 0.02, 0.04)), "needle": (50, (1.5e-3, 3e-3, 6e-3))}
 TESTS = {"validation": 160, "test": 320}  # needles
-POOL, BATCH = 4096, 32  # needles to learn from, and of a step
-TUNED = (
-    "plain",
-    "twin-small",
-    "v2",
-)  # rows on needles with rates of their own; the others take that of plain
-BASE_STEPS, BASE = 50, "base"  # a job, from which the rows of needles start
+POOL = 4096  # needles to learn from
+BATCH = 32  # of a step
+# rows on needles with rates of their own; the others take that of plain
+TUNED = ("plain", "twin-small", "v2")
+BASE = "base"  # a job, from which the rows of needles start
+BASE_STEPS = 50
 QUICK = {"tasks": ("built",), "seeds": 3, "rates": (0.02,), "longer": ("none",)}
 
 
 @dataclass(frozen=True)
 class Options(StudyOptions):
     seeds: int = flag(6, "runs of each row", least=1, metavar="N")
-    rows: tuple[str, ...] = flag(tuple(ROWS), "(default: all)", choices=[*ROWS], nargs="+")
-    tasks: tuple[str, ...] = flag(tuple(TASKS), "(default: both)", choices=[*TASKS], nargs="+")
-    caps: tuple[str, ...] = flag(
-        tuple(map(str, CAPS)), "of the logits", choices=[*map(str, CAPS)], nargs="+"
-    )
+    rows: tuple[str, ...] = flag(tuple(ROWS), "(default: all)", choices=ROWS, nargs="+")
+    tasks: tuple[str, ...] = flag(tuple(TASKS), "(default: both)", choices=TASKS, nargs="+")
+    caps: tuple[str, ...] = flag(CAP_NAMES, "of the logits", choices=CAP_NAMES, nargs="+")
     longer: tuple[str, ...] = flag(
         tuple(TASKS), "tasks with longer runs too", choices=[*TASKS, "none"], nargs="+"
     )
@@ -117,15 +106,14 @@ class Options(StudyOptions):
 @cache
 def needles(split: str, count: int) -> tuple:
     """Rows of 4×4 needles and the features of their pictures, which no row changes."""
-    model, processor = (
-        load_base(Settings(device="cpu"), torch.device("cpu")),
-        Processor.from_source("embedded"),
-    )
+    model = load_base(Settings(device="cpu"), CPU)
+    processor = Processor.from_source("embedded")
     samples = [scenes.sample("n4o1", split, number) for number in range(count)]
     pixels = torch.stack([processor.pixels(sample.scene.render()) for sample in samples])
     with torch.no_grad():
         features = torch.cat([model.encode_images(part) for part in pixels.split(64)])
-    return processor.pad([processor.row_of(1, [(s.prefix, s.suffix)]) for s in samples]), features
+    rows = [processor.row_of(1, [(sample.prefix, sample.suffix)]) for sample in samples]
+    return processor.pad(rows), features
 
 
 def answers(
@@ -134,20 +122,21 @@ def answers(
     """Logits (rows, 5, V) and tokens (rows, 5) of "row R column C" and the end, each after the
     right ones before."""
     batch, features = needles(split, count)
-    known = batch.input_ids[rows], None, batch.token_type_ids[rows], batch.attention_mask[rows]
-    return model(*known, image_features=features[rows], positions_to_keep=6)[
-        :, :-1
-    ], batch.input_ids[rows][:, -5:]
+    ids = batch.input_ids[rows]
+    known = ids, None, batch.token_type_ids[rows], batch.attention_mask[rows]
+    logits = model(*known, image_features=features[rows], positions_to_keep=6)
+    return logits[:, :-1], ids[:, -5:]
 
 
 @torch.no_grad()
 def found(model: PaliGemma, split: str) -> list[float]:
     """Of each needle of a split 1 where row and column are both the likeliest word."""
-    parts = [
-        answers(model, split, TESTS[split], rows) for rows in torch.arange(TESTS[split]).split(64)
-    ]
-    right = torch.cat([logits.argmax(-1) == tokens for logits, tokens in parts])
-    return (right[:, 1] & right[:, 3]).float().tolist()
+    scores = []
+    for rows in torch.arange(TESTS[split]).split(64):
+        logits, tokens = answers(model, split, TESTS[split], rows)
+        right = logits.argmax(-1) == tokens
+        scores += (right[:, 1] & right[:, 3]).float().tolist()
+    return scores
 
 
 def cap_logits(model: PaliGemma, cap: float | None) -> None:
@@ -159,9 +148,8 @@ def learn(
     model: PaliGemma, optimizer: torch.optim.Optimizer, steps: int, schedule: str, seed: int
 ) -> None:
     """Steps on needles, in an order of the seed."""
-    order = torch.randperm(POOL, generator=torch.Generator().manual_seed(seed)).repeat(
-        -(-steps * BATCH // POOL)
-    )
+    shuffled = torch.randperm(POOL, generator=torch.Generator().manual_seed(seed))
+    order = shuffled.repeat(math.ceil(steps * BATCH / POOL))
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for step, rows in enumerate(order[: steps * BATCH].split(BATCH)):
         set_rates(optimizer, rate_factor(step, steps, 0.1, schedule))
@@ -176,10 +164,10 @@ def make_base(folder: Path) -> dict:
     """Train the decoder of the embedded base on needles while the cap falls; folder/CAP is the base
     under a cap."""
     settings = Settings(device="cpu", attention="softmax", full=True, optimizer="muon", lr=0.005)
-    model, known = load_base(settings, torch.device("cpu")).requires_grad_(False), {}
-    optimizer = make_optimizer(
-        model, rules_of(model, settings, {r"language_model\..*": 1.0}), settings
-    )
+    model = load_base(settings, CPU).requires_grad_(False)
+    rules = rules_of(model, settings, {r"language_model\..*": 1.0})
+    optimizer = make_optimizer(model, rules, settings)
+    known = {}
     for number, cap in enumerate(FALLING):
         cap_logits(model, cap)
         learn(model.train(), optimizer, BASE_STEPS, "constant", number)
@@ -190,32 +178,52 @@ def make_base(folder: Path) -> dict:
     return {"scores": {"validation": known}, "facts": {}}
 
 
+def needs(job: Job) -> list[Job]:
+    """Rows on needles start from the base."""
+    is_on_needles = ("task", "needle") in job.changes
+    return [Job(BASE, (), 0.0, 0)] if is_on_needles else []
+
+
 def make(job: Job, folder: Path, *base: Path) -> dict:
-    """A row of either task. Rows on needles start from the base under their cap, and learn by
-    LoRA."""
-    changes = dict(job.changes)
+    """The base, or a row of either task."""
     if job.row == BASE:
         return make_base(folder)
+    changes = dict(job.changes)
     if changes.pop("task") == "built":
-        return built.make(replace(job, changes=tuple(changes.items())), folder)
-    cap, steps, kind, one_map, drawn = (
-        changes.pop(n, None) for n in "cap steps kind one_map drawn".split()
-    )
-    option = tuple(f"{name}={value}" for name, value in changes.items())
-    settings = Settings(
-        base=str(base[0] / str(cap)), device="cpu", lr=job.rate, seed=job.seed + (drawn or 0)
-    )
-    settings = replace(settings, attention="softmax" if one_map else kind, option=option)
+        return built.train(job.rate, job.seed, **changes)
+    return train(base[0], job.rate, job.seed, **changes)
+
+
+def train(
+    base: Path,
+    rate: float,
+    seed: int,
+    cap: float | None,
+    steps: int,
+    kind: str,
+    drawn: int = 0,
+    one_map: bool = False,
+    **options,
+) -> dict:
+    """A row on needles: it starts from the base under its cap, and learns by LoRA. options: of the
+    variant."""
+    # 1. the base under its cap
+    settings = Settings(base=str(base / str(cap)), device="cpu", lr=rate, seed=seed + drawn)
+    model = load_base(settings, CPU)
+    cap_logits(model, cap)
+    # 2. its graft and adapter
     if kind == "softmax":
         settings = replace(settings, r=20, alpha=40.0)  # as many parameters as the largest row
-    model = load_base(settings, torch.device("cpu"))
-    cap_logits(model, cap)
     if one_map:
         graft(model, kind, seed=settings.seed)
         for variant in variants_of(model).values():
             built.without_second_map(variant)
-    model, optimizer = open_model(settings, torch.device("cpu"), model)
-    learn(model.train(), optimizer, steps, "cosine", job.seed)
+        kind = "softmax"  # no other graft
+    option = tuple(f"{name}={value}" for name, value in options.items())
+    settings = replace(settings, attention=kind, option=option)
+    model, optimizer = open_model(settings, CPU, model)
+    # 3. training
+    learn(model.train(), optimizer, steps, "cosine", seed)
     scores = {split: {"needle": found(model.eval(), split)} for split in TESTS}
     return {"scores": scores, "facts": {"parameters": count(trainable(model).values())}}
 
@@ -232,66 +240,84 @@ def doses_of(options: Options) -> list[tuple[str, float | None, int]]:
 
 
 def study_of(options: Options, task: str, cap: float | None, times: int) -> Study:
-    (steps, rates), is_built = TASKS[task], task == "built"
-    dose = {"task": task, "cap": cap, "steps": times * steps} | (
-        {"others": OTHERS} if is_built else {}
-    )
-    tests, chance = (built.TESTS, 100 / built.CLASSES) if is_built else (TESTS["test"], 100 / 16)
-    variants = [row for row in options.rows if row not in PLAIN]
+    steps, rates = TASKS[task]
+    dose = {"task": task, "cap": cap, "steps": times * steps}
+    # the same questions for all: intervals are of runs alone
+    if task == "built":
+        dose["others"] = OTHERS
+        measure = Measure(task, [0] * built.TESTS, 100 / built.CLASSES)
+        tuned = ()
+    else:
+        measure = Measure(task, [0] * TESTS["test"], 100 / 16)
+        tuned = tuple(row for row in TUNED if row in options.rows)
     plain = tuple(row for row in options.rows if row in PLAIN)
-    told = {row: PREDICTED[row] for row in variants}
+    variants = [row for row in options.rows if row not in PLAIN]
+    predictions = []
+    for row in variants:
+        mild, strong, reason = PREDICTED[row]
+        verdict = strong if cap and cap < MILD else mild
+        predictions.append((row, task, verdict, reason))
     return Study(
         name=f"dose, {task}, cap {cap}, {times} x",
         title="Two attention maps at a dose of noise",
         rows={row: tuple((dose | ROWS[row]).items()) for row in options.rows},
         make=make,
         key="",
-        measures={
-            task: Measure(task, [0] * tests, chance)
-        },  # the same questions for all: intervals are of runs alone
+        measures={task: measure},
         beside={CONTROL: dict.fromkeys(variants, plain), "plain, A/A": {plain[-1]: plain[:1]}},
         rates=options.rates or rates,
         main=task,
         tuning_seeds=TUNING_SEEDS,
         plain=plain,
-        tuned=() if is_built else tuple(row for row in TUNED if row in options.rows),
-        needs=lambda job: [Job(BASE, (), 0.0, 0)] if not is_built and job.row != BASE else [],
-        predictions=tuple(
-            (row, task, told[row][(cap or MILD) < MILD], told[row][2]) for row in variants
-        ),
+        tuned=tuned,
+        needs=needs,
+        predictions=tuple(predictions),
     )
 
 
-def blocks(options: Options, first: Run) -> list:
-    """Compute the other doses, as parts of the first; a table and a figure of each task. Longer
-    runs take the rates of shorter ones, and needles of all caps those of the first, whose cells
-    take the most time."""
-    doses, rates, found, controls = doses_of(options), {}, {}, {}
-    for task, cap, times in doses:
-        part, place = first, (task, cap if task == "built" else "")
-        if (task, cap, times) != doses[0]:
-            part = Run(study_of(options, task, cap, times), first.out, first.jobs, first.seeds)
+def compute_doses(options: Options, first: Run) -> dict[tuple[str, int], dict[float | None, Run]]:
+    """The runs by task and times, and by cap; all but the first are computed here, as its parts.
+    Longer runs take the rates of shorter ones, and needles of all caps those of the first, whose
+    cells take the most time."""
+    runs: dict = {}
+    rates: dict = {}
+    for task, cap, times in doses_of(options):
+        run = first
+        place = (task, cap) if task == "built" else task
+        if runs:
+            run = Run(study_of(options, task, cap, times), first.out, first.jobs, first.seeds)
             if place in rates:
-                part.rates, part.study = rates[place], replace(part.study, rates=())
-            part.compute()
-            first.parts.append(part)
-        rates[place] = part.rates
-        title = f"{task}, {times} × steps"
-        found.setdefault(title, {})[cap] = {
-            row: gap for of in part.tables.values() for (row, _), gap in of.items()
-        }
-        controls.setdefault(title, []).append(f"{part.scores('plain')[task].mean():.1f} %")
-    save(built.draw_bound(head_bounds(), OTHERS), first.out / "bound.png")
+                run.rates = rates[place]
+                run.study = replace(run.study, rates=())
+            run.compute()
+            first.parts.append(run)
+        rates[place] = run.rates
+        runs.setdefault((task, times), {})[cap] = run
+    return runs
+
+
+def blocks(options: Options, first: Run) -> list:
+    """A table and a figure of each task, and the figure of the bound."""
     tables = []
-    for title, by_cap in found.items():
-        save(draw_gaps(title, by_cap), first.out / f"dose-{title.partition(',')[0]}{title[-9]}.png")
-        body = [["plain: right answers", *controls[title]]]
-        for row in next(iter(by_cap.values())):
-            gaps = [of[row] for of in by_cap.values()]
-            body.append(
-                [row, *(f"{interval_text(gap, 1, signed=True)} {gap['verdict']}" for gap in gaps)]
-            )
-        tables += [f"## {title}", markdown_table(["row", *(f"cap {cap}" for cap in by_cap)], body)]
+    for (task, times), by_cap in compute_doses(options, first).items():
+        # 1. the controls, and differences by cap and row
+        head, controls = ["row"], ["plain: right answers"]
+        gaps: dict[float | None, dict[str, dict]] = {}
+        for cap, run in by_cap.items():
+            head.append(f"cap {cap}")
+            controls.append(f"{run.scores('plain')[task].mean():.1f} %")
+            judged = [pair for table in run.tables.values() for pair in table.items()]
+            gaps[cap] = {row: gap for (row, _), gap in judged}
+        # 2. a line a row
+        body = [controls]
+        for row in next(iter(gaps.values())):
+            of_row = [of_cap[row] for of_cap in gaps.values()]
+            texts = [f"{interval_text(gap, 1, signed=True)} {gap['verdict']}" for gap in of_row]
+            body.append([row, *texts])
+        title = f"{task}, {times} × steps"
+        tables += [f"## {title}", markdown_table(head, body)]
+        save(draw_gaps(title, gaps), first.out / f"dose-{task}{times}.png")
+    save(built.draw_bound(head_bounds(), OTHERS), first.out / "bound.png")
     return tables
 
 
@@ -302,13 +328,11 @@ def draw_gaps(title: str, by_cap: dict[float | None, dict[str, dict]]) -> Image.
     """Differences to the plain rows over the cap, with intervals; `plain again` is the difference
     of equal rows."""
     rows = next(iter(by_cap.values()))
-    points = {
-        row: [(math.log2(cap or 4.0), gaps[row]) for cap, gaps in by_cap.items()] for row in rows
-    }
-    lines = {row: sorted((x, gap["mean"]) for x, gap in of_row) for row, of_row in points.items()}
-    bars = {
-        row: [(x, gap["low"], gap["high"]) for x, gap in of_row] for row, of_row in points.items()
-    }
+    lines, bars = {}, {}
+    for row in rows:
+        places = [(math.log2(cap or 4.0), gaps[row]) for cap, gaps in by_cap.items()]
+        lines[row] = sorted((x, gap["mean"]) for x, gap in places)
+        bars[row] = [(x, gap["low"], gap["high"]) for x, gap in places]
     labels = title, "binary logarithm of the cap, 2: none", "points beside plain rows"
     return line_chart(lines, *labels, marked=rows, bars=bars)
 
@@ -318,33 +342,32 @@ def head_bounds() -> list[float]:
     """Of each head of the base's decoder half of what the logit of the needle's patch has above the
     mean of the 15 others', at the word where that is largest; the mean over 64 needles. A map
     bounded to ±c has at most c."""
-    model, weights = load_base(Settings(device="cpu"), torch.device("cpu")).eval(), []
-    batch, count = needles("validation", 64)[0], 64
-    with tapped(
-        {
-            attention: weights.append
-            for attention in attention_modules(model.language_model).values()
-        }
-    ):
+    model = load_base(Settings(device="cpu"), CPU).eval()
+    count = 64
+    batch, _ = needles("validation", count)
+    # 1. the weights of all layers
+    weights = []
+    attentions = attention_modules(model.language_model).values()
+    with tapped(dict.fromkeys(attentions, weights.append)):
         answers(model, "validation", count, torch.arange(count))
+    # 2. where the patches are, and what does not look at them
     image = batch.input_ids == model.config.image_token_id
     patches = image.nonzero()[:, 1].view(count, 1, 1, 16)
     hidden = (image | (batch.attention_mask == 0) | (batch.token_type_ids > 0))[:, None]
+    # 3. the gap of each head
     bounds = []
+    numbers = torch.arange(count)
     for of_layer in weights:  # (B, N, S, S); logarithms of weights differ as logits do
         logits = of_layer.clamp(min=1e-38).log()
         logits = logits.gather(3, patches.expand(*logits.shape[:3], 16))
-        needle = logits[
-            torch.arange(count), :, :, torch.arange(count) % 16
-        ]  # needles take the places in turn
+        needle = logits[numbers, :, :, numbers % 16]  # needles take the places in turn
         gaps = (needle - (logits.sum(-1) - needle) / OTHERS) / 2
         bounds += gaps.masked_fill(hidden, -math.inf).amax(-1).mean(0).tolist()
     return bounds
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    options = from_values(
-        Options, read_given(Options, argv, "train.compare --rows dose", __doc__, QUICK)
-    )
+    given = read_given(Options, argv, "train.compare --rows dose", __doc__, QUICK)
+    options = from_values(Options, given)
     first = replace(study_of(options, *doses_of(options)[0]), more=partial(blocks, options))
     print(report.write(engine.run(first, options)))

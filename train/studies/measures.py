@@ -46,14 +46,12 @@ class Task(Measure):
 
     def score(self, answers: Sequence) -> list[float]:
         """The scores of the examples, in order."""
-        if not self.protocol:
-            return [
-                float(self.right(ask.truth, answer))
-                for ask, answer in zip(self.asks, answers, strict=True)
-            ]
-        benchmark = needle.Needle()
-        benchmark.protocol = self.protocol
-        return [float(sum(row.scores.values())) for row in benchmark.rows(self.asks, answers)]
+        if self.protocol:
+            benchmark = needle.Needle()
+            benchmark.protocol = self.protocol
+            return [float(sum(row.scores.values())) for row in benchmark.rows(self.asks, answers)]
+        pairs = zip(self.asks, answers, strict=True)
+        return [float(self.right(ask.truth, answer)) for ask, answer in pairs]
 
 
 def asking(
@@ -81,42 +79,43 @@ def coco_needles(tests: int, coco: str, captions: str | None) -> tuple[str, list
 
 def trial_task(title: str, trials: Sequence[NeedleTest], protocol: str, **more) -> Task:
     """Needle tests of one kind. more: fields of a Measure."""
-    groups, asks = [str(trial.haystack) for trial in trials], needle.asks_of(trials, protocol)
-    return Task(title, groups, 100 / trials[0].side ** 2, asks=asks, protocol=protocol, **more)
+    groups = [str(trial.haystack) for trial in trials]
+    chance = 100 / trials[0].side ** 2
+    asks = needle.asks_of(trials, protocol)
+    return Task(title, groups, chance, asks=asks, protocol=protocol, **more)
 
 
 def vqa_task(settings: Settings, split: str, limit: int | None, scoring: str = "official") -> Task:
-    """VQA on the embedded scenes; on disk `limit` questions, drawn at random, about the pictures
-    held out, one half for each split.
-
-    Of a conversation the last answer is asked. If VQAv2's val2014 files are in the same folder,
-    those are the test split. Raises UserError if no pictures are held out.
-    """
+    """VQA on the embedded scenes, or `limit` questions on disk, drawn at random. Raises UserError
+    if no pictures are held out."""
     if settings.is_embedded:
         assert limit is not None
-        chance = vqa.guess_accuracy(vqa.embedded(limit))["overall"] if split == "test" else None
-        return asking("VQA", vqa.embedded(limit, split), SCORERS[scoring], chance=chance)
-    kind, _, path = settings.data[0].partition(":")
-    files = [Path(path, name) for name in VAL_FILES]
-    if split == "test" and len(settings.data) == 1 and kind == "vqav2" and files[0].exists():
-        questions = vqa.questions_of(read_vqa(*files)[1], settings.images or path, settings.prompt)
-    else:
-        records = read_records(settings, "validation")
-        pictures = sorted({record.key for record in records})
-        half = set(pictures[0::2] if split == "validation" else pictures[1::2])
-        questions = [
-            question_of(r, truth=replace(r, pictures=())) for r in records if r.key in half
-        ]
+        asks = vqa.embedded(limit, split)
+        chance = vqa.guess_accuracy(asks)["overall"] if split == "test" else None
+        return asking("VQA", asks, SCORERS[scoring], chance=chance)
+    questions = held_out_questions(settings, split)
     if not questions:
-        remedy = f"raise --validation above {settings.validation}"
-        raise UserError(
-            f"--data {' '.join(settings.data)}: no pictures are left for the {split} split: "
-            f"{remedy}"
-        )
-    count = len(questions) if limit is None else min(limit, len(questions))
+        problem = f"--data {' '.join(settings.data)}: no pictures are left for the {split} split"
+        raise UserError(f"{problem}: raise --validation above {settings.validation}")
+    count = min(limit or len(questions), len(questions))
     chosen = random.Random(f"vqa/{split}").sample(range(len(questions)), count)
     asks = [questions[number] for number in sorted(chosen)]
     return asking("VQA", asks, partial(accuracy, scoring))
+
+
+def held_out_questions(settings: Settings, split: str) -> list[Question]:
+    """Questions about the pictures held out, one half for each split. Of a conversation the last
+    answer is asked. If VQAv2's val2014 files are in the same folder, those are the test split."""
+    kind, _, path = settings.data[0].partition(":")
+    files = [Path(path, name) for name in VAL_FILES]
+    if split == "test" and len(settings.data) == 1 and kind == "vqav2" and files[0].exists():
+        _, asked = read_vqa(*files)
+        return vqa.questions_of(asked, settings.images or path, settings.prompt)
+    records = read_records(settings, "validation")
+    pictures = sorted({record.key for record in records})
+    half = pictures[0::2] if split == "validation" else pictures[1::2]
+    kept = [record for record in records if record.key in set(half)]
+    return [question_of(record, truth=replace(record, pictures=())) for record in kept]
 
 
 def accuracy(scoring: str, truth: Annotation | Record, answer: str) -> float:

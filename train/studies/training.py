@@ -65,11 +65,8 @@ def read_given(
 
 def deciding(settings: LoopSettings, kind: type[LoopSettings] = Settings) -> dict:
     """The settings of `kind` that change what is learned."""
-    return {
-        field.name: getattr(settings, field.name)
-        for field in fields(kind)
-        if field.name not in FREE
-    }
+    names = [field.name for field in fields(kind) if field.name not in FREE]
+    return {name: getattr(settings, name) for name in names}
 
 
 def fine_tune(settings: Settings, tasks: Tasks, folder: Path) -> dict:
@@ -93,27 +90,23 @@ def ask(
     scores: dict[str, dict] = {split: {} for split in tasks}
     for split, of_split in tasks.items():
         for name, task in of_split.items():
-            title = f"{task.title}, {split}"
-            long = (
-                {}
-                if settings.is_embedded
-                else {"progress": title, "log": folder / f"{split}-{name}.jsonl"}
-            )
-            scores[split][name] = task.score(ask_all(model.eval(), processor, task.asks, **long))
+            options = {}
+            if not settings.is_embedded:
+                log = folder / f"{split}-{name}.jsonl"
+                options = {"progress": f"{task.title}, {split}", "log": log}
+            answers = ask_all(model.eval(), processor, task.asks, **options)
+            scores[split][name] = task.score(answers)
     return scores
 
 
 def key_of(stages: Sequence[Settings], start: PaliGemma, tasks: Tasks) -> str:
     """What decides all cells beside their source: settings, data, questions, and the weights of the
     start."""
+    decided = [deciding(settings) for settings in stages]
     data = [data_fingerprints(training_records(settings)) for settings in stages]
-    asks = [
-        (split, name, ask)
-        for split in tasks
-        for name, task in tasks[split].items()
-        for ask in task.asks
-    ]
-    questions = [(*place, q.id, q.prefix, q.choices, q.before, q.truth) for *place, q in asks]
-    return digest(
-        [deciding(settings) for settings in stages], exact_fingerprint(start), data, questions
-    )
+    questions = []
+    for split, of_split in tasks.items():
+        for name, task in of_split.items():
+            for q in task.asks:
+                questions.append((split, name, q.id, q.prefix, q.choices, q.before, q.truth))
+    return digest(decided, exact_fingerprint(start), data, questions)
