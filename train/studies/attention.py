@@ -2,8 +2,8 @@
 
     python -m train.compare                      every variant, on the embedded base and scenes
     python -m train.compare --quick              three rows and short runs
-    python -m train.compare --base google/paligemma-3b-pt-224 --data vqav2:DIR --coco DIR --captions
-    FILE --rows twin
+    python -m train.compare --base google/paligemma-3b-pt-224 --data vqav2:DIR \\
+        --coco DIR --captions FILE --rows twin
 
 Every other flag is one of `train.finetune` and holds for all rows. A row stands beside the mean of
 all plain rows, which differ in rank alone; each of these beside the others, which shows what chance
@@ -13,6 +13,7 @@ short runs say freely to "Top or Bottom?" tells what they learned of the wording
 picture.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,8 +49,8 @@ ROWS: dict[str, dict] = {
     "swiglu": PLAIN | {"feed_forward": "swiglu"},
 }
 # On the embedded scenes; difficulties at which plain LoRA neither guesses nor is perfect, as the
-# range table shows. eval/data/scenes.py names them: n4d7 is a 4×4 needle with 7 distractors, o1 and o2
-# are full pictures.
+# range table shows. eval/data/scenes.py names them: n4d7 is a 4×4 needle with 7 distractors, o1 and
+# o2 are full pictures.
 NEEDLES = {
     "n2o2": "2×2, two objects each",
     "n3d8": "3×3, one object each",
@@ -57,22 +58,15 @@ NEEDLES = {
 }
 EXISTENCE = 16  # objects in a picture of POPE's questions
 CONTROLS = ("size", "time")
-TIMES = {
-    "split": 1.1,
-    "twin": 1.2,
-    "twin-small": 1.2,
-    "v2": 1.2,
-}  # seconds of a step beside LoRA's, measured once
+# seconds of a step beside LoRA's, measured once
+TIMES = {"split": 1.1, "twin": 1.2, "twin-small": 1.2, "v2": 1.2}
 # Written before the study was run, after an earlier run with three seeds.
+DISTURBED = ("worse", "it disturbs the pretrained weights at step 0")
+NOISY = "μ = 1 doubles the noise of two adapters: −11 points at 4×4, three seeds"
 PREDICTIONS = (
-    ("shared", MEAN, "worse", "it disturbs the pretrained weights at step 0"),
-    ("split", MEAN, "worse", "it disturbs the pretrained weights at step 0"),
-    (
-        "twin",
-        MEAN,
-        "worse",
-        "μ = 1 doubles the noise of two adapters: −11 points at 4×4, three seeds",
-    ),
+    ("shared", MEAN, *DISTURBED),
+    ("split", MEAN, *DISTURBED),
+    ("twin", MEAN, "worse", NOISY),
     ("twin-small", MEAN, "equivalent", "a quarter of the second map adds little noise"),
     ("v2", MEAN, "equivalent", "starts at 0.018 of the second map; −3 points at 4×4, n.s."),
     ("dex", MEAN, "equivalent", "linear in the head's output; no other map"),
@@ -84,7 +78,7 @@ QUICK = {"rows": (LORA, "twin", "dex"), "limit": 128, "seeds": 5, "samples": 800
 @dataclass(frozen=True)
 class Options(TuningOptions):
     rows: tuple[str, ...] = flag(
-        tuple(ROWS)[:-1], "(default: all but swiglu)", choices=[*ROWS], nargs="+"
+        tuple(ROWS)[:-1], "(default: all but swiglu)", choices=ROWS, nargs="+"
     )
     limit: int = flag(
         600, "VQA questions; half as many of each other kind; half of all for validation", least=1
@@ -107,46 +101,42 @@ class Options(TuningOptions):
 
 def control_by_size(base: Settings, changes: dict) -> tuple[str, dict]:
     """Name and changes of plain LoRA of the smallest rank with at least as many trainable
-    parameters, and the same alpha / r. Parameters are counted on shapes alone."""
-
-    def parameters(changes: dict) -> int:
-        return count(
-            trainable(open_model(replace(base, **changes), torch.device("meta"))[0]).values()
-        )
-
-    rank = -(-parameters(changes) // parameters(PLAIN | {"r": 1}))
+    parameters, and the same alpha / r."""
+    rank = math.ceil(parameters(base, changes) / parameters(base, PLAIN | {"r": 1}))
     return f"LoRA r{rank}", PLAIN | {"r": rank, "alpha": base.alpha * rank / base.r}
+
+
+def parameters(base: Settings, changes: dict) -> int:
+    """The number of trainable parameters, counted on shapes alone."""
+    model, _ = open_model(replace(base, **changes), torch.device("meta"))
+    return count(trainable(model).values())
 
 
 def tasks_of(options: Options, split: str) -> dict[str, Task]:
     """VQA questions, and half as many of each other kind, evenly over places. The splits share no
     needle test."""
-    limit, protocol = (
-        options.limit if split == "test" else max(1, options.limit // 2),
-        options.protocol,
-    )
-    tasks, tests = {"VQA": vqa_task(options, split, limit)}, max(1, limit // 32) * 16
+    limit = options.limit if split == "test" else max(1, options.limit // 2)
+    tests = max(1, limit // 32) * 16
+    protocol = options.protocol
+    tasks = {"VQA": vqa_task(options, split, limit)}
     if options.is_embedded:
-        tasks |= {
-            kind: trial_task(NEEDLES[kind], scene_needles(kind, tests, split), protocol)
-            for kind in NEEDLES
-        }
+        for kind, title in NEEDLES.items():
+            tasks[kind] = trial_task(title, scene_needles(kind, tests, split), protocol)
         tasks["e16"] = existence_task(tests, protocol, split)
     elif options.coco:
         title, trials = coco_needles(2 * tests, options.coco, options.captions)
-        tasks["needle"] = trial_task(title, trials[split == "validation" :: 2], protocol)
+        half = trials[0::2] if split == "test" else trials[1::2]
+        tasks["needle"] = trial_task(title, half, protocol)
     return tasks
 
 
 def existence_task(questions: int, protocol: str, split: str) -> Task:
     """POPE's questions about pictures with `EXISTENCE` different objects; half of the answers are
     yes."""
-    samples = scenes.pope("random", split, -(-questions // 6), objects=EXISTENCE)
-    words = ("yes", "no") if protocol == "constrained" else ()
-    asks = [
-        replace(question, choices=words)
-        for question in vqa.of_samples(samples, f"{split}/e{EXISTENCE}")
-    ]
+    samples = scenes.pope("random", split, math.ceil(questions / 6), objects=EXISTENCE)
+    asks = vqa.of_samples(samples, f"{split}/e{EXISTENCE}")
+    if protocol == "constrained":
+        asks = [replace(question, choices=("yes", "no")) for question in asks]
     return asking(f"is it there, among {EXISTENCE}", asks, official, chance=50.0)
 
 
@@ -155,35 +145,40 @@ def make(base: Settings, tasks: Tasks, job: Job, folder: Path) -> dict:
 
 
 def study_of(options: Options) -> Study:
-    chosen, variants, by_size = (
-        {row: ROWS[row] for row in options.rows},
-        [r for r in options.rows if r != LORA],
-        {},
-    )
-    for name in variants if options.controls else ():
-        control, changes = control_by_size(options, ROWS[name])
-        by_size[name], chosen[control] = (control,), changes
-    plain = tuple(name for name in chosen if name not in variants)
+    # 1. the rows, with controls by size
+    rows = {row: ROWS[row] for row in options.rows}
+    variants = [row for row in rows if row != LORA]
+    by_size = {}
+    for row in variants if options.controls else ():
+        control, changes = control_by_size(options, ROWS[row])
+        by_size[row] = (control,)
+        rows[control] = changes
+    # 2. what stands beside them
+    plain = tuple(row for row in rows if row not in variants)
+    beside = {"the mean of all plain rows": dict.fromkeys(variants, plain)}
+    others = {}
+    for row in plain if len(plain) > 1 else ():
+        others[row] = tuple(other for other in plain if other != row)
+    beside["the other plain rows (A/A)"] = others
+    beside["plain LoRA with at least as many parameters"] = by_size
+    lengthen = None
+    if options.is_embedded and "time" in options.controls:
+        lengthen = ("samples", options.samples, TIMES)
+    # 3. what they learn and are asked
+    data = " ".join(options.data)
     tasks = {split: tasks_of(options, split) for split in ("validation", "test")}
+    rates = tuple(float(f"{options.lr * factor:.3g}") for factor in (1, 2, 4))
     return Study(
         name="attention",
-        title=f"Attention variants beside plain LoRA: base {options.base}, data {' '.join(options.data)}",
-        rows={name: tuple(changes.items()) for name, changes in chosen.items()},
+        title=f"Attention variants beside plain LoRA: base {options.base}, data {data}",
+        rows={row: tuple(changes.items()) for row, changes in rows.items()},
         make=partial(make, options, tasks),
         key=key_of([options], load_base(options, torch.device("cpu")), tasks),
         measures=tasks["test"],
-        beside={
-            "the mean of all plain rows": dict.fromkeys(variants, plain),
-            "the other plain rows (A/A)": {
-                row: tuple(r for r in plain if r != row) for row in plain if plain[1:]
-            },
-            "plain LoRA with at least as many parameters": by_size,
-        },
-        rates=options.rates or tuple(float(f"{options.lr * factor:.3g}") for factor in (1, 2, 4)),
+        beside=beside,
+        rates=options.rates or rates,
         plain=plain,
-        lengthen=("samples", options.samples, TIMES)
-        if options.is_embedded and "time" in options.controls
-        else None,
+        lengthen=lengthen,
         predictions=PREDICTIONS,
         more=built.blocks if options.positive else lambda run: [],
     )
@@ -191,11 +186,9 @@ def study_of(options: Options) -> Study:
 
 def main(argv: Sequence[str] | None = None) -> None:
     decided = ("attention", "feed_forward", "option", "tasks", "lr")
-    options = from_values(
-        Options, DEFAULTS | read_given(Options, argv, "train.compare", __doc__, QUICK, decided)
-    )
+    given = read_given(Options, argv, "train.compare", __doc__, QUICK, decided)
+    options = from_values(Options, DEFAULTS | given)
     if options.coco and options.is_embedded:
-        raise UserError(
-            "--coco goes with --data on disk: the embedded scenes have needle tests of their own"
-        )
+        remedy = "the embedded scenes have needle tests of their own"
+        raise UserError(f"--coco goes with --data on disk: {remedy}")
     print(report.write(engine.run(study_of(options), options)))
