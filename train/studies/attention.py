@@ -23,7 +23,6 @@ import torch
 
 from eval import vqa
 from eval.data import scenes
-from eval.needle import PROTOCOLS
 from eval.vqa_scoring import official
 from model.common import UserError
 from train.flags import flag, from_values
@@ -56,6 +55,7 @@ NEEDLES = {
     "n3d8": "3×3, one object each",
     "n4o1": "4×4, one object each",
 }
+PROTOCOL = "constrained"  # of the needle tests
 EXISTENCE = 16  # objects in a picture of POPE's questions
 CONTROLS = ("size", "time")
 # seconds of a step beside LoRA's, measured once
@@ -83,7 +83,6 @@ class Options(TuningOptions):
     limit: int = flag(
         600, "VQA questions; half as many of each other kind; half of all for validation", least=1
     )
-    protocol: str = flag("constrained", "of the needle tests", choices=PROTOCOLS[:2])
     coco: str | None = flag(
         None, "with --data on disk: folder of COCO val2014, for needle tests (default: none)"
     )
@@ -117,26 +116,24 @@ def tasks_of(options: Options, split: str) -> dict[str, Task]:
     needle test."""
     limit = options.limit if split == "test" else max(1, options.limit // 2)
     tests = max(1, limit // 32) * 16
-    protocol = options.protocol
     tasks = {"VQA": vqa_task(options, split, limit)}
     if options.is_embedded:
         for kind, title in NEEDLES.items():
-            tasks[kind] = trial_task(title, scene_needles(kind, tests, split), protocol)
-        tasks["e16"] = existence_task(tests, protocol, split)
+            tasks[kind] = trial_task(title, scene_needles(kind, tests, split), PROTOCOL)
+        tasks["e16"] = existence_task(tests, split)
     elif options.coco:
         title, trials = coco_needles(2 * tests, options.coco, options.captions)
         half = trials[0::2] if split == "test" else trials[1::2]
-        tasks["needle"] = trial_task(title, half, protocol)
+        tasks["needle"] = trial_task(title, half, PROTOCOL)
     return tasks
 
 
-def existence_task(questions: int, protocol: str, split: str) -> Task:
+def existence_task(questions: int, split: str) -> Task:
     """POPE's questions about pictures with `EXISTENCE` different objects; half of the answers are
     yes."""
     samples = scenes.pope("random", split, math.ceil(questions / 6), objects=EXISTENCE)
     asks = vqa.of_samples(samples, f"{split}/e{EXISTENCE}")
-    if protocol == "constrained":
-        asks = [replace(question, choices=("yes", "no")) for question in asks]
+    asks = [replace(question, choices=("yes", "no")) for question in asks]
     return asking(f"is it there, among {EXISTENCE}", asks, official, chance=50.0)
 
 
