@@ -28,7 +28,7 @@ FLOORS = {
     "train.reproduce": 9,
 }
 # tokens, see house.py
-MAX_TOKENS = {"main": 105_000, "aside": 52_000, "tests": 150_000}
+MAX_TOKENS = {"main": 105_000, "aside": 52_000, "tests": 155_000}
 MAX_NODES = {"model": 6.9, "lora": 7.6, "weights": 7.6, "eval": 7.9, "train": 7.3, "tests": 8.4}
 # what is still folded, by room: only ever less
 MAX_FOLDED = {"model": 23, "lora": 1, "weights": 10, "eval": 81, "train": 87, "tests": 130}
@@ -39,8 +39,6 @@ LONG_FUNCTIONS = [
     "ask.py: main",
     "align.py: align",
     "chart.py: line_chart",
-    "finetune.py: fine_tune",
-    "loop.py: fit",
 ]
 # modules of the project that a reader of this one has to know; eval.pope imports what asks a model
 # when it asks

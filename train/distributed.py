@@ -45,6 +45,10 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
+    def sums(self, *values: float) -> list:
+        """The sum of each value over all processes, in one exchange."""
+        return [sum(of_all) for of_all in zip(*self.gather(values), strict=True)]
+
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier()

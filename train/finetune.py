@@ -15,7 +15,6 @@ From Python, `finetune` takes the same flags, and examples that a program has ma
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ from model.processor import Processor
 from train.checkpoint import Progress, atomic_folder, newest_progress
 from train.data.batches import Order
 from train.data.sources import MEMORY, held_records, read_records
-from train.distributed import World, is_sharded, joined_world
+from train.distributed import World, joined_world
 from train.model import (
     load_start,
     open_model,
@@ -43,7 +42,8 @@ from train.model import (
 from train.optim import count, trainable
 from train.run import MEASURED, data_fingerprints, draw_loss, read_metrics, run_folder, set_origin
 from train.settings import RECIPES, Arguments, Settings, parse
-from train.validation import Metric, open_held_out
+from train.summary import print_summary, summarize, trained, write_answers
+from train.validation import HeldOut, Metric, open_held_out
 
 
 class FineTuned(NamedTuple):
@@ -106,10 +106,10 @@ def finetune(
         name: held_records(of, name[len(MEMORY) :], settings.images or ".")
         for name, of in examples.items()
     }
-    return fine_tune(settings, arguments, memory, on_log, metrics)
+    return run_settings(settings, arguments, memory, on_log, metrics)
 
 
-def fine_tune(
+def run_settings(
     settings: Settings,
     arguments: Arguments,
     memory: Mapping[str, list[Record]] = {},
@@ -122,72 +122,103 @@ def fine_tune(
         joined_world(settings.device) as world,
         run_folder(arguments, settings, settings.stem, settings.program, world) as run,
     ):
-        outline, _ = open_model(
-            settings, torch.device("meta")
-        )  # mistakes are reported before weights are read
+        # 1. mistakes are reported before weights are read
+        outline, _ = open_model(settings, torch.device("meta"))
         threads = use_threads(settings.threads, outline)
         records = read_records(settings, memory=memory)
         processor, files = open_processor(settings, outline)
-        progress = world.gather(newest_progress(run))[0] or Progress(world.size)
-        results = progress.results
         order = Order(records, processor, settings, world)
         held_out = open_held_out(settings, processor, world, memory, metrics)
-
-        model = load_start(settings, world.device)
+        progress = world.gather(newest_progress(run))[0] or Progress(world.size)
         print_start(outline, settings, world, threads)
-        if held_out and "before" not in results:
-            results["before"] = held_out.test(model, "before")
-        model, optimizer = open_model(settings, world.device, model)
-        model.base_fingerprint = adapter.fingerprint(model)  # which every saved adapter stores
-        if world.is_first:
-            fingerprints = {"base": model.base_fingerprint, **data_fingerprints(records)}
-            set_origin(run, progress, settings, fingerprints, arguments.allow_changed)
-        if held_out and settings.is_grafted and "start" not in results:
-            results["start"] = held_out.test(model, "start")
-        if settings.align:
-            from train.align import align, is_taught
 
-            if not progress.step:
-                align(model, records, settings, world, run, progress)
-            # frozen it answers as well, within noise, and a step takes a quarter less
-            model.vision_tower.requires_grad_(not is_taught(records))
-
-        validate = held_out and partial(held_out.validate, model, run, order.total, files)
-        also = {"progress": progress, "on_log": on_log}
-        progress = train_on(
-            order, model, optimizer, settings, run, world, validate=validate, **also
+        # 2. training; its model is let go, since one may be as large as the memory
+        allow_changed = arguments.allow_changed
+        progress = learn(
+            settings, order, held_out, run, world, progress, files, allow_changed, on_log
         )
 
-        result = run / "model" if settings.writes_model else run
-        with atomic_folder(result, world) if settings.writes_model else nullcontext(run) as folder:
-            write_trained(model, folder, settings, world, files)
-        from train.summary import print_summary, summarize, trained, write_answers
-
-        if held_out:
-            if is_sharded(model):
-                model = optimizer = validate = None
-                model = open_trained(settings, result, world.device)
-            results["after"] = held_out.test(model, "after")
-            if settings.keep_best and progress.best and progress.best.since:
-                model = optimizer = validate = (
-                    None  # one model at a time: it may be as large as the memory
-                )
-                model = open_trained(settings, run / "best", world.device)
-                results["best"] = held_out.evaluate(model, "held-out, best")
-                if trained(results) is results["after"]:
-                    model = None
-                    model = open_trained(settings, result, world.device)
-            results["blind"] = held_out.evaluate(model, "held-out, blind", without_pictures=True)
-        summary = summarize(
-            settings, progress, results, count(trainable(outline).values()), held_out
-        )
+        # 3. what was learned
+        model = score_trained(settings, held_out, run, world, progress)
+        learned = count(trainable(outline).values())
+        summary = summarize(settings, progress, progress.results, learned, held_out)
         if world.is_first:
             write_text(run / "summary.json", json.dumps(summary, indent=1) + "\n")
             draw_loss(run)
             if held_out:
-                write_answers(run, held_out, results)
-            print_summary(summary, results, settings, run)
+                write_answers(run, held_out, progress.results)
+            print_summary(summary, progress.results, settings, run)
         return FineTuned(run, summary, read_metrics(run), model.eval(), processor)
+
+
+def learn(
+    settings: Settings,
+    order: Order,
+    held_out: HeldOut | None,
+    run: Path,
+    world: World,
+    progress: Progress,
+    files: Sequence[Path],
+    allow_changed: bool,
+    on_log: Callable[[int, dict], object] | None,
+) -> Progress:
+    """Train from `progress` on, and write what was learned; `progress.results` gets the scores
+    before. files: to write beside a whole model."""
+    # 1. the base, and its answers
+    results = progress.results
+    model = load_start(settings, world.device)
+    if held_out and "before" not in results:
+        results["before"] = held_out.test(model, "before")
+
+    # 2. what is trained, and its answers
+    model, optimizer = open_model(settings, world.device, model)
+    model.base_fingerprint = adapter.fingerprint(model)  # which every saved adapter stores
+    if world.is_first:
+        fingerprints = {"base": model.base_fingerprint, **data_fingerprints(order.records)}
+        set_origin(run, progress, settings, fingerprints, allow_changed)
+    if held_out and settings.is_grafted and "start" not in results:
+        results["start"] = held_out.test(model, "start")
+
+    # 3. the vision tower alone, then all
+    if settings.align:
+        from train.align import align, is_taught
+
+        if not progress.step:
+            align(model, order.records, settings, world, run, progress)
+        # frozen it answers as well, within noise, and a step takes a quarter less
+        model.vision_tower.requires_grad_(not is_taught(order.records))
+    validate = held_out and partial(held_out.validate, model, run, order.total, files)
+    options = {"validate": validate, "progress": progress, "on_log": on_log}
+    progress = train_on(order, model, optimizer, settings, run, world, **options)
+
+    # 4. the result
+    if settings.writes_model:
+        with atomic_folder(run / "model", world) as folder:
+            write_trained(model, folder, settings, world, files)
+    else:
+        write_trained(model, run, settings, world, files)
+    return progress
+
+
+def score_trained(
+    settings: Settings, held_out: HeldOut | None, run: Path, world: World, progress: Progress
+) -> PaliGemma:
+    """Open the last weights and the best ones in turn, and put their scores into
+    `progress.results`; returns the model that the run recommends."""
+    chosen = run / "model" if settings.writes_model else run
+    if held_out is None:
+        return open_trained(settings, chosen, world.device)
+    results = progress.results
+    results["after"] = held_out.test(open_trained(settings, chosen, world.device), "after")
+    if settings.keep_best and progress.best and progress.best.since:
+        best = open_trained(settings, run / "best", world.device)
+        results["best"] = held_out.evaluate(best, "held-out, best")
+        del best
+        if trained(results) is results["best"]:
+            chosen = run / "best"
+    model = open_trained(settings, chosen, world.device)
+    results["blind"] = held_out.evaluate(model, "held-out, blind", without_pictures=True)
+    return model
 
 
 def print_recipe(settings: Settings) -> None:
@@ -236,7 +267,7 @@ def run_flags(settings: Settings, arguments: Arguments) -> None:
         for line in show_batch(settings, arguments.show_batch):
             print(shown(line, 10_000))
     else:
-        fine_tune(settings, arguments)
+        run_settings(settings, arguments)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

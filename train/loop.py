@@ -87,17 +87,14 @@ def fit(
     validate(step, progress): metrics after so many updates; it may set `progress.stopped`.
     progress: None reads the newest. on_log(step, metrics): gets in the first process what
     metrics.jsonl gets. A step without a usable record changes nothing. Raises Diverged, UserError
-    for too many unusable records and for
-    another number of processes, Interrupted after a signal, once all is saved.
+    for too many unusable records and for another number of processes, Interrupted after a signal,
+    once all is saved.
     """
     progress = progress or newest_progress(run) or Progress(world.size)
     if progress.processes != world.size:
         problem = f"--resume {shown(run)}: the run has {progress.processes} processes"
         raise UserError(f"{problem}, this call {world.size}: start as many")
-    autocast, dtype = (
-        autocast_of(settings.autocast, world.device),
-        autocast_dtype(settings.autocast, world.device),
-    )
+    dtype = autocast_dtype(settings.autocast, world.device)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     called = spread(model, world, settings.shard, dtype, settings.compile)
     reconnect(optimizer, model)
@@ -108,60 +105,85 @@ def fit(
         steps = order.steps(progress.step, settings.workers, pin=world.device.type == "cuda")
         for micros in takewhile(lambda _: progress.stopped is None, steps):
             step = progress.step
+            # 1. gradients; without a usable record there are none
             model.train()
-            torch.manual_seed(
-                (settings.seed * 1_000_003 + step) * 1_009 + world.rank
-            )  # no random state is saved
+            # no random state is saved
+            torch.manual_seed((settings.seed * 1_000_003 + step) * 1_009 + world.rank)
             tokens = count_records(micros, progress, order.most_bad, world)
             losses = []
-            for number, micro in enumerate(micros if tokens else ()):
-                set_gradient_sync(called, number == len(micros) - 1)
-                with autocast:
-                    value = loss(called, micro)
-                scaler.scale(
-                    value * (world.size / tokens)
-                ).backward()  # DDP and FSDP2 average over the processes
-                losses.append(value.detach())
             if tokens:
+                losses = backward(called, micros, tokens, loss, scaler, settings, world)
                 scaler.unscale_(optimizer)
-            norm = gathered(
-                nn.utils.clip_grad_norm_(trainable(model).values(), settings.clip or math.inf)
-            )
-            *losses, norm = (
-                torch.stack([*losses, norm]).float().tolist()
-            )  # read from the device at once
-            loss_sum, stopping = map(
-                sum, zip(*world.gather((sum(losses), len(received))), strict=True)
-            )
+            parameters = trainable(model).values()
+            norm = nn.utils.clip_grad_norm_(parameters, settings.clip or math.inf)
+
+            # 2. what all processes know
+            *losses, norm = read_numbers(*losses, gathered(norm))
+            loss_sum, signals = world.sums(sum(losses), len(received))
             # a scaler leaves infinite steps out itself
-            check_finite(
-                loss_sum, losses, step, micros, world, 0.0 if scaler.is_enabled() else norm
-            )
+            known_norm = 0.0 if scaler.is_enabled() else norm
+            check_finite(loss_sum, losses, step, micros, world, known_norm)
+
+            # 3. the update; without gradients momentum and decay would move the weights all the same
             set_rates(optimizer, rate_factor(step, order.total, settings.warmup, settings.schedule))
-            record = {"step": step} | ({"loss": loss_sum / tokens} if tokens else {})
-            record |= {"lr": optimizer.param_groups[-1]["lr"], "gradient_norm": norm}
-            if tokens:  # else momentum and decay would move the weights all the same
+            if tokens:
                 scaler.step(optimizer)
                 scaler.update()
             optimizer.zero_grad(set_to_none=True)
             progress.step += 1
-            record |= log.speed(tokens) | (validate(progress.step, progress) if validate else {})
+
+            # 4. the log, with scores of held-out examples
+            record = {"step": step}
+            if tokens:
+                record["loss"] = loss_sum / tokens
+            record |= {"lr": optimizer.param_groups[-1]["lr"], "gradient_norm": norm}
+            record |= log.speed(tokens)
+            if validate:
+                record |= validate(progress.step, progress)
             log.write(record)
             if on_log and world.is_first:
                 on_log(step, record)
-            is_last = stopping or progress.step in (order.total, progress.stopped)
+
+            # 5. a checkpoint
+            is_last = signals or progress.step in (order.total, progress.stopped)
             if is_last or progress.step % settings.checkpoint_every == 0:
                 log.sync()
                 progress.scaler = scaler.state_dict()
                 save_checkpoint(run, progress, model, optimizer, world, settings.keep)
                 log.go_on()
-            if stopping:
+            if signals:
                 raise Interrupted(received[0] if received else signal.SIGTERM)
     if not progress.samples:
-        raise UserError(
-            f"all {len(progress.bad)} records were unusable; the first: {progress.bad[0]}"
-        )
+        first = progress.bad[0]
+        raise UserError(f"all {len(progress.bad)} records were unusable; the first: {first}")
     return progress
+
+
+def backward(
+    called: nn.Module,
+    micros: Sequence,
+    tokens: int,
+    loss: Callable[[nn.Module, Any], torch.Tensor],
+    scaler: torch.amp.GradScaler,
+    settings: LoopSettings,
+    world: World,
+) -> list[torch.Tensor]:
+    """Add up the gradients of the mean loss over `tokens`, those of all processes; returns the sums
+    of the micro-batches."""
+    losses = []
+    for number, micro in enumerate(micros):
+        set_gradient_sync(called, number == len(micros) - 1)
+        with autocast_of(settings.autocast, world.device):
+            value = loss(called, micro)
+        # DDP and FSDP2 average over the processes
+        scaler.scale(value * (world.size / tokens)).backward()
+        losses.append(value.detach())
+    return losses
+
+
+def read_numbers(*tensors: torch.Tensor) -> list[float]:
+    """The values of scalars, read from the device at once."""
+    return torch.stack(tensors).float().tolist()
 
 
 def count_records(micros: Sequence, progress: Progress, most_bad: int, world: World) -> int:

@@ -187,9 +187,12 @@ def write_trained(
 
 
 def open_trained(settings: Settings, folder: Path, device: torch.device) -> PaliGemma:
-    """The trained model from the files that `write_trained` has written, whole on each process."""
+    """The trained model from the files that `write_trained` has written, whole on each process, held
+    as it was in training."""
     if settings.writes_model:
         return load_base(replace(settings, base=str(folder)), device)
     model = load_base(settings, device)
     adapter.load(model, folder)
+    if settings.quantize:
+        adapter.quantize(model, settings.quantize)
     return model

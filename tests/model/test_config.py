@@ -277,6 +277,6 @@ def test_what_generation_config_says_otherwise_is_refused(given, word, tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps(given))
     if word:
         with pytest.raises(UserError, match=f"generation_config.json: {word}"):
-            configs.read_config(tmp_path / "config.json")
+            read_config(tmp_path / "config.json")
     else:
-        assert configs.read_config(tmp_path / "config.json") == PRESETS["paligemma-3b-224"]
+        assert read_config(tmp_path / "config.json") == PRESETS["paligemma-3b-224"]

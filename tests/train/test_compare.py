@@ -20,9 +20,10 @@ from tests.runs import read_cells
 from train import compare
 from train.model import load_base, open_model
 from train.optim import count, trainable
-from train.studies import attention, qmamba, training, wings
+from train.studies import attention, training
 from train.studies.attention import PLAIN, ROWS, control_by_size, tasks_of
 from train.studies.measures import accuracy, asking, training_records, vqa_task
+from train.systems.studies import qmamba, wings
 
 CPU = torch.device("cpu")
 GIVEN = {"samples": 32, "batch_size": 16, "limit": 32, "tasks": "vqa,n2o1,n2o2,n4o1"}
@@ -63,7 +64,7 @@ def test_a_cell_that_was_interrupted_while_it_was_asked_is_not_trained_again(tmp
     asked."""
     tasks = {"test": {"VQA": vqa_task(BASE, "test", 16)}}
     settings = replace(BASE, samples=64, dropout=0.1, attention="twin", lr=1e-2, warmup=0)
-    first, again = (training.fine_tune(settings, tasks, tmp_path) for _ in range(2))
+    first, again = (training.train_and_ask(settings, tasks, tmp_path) for _ in range(2))
     assert (
         first["scores"] == again["scores"]
         and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4

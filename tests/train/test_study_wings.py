@@ -12,7 +12,7 @@ from model.systems.wings import attach, route
 from tests.reference import relative_error
 from tests.runs import stage_settings
 from train.optim import count, matching, trainable
-from train.studies import wings
+from train.systems.studies import wings
 from train.systems.studies.wings import (
     DECODER,
     LEARNERS,

@@ -33,7 +33,7 @@ from train.studies import built, engine, report
 from train.studies.cells import Job
 from train.studies.engine import MEAN, Study
 from train.studies.measures import Task, asking, coco_needles, scene_needles, trial_task, vqa_task
-from train.studies.training import Tasks, TuningOptions, fine_tune, key_of, read_given
+from train.studies.training import Tasks, TuningOptions, key_of, read_given, train_and_ask
 
 PLAIN = {"attention": "softmax", "feed_forward": "mlp", "option": ()}
 LORA = "fine-tuned"  # plain, of the rank that is set
@@ -138,7 +138,9 @@ def existence_task(questions: int, split: str) -> Task:
 
 
 def make(base: Settings, tasks: Tasks, job: Job, folder: Path) -> dict:
-    return fine_tune(replace(base, **dict(job.changes), lr=job.rate, seed=job.seed), tasks, folder)
+    return train_and_ask(
+        replace(base, **dict(job.changes), lr=job.rate, seed=job.seed), tasks, folder
+    )
 
 
 def study_of(options: Options) -> Study:

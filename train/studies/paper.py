@@ -45,9 +45,9 @@ from train.studies.training import (
     TuningOptions,
     ask,
     deciding,
-    fine_tune,
     key_of,
     read_given,
+    train_and_ask,
 )
 
 VQA_SCORES = {
@@ -168,7 +168,7 @@ def make(
     settings = models[name] if part_1 else on_share(models[name])
     if job.row == CONTROL:
         settings = plain(settings)
-    result = fine_tune(replace(settings, seed=job.seed), tasks, folder)
+    result = train_and_ask(replace(settings, seed=job.seed), tasks, folder)
     return result | {"facts": result["facts"] | {"chosen": name}}
 
 

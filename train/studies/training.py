@@ -69,7 +69,7 @@ def deciding(settings: LoopSettings, kind: type[LoopSettings] = Settings) -> dic
     return {name: getattr(settings, name) for name in names}
 
 
-def fine_tune(settings: Settings, tasks: Tasks, folder: Path) -> dict:
+def train_and_ask(settings: Settings, tasks: Tasks, folder: Path) -> dict:
     """Train the adapter of a cell in its folder, and ask it."""
     world = World(0, 1, choose_device(settings.device))
     model, optimizer = systems.open_model(settings, world.device)
