@@ -157,11 +157,13 @@ def file_errors(path: str | os.PathLike | None = None) -> Iterator[None]:
 
 def read_bytes(path: str | os.PathLike) -> bytes:
     """The content of a file of text. Raises UserError, also for one that no memory holds."""
+    file = Path(path)
     with file_errors(path):
-        if Path(path).stat().st_size > MOST_BYTES or Path(path).is_char_device():
-            remedy = "give several smaller files"
-            raise UserError(f"{shown(path)}: more than {MOST_BYTES:,} bytes of text: {remedy}")
-        return Path(path).read_bytes()
+        if file.stat().st_size > MOST_BYTES or file.is_char_device():
+            raise UserError(
+                f"{shown(path)}: more than {MOST_BYTES:,} bytes of text: give several smaller files"
+            )
+        return file.read_bytes()
 
 
 def read_text(path: str | os.PathLike) -> str:
@@ -195,11 +197,20 @@ def parse_json(text: str | bytes, where: str) -> Any:
     NaN and Infinity are read as floats, as Python writes them.
     """
     try:
-        return json.loads(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+        decoded = text.decode("utf-8-sig") if isinstance(text, bytes) else text
+        return json.loads(decoded, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"{where}: not valid JSON ({error}): correct the file or download it again"
         ) from None
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of a JSON text. Raises ValueError for a key that stands twice: which one counts?"""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError(f"a key of {len(pairs)} stands twice")
+    return value
 
 
 @contextlib.contextmanager

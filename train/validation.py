@@ -39,7 +39,7 @@ ASKED = 200  # examples that a model answers at an evaluation during training; t
 Metric = Callable[
     [list[str], list], float
 ]  # of the answers, and of the right ones: each a text, or a list of several
-FEW = 20  # pictures, below which one is worth more than 5 % of a score
+FEW = 20  # held-out pictures: of fewer, one is worth more than 5 % of a score
 LONGEST, LONGEST_BOXES = 64, 256  # tokens of an answer that is generated; of one that names boxes
 
 
@@ -284,9 +284,12 @@ def open_held_out(
     records = [record for record in records if record.turns]
     count = len({record.key for record in records})
     if count < FEW and world.is_first and settings.validation > 0:
-        problem = f"{count} held-out pictures are too few to choose the best step, and for a score"
-        remedy = f"raise --validation {settings.validation} (or --eval-limit), or give --eval-data"
-        print(f"warning: {problem}: {remedy}", file=sys.stderr)
+        print(
+            f"warning: {count} held-out examples of their own are too few to choose the best step, "
+            f"and for a score: raise --validation {settings.validation} or --eval-limit, or give "
+            "--eval-data",
+            file=sys.stderr,
+        )
     if not records:
         return None
     answers = [

@@ -18,7 +18,16 @@ from math import isqrt
 from pathlib import Path
 from typing import Any
 
-from model.common import UserError, parse_json, quoted, read_bytes, read_json, read_text, shown
+from model.common import (
+    UserError,
+    once,
+    parse_json,
+    quoted,
+    read_bytes,
+    read_json,
+    read_text,
+    shown,
+)
 
 PROMPT = "answer en {question}"  # the prompt of PaliGemma's authors
 ABSENT = (-1, -1, -1)  # the place of a needle that is not in the haystack
@@ -66,7 +75,13 @@ def read(
     made, problems = [], []
     for place, record in records_in(path) if records is None else records:
         try:
-            made.append(make(json.loads(record) if isinstance(record, bytes) else record))
+            made.append(
+                make(
+                    json.loads(record, object_pairs_hook=once)
+                    if isinstance(record, bytes)
+                    else record
+                )
+            )
         except WRONG as error:
             problems.append(f"{shown(path)}{place}: {problem_of(error)}")
             if refuse is None:
@@ -100,8 +115,11 @@ def rows_in(path: str | Path, delimiter: str = ",") -> Places:
     """The rows of a CSV or TSV file, as lists of texts. Raises UserError."""
     csv.field_size_limit(1 << 26)  # characters: MMBench's tables hold pictures
     lines = csv.reader(io.StringIO(read_text(path), newline=""), delimiter=delimiter, strict=True)
-    with problems_at(path):
+    try:
         return [(f":{lines.line_num}", row) for row in lines if row]
+    except csv.Error as error:
+        remedy = "put a text with commas between quotes, and double each quote in it"
+        raise UserError(f"{shown(path)}:{lines.line_num}: {error}: {remedy}") from None
 
 
 @contextlib.contextmanager

@@ -43,12 +43,13 @@ DIALOGUES = (
     ("messages", "role", "content"),
 )  # LLaVA's; TRL's and ms-swift's
 # Whether a turn is learned, in ms-swift, Axolotl, and OpenAI's files
-MARKS = ("loss", "loss_scale", "loss_weight", "train", "training", "weight")
+MARKS = ("loss", "loss_scale", "loss_weight", "train", "training", "weight", "kto_tag")
 # What else these and TRL learn from or show: media, boxes, tools, thoughts, preferences, parts
 UNREAD = (
-    "video|audio|objects|tools$|tool_calls|function|history|chosen|rejected|mask|reasoning|"
-    "thinking|train_detail|kto_tag"
+    "video|audio|objects|tools$|tool_calls|function|system.|instruction|history|chosen|rejected|"
+    "mask|reasoning|thinking|train_detail"
 )
+FILE_NAME = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?)$", re.IGNORECASE)
 LAYOUTS = (
     '{"image", "prefix", "suffix"}, {"image", "conversations": [{"from": "human", "value"}, {"from": "gpt", …}]} or '
     '{"images", "messages": [{"role": "user", "content"}, {"role": "assistant", …}]}'
@@ -248,8 +249,8 @@ def rows_of(path: str | Path) -> published.Places:
     (_, names), *rows = published.rows_in(path) or [("", [])]
     named = Counter(filter(None, names))
     if not {"prefix", "suffix"} <= named.keys() or max(named.values()) > 1:
-        problem = f"its columns are {quoted(names, 400)}: expected image, prefix and suffix"
-        raise UserError(f"{shown(path)}: {problem} between commas, each once")
+        problem = f"its columns are {quoted(names, 400)}"
+        raise UserError(f"{shown(path)}: {problem}: expected image,prefix,suffix, each once")
     return [
         (place, {name: cell for name, cell in itertools.zip_longest(names, row) if cell})
         for place, row in rows
@@ -313,7 +314,7 @@ def picture_names(record: Mapping) -> list[Any]:
     """A record's pictures in order: under "image" or "images", one or a list, or in parts of its
     messages. Raises ValueError, also for a key of nearly this name: the record would be asked
     without its picture."""
-    named = [key for key in ("image", "images") if key in record]
+    named = [key for key in ("image", "images") if record.get(key) is not None]
     check_read(record, UNREAD if named else f"{UNREAD}|image|img|picture|photo")
     parts = [part for _, said in dialogue(record) if isinstance(said, list) for part in said]
     own = [
@@ -327,8 +328,10 @@ def picture_names(record: Mapping) -> list[Any]:
         order == [*range(len(order))],
         "its messages show the pictures in another order than 'images'",
     )
-    lists = [*(record[key] for key in named if record[key] is not None), *[own] * bool(own)]
+    lists = [*(record[key] for key in named), *[own] * bool(own)]
     check(len(lists) < 2, "names its pictures in two places")
+    files = [key for key, value in record.items() if FILE_NAME.search(str(value))]
+    check(bool(lists or not files), f"{published.some(files)} is no 'image' or 'images': rename it")
     return list(lists[0]) if lists and isinstance(lists[0], list | tuple) else lists
 
 
@@ -338,7 +341,7 @@ def check_read(entry: Mapping, unread: str = UNREAD, role: str = ROLES[1]) -> No
     strange = [key for key in entry if re.match(unread, key, re.IGNORECASE) and entry[key]]
     strange += [key for key in MARKS if entry.get(key) not in (None, role == ROLES[1])]
     remedy = "each answer is learned, nothing else; 'image' or 'images' names the pictures"
-    check(not strange, f"{role} has {published.some(strange)}: {remedy}")
+    check(not strange, f"has {published.some(strange)}: {remedy}")
 
 
 def dialogue(record: Mapping) -> list[tuple[str, Any]]:
@@ -524,7 +527,7 @@ def split_records(
 
 def groups_of(records: Sequence[Record]) -> dict[str, str]:
     """The group of each record that can be used, by name: the smallest key of records with pictures
-    in common, whatever their names."""
+    in common, whatever their names, or of the same text without one."""
     usable = [record for record in records if record.turns]
     root: dict[
         tuple, tuple
@@ -536,7 +539,8 @@ def groups_of(records: Sequence[Record]) -> dict[str, str]:
         return link
 
     for record, pictures in zip(usable, contents_of(usable), strict=True):
-        links = [("", record.key), *(("picture", content) for content in pictures)]
+        same = pictures if record.pictures else [repr(record.turns)]
+        links = [("", record.key), *(("picture", content) for content in same)]
         first, *others = sorted({find(link) for link in links})
         root |= dict.fromkeys(others, first)
     return {record.name: find(("", record.key))[1] for record in usable}

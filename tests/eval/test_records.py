@@ -240,6 +240,11 @@ def test_a_later_question_is_asked_as_it_is_learned(processors, tmp_path):
         {"messages": [*chat("a", "b"), {"role": "system", "content": "c"}, *chat("d", "e")]},
         {"messages": [{"role": "System", "content": "a"}, *chat("b", "c")]},
         {"system": 5, "prefix": "a", "suffix": "b"},
+        {"system_prompt": "a", "prefix": "b", "suffix": "c"},
+        {"messages": chat("a", "b"), "kto_tag": False},
+        {"file_name": "a.png", "prefix": "a", "suffix": "b"},
+        {"image": None, "img": "a.png", "prefix": "a", "suffix": "b"},
+        b'{"prefix": "a", "suffix": "b", "suffix": "c"}',
         {"prefix": "a", "answers": ["b", 2]},
         {"prefix": "a", "answers": "bb"},
         {"prefix": "a"},
@@ -335,7 +340,7 @@ def test_a_table_is_read_as_its_rows(kind, name, tmp_path):
         ("image,prefix,suffix,suffix", "a.png,a,b,c", "'suffix', 'suffix'"),
         ("img,question,answer", "a.png,a,b", "'img', 'question', 'answer'"),
         ("image;prefix;suffix", "a.png;a;b", "'image;prefix;suffix'"),
-        ("image,prefix,suffix", 'a.png,a,"b\n,a,"c', "own.csv: "),  # a quote is lost
+        ("image,prefix,suffix", 'a.png,a,"b\n,a,"c', "own.csv:3: "),  # a quote is lost
     ],
 )
 def test_a_table_of_another_form_is_refused(header, row, part, tmp_path):
@@ -343,7 +348,7 @@ def test_a_table_of_another_form_is_refused(header, row, part, tmp_path):
     opened, or a user is not told which columns are needed."""
     draw(tmp_path, "a.png")
     (tmp_path / "own.csv").write_text(f"{header}\n{row}\n")
-    needed = ["image, prefix and suffix"] if "'" in part else []
+    needed = ["image,prefix,suffix"] if "'" in part else []
     refused(lambda: read_data(f"csv:{tmp_path / 'own.csv'}"), "own.csv", part, *needed)
 
 
@@ -495,7 +500,7 @@ def test_embedded_boxes_are_the_squares_of_the_answer():
 
 def test_no_picture_is_on_both_sides(tmp_path):
     """Breaks when a picture is learned and held out: by another name, as a copy, or in a record
-    with several pictures."""
+    with several pictures; or a text without one."""
     names = [f"{number}.png" for number in range(40)]
     draw(tmp_path, *names)
     (tmp_path / "link.png").symlink_to(tmp_path / "0.png")
@@ -511,7 +516,7 @@ def test_no_picture_is_on_both_sides(tmp_path):
         *copies,
     ]
     rows = [{"image": name, "prefix": "a", "suffix": "b"} for name in shown]
-    rows += [{"prefix": f"text {number}", "suffix": "b"} for number in range(10)]
+    rows += [{"prefix": f"text {number}", "suffix": "b"} for number in [*range(10), *range(10)]]
     made = read_examples(write(tmp_path, "own.jsonl", rows))
     assert len(made) == len(rows)
     for seed in range(4):
@@ -522,6 +527,8 @@ def test_no_picture_is_on_both_sides(tmp_path):
             {p.read_bytes() for r in side for p in r.pictures} for side in (train, held_out)
         )
         assert not learned & asked and len(train) + len(held_out) == len(rows)
+        texts = [{r.prefix for r in side if not r.pictures} for side in (train, held_out)]
+        assert not texts[0] & texts[1]
         # 26 groups of pictures (30, of which 4 pairs are joined) and 10 texts; 40 % of them
         assert len({r.key for r in held_out}) >= 14
     part = split_records(made, "train", 0.5, 0.4)

@@ -52,6 +52,7 @@ def test_what_cannot_be_read(tmp_path):
         b"nan",
         b'{"a": "\xe9"}',
         b"\x80\x04\x95",
+        b'{"a": {"b": 1, "b": 2}}',
         b"[]",
     ):
         path.write_bytes(content)
