@@ -114,15 +114,18 @@ def keep_positions(
 
 
 class LayerCache:
-    """Keys and values of one layer, allocated once for `capacity` positions, on first use.
+    """Keys and values of one layer, for at most `capacity` positions; memory for `least` of them is
+    taken on first use, and doubled when it is full.
 
     A compiled step must see constant sizes and constants. When `position` (S,), a tensor, is set, k
     and v are written there and the whole capacity is returned; the mask hides what is not written
     yet.
     """
 
+    least = 1024
+
     def __init__(self, capacity: int):
-        self.capacity, self.length = capacity, 0
+        self.capacity, self.length, self.room = capacity, 0, 0
         self.position: torch.Tensor | None = None
         self.keys = self.values = torch.empty(0)
 
@@ -134,14 +137,23 @@ class LayerCache:
             return self.keys, self.values
         end = self.length + k.shape[2]
         assert end <= self.capacity, f"{end} positions do not fit into a cache of {self.capacity}"
-        # zeros, not empty: a masked weight of 0 times a NaN left in memory would be NaN
-        if self.keys.numel() == 0:
-            self.keys = k.new_zeros(*k.shape[:2], self.capacity, k.shape[3])
-            self.values = v.new_zeros(*v.shape[:2], self.capacity, v.shape[3])
+        if end > self.room:
+            self.room = min(self.capacity, max(2 * end, self.least))
+            self.keys = widened(self.keys, k, self.room)
+            self.values = widened(self.values, v, self.room)
         self.keys.narrow(2, self.length, k.shape[2]).copy_(k)
         self.values.narrow(2, self.length, k.shape[2]).copy_(v)
         self.length = end
         return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
+
+
+def widened(kept: torch.Tensor, like: torch.Tensor, room: int) -> torch.Tensor:
+    """`kept` (B, heads, S, width), or nothing, in a tensor (B, heads, room, width) as `like`."""
+    # zeros, not empty: a masked weight of 0 times a NaN left in memory would be NaN
+    wide = like.new_zeros(*like.shape[:2], room, like.shape[3])
+    if kept.numel():
+        wide.narrow(2, 0, kept.shape[2]).copy_(kept)
+    return wide
 
 
 class Attention(nn.Module):

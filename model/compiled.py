@@ -44,7 +44,7 @@ class CompiledStep:
                 raise UserError(
                     "a model with no key/value cache cannot be compiled: decode without --compile"
                 )
-            layer.length, layer.position = 0, None
+            layer.length, layer.position, layer.least = 0, None, capacity
             for kept in (layer.keys, layer.values):
                 kept.zero_()  # of the batch before: a masked weight of 0 times a NaN would be NaN
         return self.cache

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from model.common import UserError
 from model.compiled import CompiledStep
@@ -75,12 +76,11 @@ def generate(
         attention_mask = torch.ones_like(input_ids)
     # inference mode saves the bookkeeping of autograd; torch.compile does not allow it
     with torch.inference_mode() if compiled is None else torch.no_grad():
-        # 1. room for all positions; the new ones are valid and causal
+        # 1. a cache; new positions are valid and causal, a compiled step sees all at once
         cache = model.new_cache(end) if compiled is None else compiled.open(rows, end)
-        width = end if compiled is None else cache[0].capacity
-        new = attention_mask.new_ones(rows, width - prompt)
-        valid = torch.cat((attention_mask, new), dim=1)
-        types = torch.cat((token_type_ids, new), dim=1)
+        new = 0 if compiled is None else cache[0].capacity - prompt
+        valid = F.pad(attention_mask, (0, new), value=1)
+        types = F.pad(token_type_ids, (0, new), value=1)
 
         # 2. the prompts, once
         logits = model(
@@ -118,11 +118,13 @@ def generate(
             if seen == end or len(tokens) % check_every == 0 and bool(ended.all()):
                 break
             if compiled is None:
+                valid = F.pad(valid, (0, 1), value=1)
+                types = F.pad(types, (0, 1), value=1)
                 logits = model(
                     token[:, None],
                     pixel_values=None,
-                    token_type_ids=types[:, :seen],
-                    attention_mask=valid[:, :seen],
+                    token_type_ids=types,
+                    attention_mask=valid,
                     cache=cache,
                 )[:, -1]
             else:

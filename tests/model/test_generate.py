@@ -9,6 +9,7 @@ from PIL import Image
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import model.generate as generation
+from model.attention import LayerCache
 from model.generate import generate, pick
 from model.systems.language import new_model
 from tests.reference import batch, hf_forward, hf_model, ours, relative_error, right_padded
@@ -93,6 +94,24 @@ def test_it_stops_when_every_row_has_ended(monkeypatch):
     rows = generate(model, **inputs, max_new_tokens=10)
     assert [row.tolist() for row in rows] == [[5, eos], [7, 9, eos]]
     assert len(calls) == 3
+
+
+def test_memory_grows_with_what_is_generated(monkeypatch):
+    """Breaks when a limit that is never reached takes its memory, or a token is lost as the cache
+    grows."""
+    hf = hf_model(1)
+    model, inputs = ours(hf), prompt(hf)
+    expected = generate(model, **inputs, max_new_tokens=20)
+    caches, new_cache = [], model.new_cache
+    monkeypatch.setattr(model, "new_cache", lambda n: caches.append(new_cache(n)) or caches[-1])
+    monkeypatch.setattr(LayerCache, "least", 1)
+    grown = generate(model, **inputs, max_new_tokens=20)
+    assert all(map(torch.equal, grown, expected))
+    script = iter([5, 6, model.config.eos_token_id])
+    monkeypatch.setattr("model.generate.pick", lambda *_: torch.tensor([next(script)] * 3))
+    assert len(generate(model, **inputs, max_new_tokens=10**9)[0]) == 3
+    width = inputs["input_ids"].shape[1]
+    assert all(width < layer.keys.shape[2] <= 2 * width + 4 for layer in caches[-1])
 
 
 def test_sampling_follows_the_distribution():
