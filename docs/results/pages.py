@@ -31,7 +31,8 @@ from train.studies.rules import is_inside  # noqa: E402
 
 Scores = dict[tuple[str, str, str], dict[int, float]]  # percent by seed, of (study, row, measure)
 GRAFTS = ("shared", "split", "twin-small", "v2", "dex")
-LORA, SIZES = "fine-tuned", ("LoRA r17", "LoRA r18", "LoRA r19", "LoRA r20")
+LORA = "fine-tuned"
+SIZES = ("LoRA r17", "LoRA r18", "LoRA r19", "LoRA r20")
 BUDGETS = (100, 400, 1600)  # steps
 # The row or rows that each row is subtracted from, by file
 BESIDE: dict[str, dict[str, tuple[str, ...]]] = {
@@ -52,51 +53,62 @@ DISTRACTORS = (0, 1, 3, 7, 11, 15)
 def read(name: str, split: str = "test") -> Scores:
     """The scores of a file on a split, without the runs that chose the rates; rungs as measure/rung
     as well, and of grafts the mean."""
+    # 1. the lines of the rates with the most runs
     with (HERE / f"{name}.csv").open(encoding="utf-8", newline="") as text:
         lines = [line for line in csv.DictReader(text) if line["split"] == split]
     lines = [line for line in lines if int(line["seed"]) not in dose.TUNING_SEEDS]
-    places = {(line["study"], line["row"], line["rate"], line["seed"]) for line in lines}
-    counts = Counter((study, row, rate) for study, row, rate, _ in places)
+    rates = main_rates(lines)
+    lines = [line for line in lines if line["rate"] == rates[line["study"], line["row"]]]
+    # 2. right answers and examples, by seed
     sums: dict = defaultdict(lambda: defaultdict(lambda: np.zeros(2)))
     for line in lines:
-        study, row = line["study"], line["row"]
-        if line["rate"] == max(
-            (rate for s, r, rate in counts if (s, r) == (study, row)),
-            key=lambda x: counts[study, row, x],
-        ):
-            rung = [f"{line['measure']}/{line['rung']}"] if line["rung"] else []
-            for measure in (line["measure"], *rung):
-                sums[study, row, measure][int(line["seed"])] += (
-                    float(line["right"]),
-                    float(line["n"]),
-                )
-    scores = {
-        place: {seed: 100 * right / n for seed, (right, n) in sorted(of.items())}
-        for place, of in sums.items()
-    }
+        measures = [line["measure"]]
+        if line["rung"]:
+            measures.append(f"{line['measure']}/{line['rung']}")
+        for measure in measures:
+            of_seeds = sums[line["study"], line["row"], measure]
+            of_seeds[int(line["seed"])] += float(line["right"]), float(line["n"])
+    # 3. percent
+    scores: Scores = {}
+    for place, of_seeds in sums.items():
+        scores[place] = {seed: 100 * right / n for seed, (right, n) in sorted(of_seeds.items())}
     if split == "test" and name.startswith(("attention", "budget")):
-        inside = in_range(read(name, "validation"))
-        for study, row in dict.fromkeys(place[:2] for place in scores) if inside else ():
-            known = [scores[study, row, measure] for measure in inside]
-            scores[study, row, "mean"] = {
-                seed: float(np.mean([of[seed] for of in known])) for seed in known[0]
-            }
+        add_means(scores, in_range(read(name, "validation")))
     return scores
+
+
+def main_rates(lines: list[dict]) -> dict[tuple[str, str], str]:
+    """The rate of each study and row that the most seeds have."""
+    places = {(line["study"], line["row"], line["rate"], line["seed"]) for line in lines}
+    counts = Counter((study, row, rate) for study, row, rate, _ in places)
+    rates: dict[tuple[str, str], str] = {}
+    for study, row, rate in counts:
+        best = rates.get((study, row))
+        if best is None or counts[study, row, rate] > counts[study, row, best]:
+            rates[study, row] = rate
+    return rates
+
+
+def add_means(scores: Scores, measures: list[str]) -> None:
+    """Add the mean of these measures to the scores of every row."""
+    for study, row in dict.fromkeys(place[:2] for place in scores) if measures else ():
+        known = [scores[study, row, measure] for measure in measures]
+        scores[study, row, "mean"] = {}
+        for seed in known[0]:
+            scores[study, row, "mean"][seed] = float(np.mean([of[seed] for of in known]))
 
 
 def in_range(scores: Scores) -> list[str]:
     """The measures of grafts that can show a difference."""
-    of_plain = {
-        m: [
-            mean(of) for (_, row, name), of in scores.items() if name == m and row in (LORA, *SIZES)
-        ]
-        for m in GUESSING
-    }
-    return [
-        measure
-        for measure, means in of_plain.items()
-        if is_inside(float(np.mean(means)), GUESSING[measure])
-    ]
+    measures = []
+    for measure, guess in GUESSING.items():
+        means = []
+        for (_, row, name), of_seeds in scores.items():
+            if name == measure and row in (LORA, *SIZES):
+                means.append(mean(of_seeds))
+        if is_inside(float(np.mean(means)), guess):
+            measures.append(measure)
+    return measures
 
 
 def mean(by_seed: dict[int, float]) -> float:
@@ -105,47 +117,40 @@ def mean(by_seed: dict[int, float]) -> float:
 
 def gap(scores: Scores, study: str, row: str, controls: tuple[str, ...], measure: str) -> Estimate:
     """A row minus the mean of its controls, over the seeds that all of them have."""
-    of_row, of_controls = (
-        scores[study, row, measure],
-        [scores[study, name, measure] for name in controls],
-    )
-    seeds = [seed for seed in of_row if all(seed in of for of in of_controls)]
-    return estimate([[of_row[seed] - np.mean([of[seed] for of in of_controls])] for seed in seeds])
+    of_row = scores[study, row, measure]
+    of_controls = [scores[study, name, measure] for name in controls]
+    gaps = []
+    for seed in of_row:
+        if all(seed in of for of in of_controls):
+            gaps.append([of_row[seed] - np.mean([of[seed] for of in of_controls])])
+    return estimate(gaps)
 
 
 def tables(name: str) -> str:
     """All scores of a file, and all differences."""
-    scores, blocks = (
-        read(name),
-        [f"# {name}", " ".join(line for line in (__doc__ or "").split("\n\n")[1].splitlines())],
-    )
+    scores = read(name)
+    about = (__doc__ or "").split("\n\n")[1]
+    blocks = [f"# {name}", " ".join(about.splitlines())]
     for study in dict.fromkeys(place[0] for place in scores):
         rows = list(dict.fromkeys(row for s, row, _ in scores if s == study))
         measures = list(dict.fromkeys(m for s, _, m in scores if s == study))
+        # 1. scores
         body = []
         for row in rows:
             known = [scores.get((study, row, measure), {}) for measure in measures]
-            body.append(
-                [
-                    row,
-                    f"{len(known[0])}",
-                    *(f"{np.mean([*of.values()]):.1f}" if of else "" for of in known),
-                ]
-            )
-        blocks += [f"## {study}", "\n".join(markdown_table(["%", "runs", *measures], body))]
+            means = [f"{mean(of):.1f}" if of else "" for of in known]
+            body.append([row, f"{len(known[0])}", *means])
+        lines = markdown_table(["%", "runs", *measures], body)
+        blocks += [f"## {study}", "\n".join(lines)]
+        # 2. differences
         body = []
         for row, controls in BESIDE[name].items():
             if row in rows:
+                title = f"all {len(controls)} plain rows"
+                if len(controls) < 3:
+                    title = " and ".join(controls)
                 gaps = [gap(scores, study, row, controls, measure) for measure in measures]
-                body.append(
-                    [
-                        row,
-                        " and ".join(controls[:2])
-                        if len(controls) < 3
-                        else f"all {len(controls)} plain rows",
-                        *(interval_text(g, 1, signed=True) for g in gaps),
-                    ]
-                )
+                body.append([row, title, *(interval_text(g, 1, signed=True) for g in gaps)])
         blocks.append("\n".join(markdown_table(["points", "minus", *measures], body)))
     return "\n\n".join(blocks) + "\n"
 
@@ -155,53 +160,48 @@ def tables(name: str) -> str:
 
 def draw_doses() -> None:
     """The difference to the plain rows over the cap, by task and steps."""
-    scores, found = read("dose"), defaultdict(dict)
+    scores = read("dose")
+    found: dict = defaultdict(dict)
     for study in dict.fromkeys(place[0] for place in scores):
         # pyright: ignore
         task, cap, times = re.fullmatch(r"dose, (\w+), cap ([\w.]+), (\d) x", study).groups()
-        known = {
-            row: beside for row, beside in BESIDE["dose"].items() if (study, row, task) in scores
-        }
-        gaps = {row: gap(scores, study, row, beside, task) for row, beside in known.items()}
-        found[task, times][None if cap == "None" else float(cap)] = {
-            row: g._asdict() for row, g in gaps.items()
-        }
-    for (task, times), by_cap in [
-        (place, by_cap) for place, by_cap in found.items() if len(by_cap) > 1
-    ]:
-        title = f"{'Built task' if task == 'built' else 'Needle in the embedded base'}, {times} x the steps"
-        save(dose.draw_gaps(title, by_cap), HERE / f"dose-{task}-{times}.png")
+        gaps = {}
+        for row, beside in BESIDE["dose"].items():
+            if (study, row, task) in scores:
+                gaps[row] = gap(scores, study, row, beside, task)._asdict()
+        found[task, times][None if cap == "None" else float(cap)] = gaps
+    for (task, times), by_cap in found.items():
+        if len(by_cap) > 1:
+            where = "Built task" if task == "built" else "Needle in the embedded base"
+            picture = dose.draw_gaps(f"{where}, {times} x the steps", by_cap)
+            save(picture, HERE / f"dose-{task}-{times}.png")
 
 
 def kept(scores: Scores, row: str) -> list[tuple[int, float]]:
     """What is left of the score of a row without distractors, above guessing, by their number; in
     percent."""
-    means = [
-        np.mean([*scores["scratch", row, f"dose/{number}"].values()]) - GUESSING["n4o1"]
-        for number in DISTRACTORS
-    ]
-    return [
-        (number, 100 * float(mean / means[0]))
-        for number, mean in zip(DISTRACTORS, means, strict=True)
-    ]
+    means = []
+    for number in DISTRACTORS:
+        means.append(mean(scores["scratch", row, f"dose/{number}"]) - GUESSING["n4o1"])
+    shares = [100 * (share / means[0]) for share in means]
+    return list(zip(DISTRACTORS, shares, strict=True))
 
 
 def draw_distractors() -> None:
     scores = read("scratch")
     lines = {row: kept(scores, row) for row in ("plain", "split", "narrow")}
-    labels = (
-        "Needles from nothing: what distractors leave",
-        "distractors",
-        "% of the score without, above guessing",
-    )
+    title = "Needles from nothing: what distractors leave"
+    labels = title, "distractors", "% of the score without, above guessing"
     save(line_chart(lines, *labels, marked=lines), HERE / "distractors.png")
 
 
 def draw_seeds() -> None:
     """Each run of WINGS' quick study as a dot: text kept and pictures read."""
-    scores, sheet = read("wings-quick"), Canvas(520, 330, "WINGS, quick: every run")
+    scores = read("wings-quick")
+    sheet = Canvas(520, 330, "WINGS, quick: every run")
     for number, row in enumerate(("full", "wings")):
-        text, pictures = scores["wings", row, "text"], scores["wings", row, "pictures"]
+        text = scores["wings", row, "text"]
+        pictures = scores["wings", row, "pictures"]
         for seed in text:
             sheet.dot(70 + 4.2 * pictures[seed], 280 - 2.3 * text[seed], 5, SERIES[number])
         sheet.text(400, 230 + 20 * number, row, 12, SERIES[number], "lm")
@@ -218,15 +218,21 @@ def draw_intervals(
     title: str, gaps: dict[str, Estimate], file: str, band: tuple[float, float] | None = None
 ) -> None:
     """A line for each difference with its interval, in points. band: what equal rows differ by."""
-    sheet, left, bottom = Canvas(600, 90 + 24 * len(gaps), title), 170, 62 + 24 * len(gaps)
+    # 1. the axis
+    sheet = Canvas(600, 90 + 24 * len(gaps), title)
+    left, bottom = 170, 62 + 24 * len(gaps)
     lowest = 5 * math.floor(min(gap.low for gap in gaps.values()) / 5)
     highest = 5 * math.ceil(max(gap.high for gap in gaps.values()) / 5)
-    at = lambda value: left + (580 - left) * (value - lowest) / (highest - lowest)  # noqa: E731
+
+    def at(value: float) -> float:
+        return left + (580 - left) * (value - lowest) / (highest - lowest)
+
     if band:
         sheet.box(at(band[0]), 50, at(band[1]), bottom, fill=(222, 235, 247))
     for mark in range(lowest, highest + 1, 5):
         sheet.line([(at(mark), 50), (at(mark), bottom)], SOFT if mark == 0 else GRID, 0.7)
         sheet.text(at(mark), bottom + 14, f"{mark}", 11, SOFT, "mm")
+    # 2. the intervals
     for number, (row, gap) in enumerate(gaps.items()):
         y = 66 + 24 * number
         sheet.text(left - 12, y, row, 12, anchor="rm")
@@ -238,14 +244,16 @@ def draw_intervals(
 def draw_grafts() -> None:
     """Grafts minus the mean of all plain rows, with the band of these; and each pair of plain
     rows."""
-    scores, plain = read("attention"), (LORA, *SIZES)
+    scores = read("attention")
+    plain = (LORA, *SIZES)
     means = [mean(scores["attention", row, "mean"]) for row in plain]
-    band = min(means) - float(np.mean(means)), max(means) - float(np.mean(means))
+    middle = float(np.mean(means))
+    band = min(means) - middle, max(means) - middle
     gaps = {row: gap(scores, "attention", row, plain, "mean") for row in GRAFTS}
     draw_intervals("Grafts minus the mean of five plain rows, points", gaps, "grafts.png", band)
-    pairs = {
-        f"{a} - {b}": gap(scores, "attention", a, (b,), "mean") for a, b in combinations(plain, 2)
-    }
+    pairs = {}
+    for a, b in combinations(plain, 2):
+        pairs[f"{a} - {b}"] = gap(scores, "attention", a, (b,), "mean")
     draw_intervals("A/A: plain rows minus each other, points", pairs, "calibration.png")
 
 
@@ -253,40 +261,32 @@ def draw_budget() -> None:
     """Grafts minus plain LoRA over the steps of a run."""
     lines, bars = defaultdict(list), defaultdict(list)
     for steps in BUDGETS:
-        scores, x = read(f"budget-{steps}"), math.log2(steps / 100)
+        scores = read(f"budget-{steps}")
+        x = math.log2(steps / 100)
         for row in GRAFTS[2:]:
             of_row = gap(scores, "attention", row, (LORA,), "mean")
             lines[row].append((x, of_row.mean))
             bars[row].append((x, of_row.low, of_row.high))
-    labels = (
-        "Grafts minus plain LoRA by the length of a run",
-        "binary logarithm of steps / 100",
-        "mean, points",
-    )
+    title = "Grafts minus plain LoRA by the length of a run"
+    labels = title, "binary logarithm of steps / 100", "mean, points"
     save(line_chart(lines, *labels, marked=lines, bars=bars), HERE / "budget.png")
 
 
 def draw_text() -> None:
     """Right answers of the language models by the number of examples in context, on the validation
     split."""
-    report, lines, bars = json.loads((HERE / "text.json").read_text(encoding="utf-8")), {}, {}
-    for row in [row for row in report["rows"] if "×" not in row]:
-        ladders = np.array(
-            [of_run["ladders"]["examples"] for of_run in report["rows"][row]["facts"]]
-        )
-        known = [
-            (math.log2(4 << n), estimate(100 * values[:, None]))
-            for n, values in enumerate(ladders.T)
-        ]
-        lines[row], bars[row] = (
-            [(x, e.mean) for x, e in known],
-            [(x, e.low, e.high) for x, e in known],
-        )
-    labels = (
-        "Language models: right answers after examples",
-        "binary logarithm of the examples",
-        "right answers, %",
-    )
+    report = json.loads((HERE / "text.json").read_text(encoding="utf-8"))
+    lines, bars = defaultdict(list), defaultdict(list)
+    for row in report["rows"]:
+        if "×" in row:
+            continue
+        ladders = [of_run["ladders"]["examples"] for of_run in report["rows"][row]["facts"]]
+        for n, values in enumerate(np.transpose(ladders)):
+            of_row = estimate(100 * values[:, None])
+            lines[row].append((math.log2(4 << n), of_row.mean))
+            bars[row].append((math.log2(4 << n), of_row.low, of_row.high))
+    title = "Language models: right answers after examples"
+    labels = title, "binary logarithm of the examples", "right answers, %"
     save(line_chart(lines, *labels, marked=lines, bars=bars), HERE / "text.png")
 
 
