@@ -59,9 +59,10 @@ class Estimate(NamedTuple):
         low, high = math.log(2), 690.0  # of −ln p
         while high - low > 1e-10:
             middle = (low + high) / 2
-            low, high = (
-                (middle, high) if self.reach(math.exp(-middle)) < distance else (low, middle)
-            )
+            if self.reach(math.exp(-middle)) < distance:
+                low = middle
+            else:
+                high = middle
         return math.exp(-low)
 
 
@@ -72,23 +73,26 @@ def estimate(scores, groups: Sequence[int | str] | None = None) -> Estimate:
     scores = np.atleast_2d(np.asarray(scores, dtype=np.float64))
     runs, examples = scores.shape
     mean = float(scores.mean())
-    group = np.arange(examples) if groups is None else np.unique(groups, return_inverse=True)[1]
+    group = np.arange(examples)
+    if groups is not None:
+        group = np.unique(groups, return_inverse=True)[1]
     number = int(group.max()) + 1
-    # sums of a group, in units of the mean: groups with more examples weigh more
+    # 1. sums of a group, in units of the mean: groups with more examples weigh more
     sums = np.stack([np.bincount(group, weights=run - mean) for run in scores]) * number / examples
-    by_run, by_group = sums.mean(axis=1), sums.mean(axis=0)
+    by_run = sums.mean(axis=1)
+    by_group = sums.mean(axis=0)
     rest = sums - by_run[:, None] - by_group
+    # 2. mean squares: of runs, of groups, and what neither explains
     degrees = np.array([runs - 1, number - 1, (runs - 1) * (number - 1)])
     squares = np.array([number * (by_run**2).sum(), runs * (by_group**2).sum(), (rest**2).sum()])
-    squares[degrees == 0] = 0  # mean squares: of runs, of groups, and what neither explains
-    squares /= np.maximum(degrees, 1)
-    parts = [(squares[0], runs - 1), (max(squares[1] - squares[2], 0.0), number - 1)]
-    parts = [
-        (math.sqrt(part / (runs * number)), freedom)
-        for part, freedom in parts
-        if part > 1e-24 * max(1, mean**2)
-    ]
-    result = Estimate(mean, mean, mean, *sum(parts, ()) or (0.0, 1.0))
+    squares[degrees == 0] = 0
+    of_runs, of_groups, of_rest = squares / np.maximum(degrees, 1)
+    # 3. standard errors with their degrees of freedom, of the components that there are
+    errors = []
+    for part, freedom in (of_runs, runs - 1), (max(of_groups - of_rest, 0.0), number - 1):
+        if part > 1e-24 * max(1, mean**2):
+            errors += [math.sqrt(part / (runs * number)), freedom]
+    result = Estimate(mean, mean, mean, *errors or (0.0, 1.0))
     half = result.reach(0.025)
     return result._replace(low=mean - half, high=mean + half)
 
@@ -108,11 +112,12 @@ def t_tail(t: float, freedom: float) -> float:
     """P(T > t) of Student's t. With t = √f·tan θ the density is c·cos^(f − 1) θ, which
     Gauss-Legendre integrates from |t| on, to where it has fallen to e⁻⁵⁰ of its first value."""
     start = math.atan2(abs(t), math.sqrt(freedom))
-    end = math.acos(math.cos(start) * math.exp(-50 / (freedom - 1))) if freedom > 1 else math.pi / 2
+    end = math.pi / 2
+    if freedom > 1:
+        end = math.acos(math.cos(start) * math.exp(-50 / (freedom - 1)))
     angles = start + (end - start) * (_NODES + 1) / 2
-    above = (
-        float(np.cos(angles) ** (freedom - 1) @ _WEIGHTS) * (end - start) / 2 * _t_scale(freedom)
-    )
+    area = float(np.cos(angles) ** (freedom - 1) @ _WEIGHTS) * (end - start) / 2
+    above = area * _t_scale(freedom)
     return above if t >= 0 else 1 - above
 
 
@@ -126,9 +131,8 @@ def t_point(p: float, freedom: float) -> float:
     back is rounding."""
     t, step = 0.0, 1.0
     while step > 1e-12 * (1 + t):
-        density = (
-            _t_scale(freedom) / math.sqrt(freedom) * (1 + t * t / freedom) ** (-(freedom + 1) / 2)
-        )
+        scale = _t_scale(freedom) / math.sqrt(freedom)
+        density = scale * (1 + t * t / freedom) ** (-(freedom + 1) / 2)
         step = (t_tail(t, freedom) - p) / density
         t += step
     return t

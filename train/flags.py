@@ -8,7 +8,7 @@ from a run folder.
 import dataclasses
 import typing
 from argparse import SUPPRESS, BooleanOptionalAction, RawDescriptionHelpFormatter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -27,6 +27,12 @@ def flag(default: Any, help: str, *, least: float = -MANY, most: float = MANY, *
     return dataclasses.field(
         default=default, metadata={"help": help, "range": (least, most), "argument": argument}
     )
+
+
+def several(choices: Iterable[str], help: str, default: Iterable[str] = (), **argument) -> Any:
+    """A flag of one or more of the `choices`; by default all of them."""
+    choices = tuple(choices)
+    return flag(tuple(default) or choices, help, choices=choices, nargs="+", **argument)
 
 
 def flag_name(name: str) -> str:

@@ -38,7 +38,7 @@ from eval.data import scenes
 from eval.report import interval_text, markdown_table
 from model.common import UserError, run_command, write_text
 from model.device import DTYPES, choose_device, choose_dtype
-from train.flags import flag, from_values, given_flags
+from train.flags import flag, from_values, given_flags, several
 from train.run import provenance
 from weights.export import companions, export_model, processor_files
 from weights.load import load_model
@@ -55,16 +55,12 @@ SECTIONS = {
 # seconds between turns: an idle OpenMP thread of the other side spins for about 20 ms before it
 # sleeps
 PAUSE = 0.05
-HEAD = "work, ours, transformers, time ÷, our peak, transformers, our weights, same numbers".split(
-    ", "
-)
+TITLES = "work, ours, transformers, time ÷, our peak, transformers, our weights, same numbers"
 
 
 @dataclass(frozen=True)
 class Options:
-    sections: tuple[str, ...] = flag(
-        tuple(SECTIONS), "(default: all)", choices=[*SECTIONS], nargs="+"
-    )
+    sections: tuple[str, ...] = several(SECTIONS, "(default: all)")
     base: str = flag("mini", "a preset (random weights), a folder, a hub id or embedded")
     device: str = flag("cpu", "cpu, cuda, auto")
     dtype: str = flag(
@@ -85,8 +81,10 @@ class Process(subprocess.Popen):
     """The process of one side, "ours" or "peer"; as a context it ends with its stdin."""
 
     def __init__(self, name: str):
-        self.name, self.log = name, tempfile.TemporaryFile("w+")  # noqa: SIM115
-        command, pipe = [sys.executable, "-m", f"train.benchmark.{name}"], subprocess.PIPE
+        self.name = name
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        command = [sys.executable, "-m", f"train.benchmark.{name}"]
+        pipe = subprocess.PIPE
         super().__init__(command, stdin=pipe, stdout=pipe, stderr=self.log, text=True)
 
     def ask(self, do: str, **arguments) -> dict:
@@ -94,54 +92,54 @@ class Process(subprocess.Popen):
         has ended."""
         time.sleep(PAUSE)
         assert self.stdin and self.stdout
+        request = json.dumps({"do": do, **arguments}) + "\n"
         with suppress(BrokenPipeError):
-            os.write(self.stdin.fileno(), (json.dumps({"do": do, **arguments}) + "\n").encode())
+            os.write(self.stdin.fileno(), request.encode())
         if line := self.stdout.readline():
             return json.loads(line)
         self.wait()
         self.log.seek(0)
-        raise UserError(
-            f"{self.name}: {['it ended silently', *self.log.read().strip().splitlines()][-1]}"
-        )
+        *_, said = ["it ended silently", *self.log.read().strip().splitlines()]
+        raise UserError(f"{self.name}: {said}")
 
 
 @dataclass
 class Row:
-    """One work, done by both sides once in each round. Pairs are (ours, peer): seconds by round,
-    bytes of the peaks. quantize: the kind of our weights. same: how many numbers of both sides
-    agree, within 1e-4, and of how many."""
+    """One work, done by both sides once in each round. Pairs are (ours, peer)."""
 
     work: str
     batch: int
-    quantize: str | None = None
-    seconds: list[tuple[float, float]] = field(default_factory=list)
-    peak: tuple[int, int] = (0, 0)
-    weights: int = 0
-    same: tuple[int, int] = (0, 0)
+    quantize: str | None = None  # the kind of our weights
+    seconds: list[tuple[float, float]] = field(default_factory=list)  # by round
+    peak: tuple[int, int] = (0, 0)  # bytes
+    weights: int = 0  # bytes of ours
+    same: tuple[int, int] = (0, 0)  # numbers of both sides that agree within 1e-4, of how many
 
     def ratio(self) -> tuple[float, float, float]:
         """Median of ours ÷ peer, and the order statistics that enclose the true one in 95 % of
         cases; of fewer than six rounds the smallest and the largest."""
-        ratios, n = sorted(ours / peer for ours, peer in self.seconds), len(self.seconds)
-        cuts = [
-            k for k in range(n // 2) if sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n
-        ]
-        cut = max(cuts, default=0)
+        ratios = sorted(ours / peer for ours, peer in self.seconds)
+        n = len(ratios)
+        cut, below = 0, 0
+        for k in range(n // 2):
+            below += math.comb(n, k)
+            if below <= 0.025 * 2**n:
+                cut = k
         return statistics.median(ratios), ratios[cut], ratios[n - 1 - cut]
 
     def cells(self) -> list[str]:
-        title = f"{self.work}, batch {self.batch}" + f", {self.quantize}" * bool(self.quantize)
-        times = [
-            f"{1e3 * statistics.median(of_side):,.3g} ms"
-            for of_side in zip(*self.seconds, strict=True)
-        ]
+        """The texts of a line of the report."""
+        title = f"{self.work}, batch {self.batch}"
+        if self.quantize:
+            title += f", {self.quantize}"
+        sides = zip(*self.seconds, strict=True)
+        times = [f"{1e3 * statistics.median(of_side):,.3g} ms" for of_side in sides]
         sizes = [f"{size / 2**20:,.0f} MiB" for size in (*self.peak, self.weights)]
         return [title, *times, interval_text(self.ratio()), *sizes, "{} of {}".format(*self.same)]
 
     def measure(self, settings: dict, rounds: int) -> None:
-        """Add `rounds`, in two new processes. A round before them warms up; of a first forward pass
-        there is none."""
-        is_load = self.work == "load"
+        """Add `rounds`, in two new processes; of a load one, which has a first forward pass. A
+        round before the others warms up."""
         with Process("ours") as ours, Process("peer") as peer:
 
             def both(do: str, **arguments) -> list[dict]:
@@ -149,92 +147,94 @@ class Row:
 
             both("hello")  # imports take seconds, and are not to slow the other side
             opened = both("open", quantize=self.quantize, **settings)
-            self.weights, before = (
-                opened[0]["weights"],
-                [answer["seconds"] * is_load for answer in opened],
-            )
-            both("prepare", work="prefill" if is_load else self.work, batch=self.batch)
-            for number in range(rounds if is_load else rounds + 1):
-                a, b = both("run")
-                for x, y in zip(a["numbers"], b["numbers"], strict=True):
-                    equal = (
-                        math.isclose(x, y, rel_tol=1e-4, abs_tol=1e-4)
-                        if isinstance(x, float)
-                        else x == y
-                    )
-                    self.same = self.same[0] + equal, self.same[1] + 1
-                self.peak = max(self.peak[0], a["peak"]), max(self.peak[1], b["peak"])
-                if number or is_load:
-                    self.seconds.append((before[0] + a["seconds"], before[1] + b["seconds"]))
+            self.weights = opened[0]["weights"]
+            if self.work == "load":
+                both("prepare", work="prefill", batch=self.batch)
+                ran = self.compare(both("run"))
+                self.seconds.append((opened[0]["seconds"] + ran[0], opened[1]["seconds"] + ran[1]))
+                return
+            both("prepare", work=self.work, batch=self.batch)
+            self.compare(both("run"))
+            for _ in range(rounds):
+                self.seconds.append(self.compare(both("run")))
+
+    def compare(self, answers: list[dict]) -> tuple[float, float]:
+        """Count the numbers that agree, keep the peaks; returns the seconds."""
+        ours, peer = answers
+        for x, y in zip(ours["numbers"], peer["numbers"], strict=True):
+            equal = x == y
+            if isinstance(x, float):
+                equal = math.isclose(x, y, rel_tol=1e-4, abs_tol=1e-4)
+            self.same = self.same[0] + int(equal), self.same[1] + 1
+        self.peak = max(self.peak[0], ours["peak"]), max(self.peak[1], peer["peak"])
+        return ours["seconds"], peer["seconds"]
 
 
 def write_folder(base: str, folder: Path, dtype: torch.dtype) -> None:
     """Export `base` with its tokenizer, and the questions of the section eval, to a folder that
     both sides open."""
-    model, files = load_model(base, dtype=dtype), companions(base)
-    export_model(model, folder, companions=files, texts=processor_files(model.config))
-    samples = [scenes.sample("vqa", "validation", number) for number in range(24)]
-    for picture in {sample.image_id: sample for sample in samples}.values():
-        Image.fromarray(picture.scene.render()).save(folder / f"{picture.image_id}.png")
-    write_text(
-        folder / "questions.json", json.dumps([(f"{s.image_id}.png", s.prefix) for s in samples])
-    )
+    model = load_model(base, dtype=dtype)
+    export_model(model, folder, companions=companions(base), texts=processor_files(model.config))
+    questions = []
+    for number in range(24):
+        sample = scenes.sample("vqa", "validation", number)
+        name = f"{sample.image_id}.png"
+        Image.fromarray(sample.scene.render()).save(folder / name)
+        questions.append((name, sample.prefix))
+    write_text(folder / "questions.json", json.dumps(questions))
+
+
+def rows_of(options: Options) -> list[Row]:
+    """The works of the sections that are asked for."""
+    rows = []
+    for name in options.sections:
+        if name != "quantize":
+            rows += [Row(name, batch) for batch in options.batch or SECTIONS[name]]
+    for kind in KINDS if "quantize" in options.sections else ():
+        rows += [Row("load", 1, kind), Row("decode", 1, kind), Row("train", 4, kind)]
+    return rows
+
+
+def write_report(file: Path, about: dict, rows: Sequence[Row]) -> None:
+    """Write the rows that are done, as Markdown and as JSON."""
+    head = ", ".join(f"{name} {value}" for name, value in about.items())
+    table = markdown_table(TITLES.split(", "), [row.cells() for row in rows])
+    text = "\n".join(["# Benchmark", "", head, "", *table, ""])
+    record = about | {"rows": [asdict(row) for row in rows]}
+    write_text(file.with_suffix(".md"), text)
+    write_text(file.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    # 1. what is compared, and where
     options = from_values(Options, given_flags([Options], "train.benchmark", __doc__, argv))
     device = choose_device(options.device)
-    dtype, chosen = (
-        choose_dtype(options.dtype, device),
-        [name for name in options.sections if name != "quantize"],
-    )
-    rows = [Row(name, batch) for name in chosen for batch in options.batch or SECTIONS[name]]
-    for kind in KINDS if "quantize" in options.sections else ():
-        rows += [Row("load", 1, kind), Row("decode", 1, kind), Row("train", 4, kind)]
+    dtype = choose_dtype(options.dtype, device)
     settings = {"device": str(device), "dtype": str(dtype).removeprefix("torch.")}
     settings |= {"tokens": options.tokens, "compiled": options.compile}
     try:
         versions = {package: metadata.version(package) for package in ("transformers", "peft")}
     except metadata.PackageNotFoundError as error:
         raise UserError(f"{error.name} is not installed: pip install transformers peft") from None
-    gpu = {"gpu": torch.cuda.get_device_name()} if device.type == "cuda" else {}
-    about = {
-        "base": options.base,
-        **settings,
-        **provenance(),
-        **gpu,
-        "threads": torch.get_num_threads(),
-        **versions,
-    }
+    about = {"base": options.base, **settings, **provenance()}
+    if device.type == "cuda":
+        about["gpu"] = torch.cuda.get_device_name()
+    about |= {"threads": torch.get_num_threads(), **versions}
+    # 2. row by row
+    rows = rows_of(options)
     with tempfile.TemporaryDirectory() as temporary:
         settings["folder"] = f"{temporary}/model"
         write_folder(options.base, Path(settings["folder"]), dtype)
         for number, row in enumerate(rows, 1):
             for _ in range(options.rounds if row.work == "load" else 1):
-                row.measure(settings, 1 if row.work == "load" else options.rounds)
-            head, done = (
-                ", ".join(f"{name} {value}" for name, value in about.items()),
-                rows[:number],
-            )
-            table, record = (
-                markdown_table(HEAD, [row.cells() for row in done]),
-                about | {"rows": [*map(asdict, done)]},
-            )
-            write_text(
-                options.out.with_suffix(".md"), "\n".join(["# Benchmark", "", head, "", *table, ""])
-            )
-            write_text(options.out.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
-            print(" · ".join(row.cells()), flush=True)
-            if (
-                dtype == torch.float32
-                and device.type == "cpu"
-                and not row.quantize
-                and row.same[0] < row.same[1]
-            ):
-                raise UserError(
-                    f"{row.cells()[0]}: the sides agree in {row.same[0]} of {row.same[1]} numbers "
-                    "only"
-                )
+                row.measure(settings, options.rounds)
+            write_report(options.out, about, rows[:number])
+            cells = row.cells()
+            print(" · ".join(cells), flush=True)
+            is_exact = dtype == torch.float32 and device.type == "cpu" and not row.quantize
+            if is_exact and row.same[0] < row.same[1]:
+                same = f"{row.same[0]} of {row.same[1]}"
+                raise UserError(f"{cells[0]}: the sides agree in {same} numbers only")
 
 
 if __name__ == "__main__":

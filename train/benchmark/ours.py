@@ -29,9 +29,12 @@ class Ours(Side):
         for the next."""
         inputs = self.prompts(batch) | {"positions_to_keep": 1}
         capacity = inputs["input_ids"].shape[1] + self.tokens
-        return torch.inference_mode()(
-            lambda: self.model(**inputs, cache=self.model.new_cache(capacity))
-        )
+
+        @torch.inference_mode()
+        def forward():
+            return self.model(**inputs, cache=self.model.new_cache(capacity))
+
+        return forward
 
     def decode(self, batch: int):
         """Picture, prompt and new tokens (batch, tokens), greedy; no token ends a row."""
@@ -48,20 +51,24 @@ class Ours(Side):
         if self.optimizer is None:
             torch.manual_seed(0)
             adapter.inject(self.model, TARGETS, RANK, ALPHA)
-            options = {**ADAMW, "params": [*trainable(self.model).values()]}
-            self.optimizer = make_adamw([options], options.pop("betas"))
-        called = torch.compile(self.model.train()) if self.compiled else self.model.train()
+            group = {**ADAMW, "params": [*trainable(self.model).values()]}
+            betas = group.pop("betas")
+            self.optimizer = make_adamw([group], betas)
+        called = self.model.train()
+        if self.compiled:
+            called = torch.compile(called)
         mean = 1 / targets.numel()
-        return lambda: self.update(
-            lambda: called(**inputs, positions_to_keep=positions, targets=targets) * mean
-        )
+
+        def loss():
+            return called(**inputs, positions_to_keep=positions, targets=targets) * mean
+
+        return lambda: self.update(loss)
 
     def eval(self, batch: int):
         processor = Processor.from_source(self.folder)
-        asks = [
-            Question(str(n), path.name, path, text)
-            for n, (path, text) in enumerate(self.questions())
-        ]
+        asks = []
+        for n, (path, text) in enumerate(self.questions()):
+            asks.append(Question(str(n), path.name, path, text))
         return lambda: ask_all(self.model, processor, asks, max_new_tokens=ANSWER, batch_size=batch)
 
 

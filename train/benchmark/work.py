@@ -21,10 +21,8 @@ from typing import Any
 import torch
 import torch._dynamo  # 78 MiB that AdamW imports at its first step: they are no memory of a step
 
-PREFIX, SUFFIX = (
-    16,
-    16,
-)  # tokens of text behind the picture's: the prompt, and in training an answer
+# tokens of text behind the picture's: the prompt, and in training an answer
+PREFIX, SUFFIX = 16, 16
 ANSWER = 8  # new tokens to a question of the section eval
 TARGETS = r".*language_model\.layers\.\d+\.self_attn\.[qkvo]_proj"  # of LoRA
 RANK, ALPHA = 16, 32
@@ -47,25 +45,28 @@ class Side:
         self.place = {"device": torch.device(self.device), "dtype": getattr(torch, self.dtype)}
         self.optimizer: Any = None
         self.model: Any = self.open()
-        self.size = sum(
-            tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers())
-        )
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        self.size = sum(tensor.nbytes for tensor in tensors)
 
     def prompts(self, rows: int, suffix: int = 0) -> dict[str, Any]:
         """Prompts of equal length S = picture + PREFIX + suffix, the same on both sides: input_ids,
         token_type_ids and attention_mask (rows, S), pixel_values (rows, 3, R, R)."""
         config = json.loads((Path(self.folder) / "config.json").read_text())
-        size, generator = config["vision_config"]["image_size"], torch.Generator().manual_seed(rows)
-        image = (size // config["vision_config"]["patch_size"]) ** 2
-        text = torch.randint(3, 1000, (rows, PREFIX + suffix), generator=generator)
-        ids = torch.cat((torch.full((rows, image), config["image_token_index"]), text), dim=1)
-        pixels = (torch.rand(rows, 3, size, size, generator=generator) * 2 - 1).to(
-            self.place["dtype"]
-        )
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
-        inputs["token_type_ids"] = (
-            (torch.arange(ids.shape[1]) >= image + PREFIX).long().repeat(rows, 1)
-        )
+        vision = config["vision_config"]
+        size = vision["image_size"]
+        patches = (size // vision["patch_size"]) ** 2
+        dice = torch.Generator().manual_seed(rows)
+        text = torch.randint(3, 1000, (rows, PREFIX + suffix), generator=dice)
+        image = torch.full((rows, patches), config["image_token_index"])
+        ids = torch.cat((image, text), dim=1)
+        types = (torch.arange(ids.shape[1]) >= patches + PREFIX).long()
+        pixels = torch.rand(rows, 3, size, size, generator=dice) * 2 - 1
+        inputs = {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "pixel_values": pixels.to(self.place["dtype"]),
+            "token_type_ids": types.repeat(rows, 1),
+        }
         return {name: tensor.to(self.device) for name, tensor in inputs.items()}
 
     def examples(self, rows: int) -> tuple[dict[str, Any], torch.Tensor]:
@@ -78,10 +79,8 @@ class Side:
         """The pictures and prompts of the section eval, which the driver writes beside the
         model."""
         folder = Path(self.folder)
-        return [
-            (folder / name, prompt)
-            for name, prompt in json.loads((folder / "questions.json").read_text())
-        ]
+        questions = json.loads((folder / "questions.json").read_text())
+        return [(folder / name, prompt) for name, prompt in questions]
 
     def update(self, loss: Callable[[], torch.Tensor]) -> torch.Tensor:
         """One training step; the loss before it. A GPU computes it under autocast to bf16."""
@@ -98,7 +97,8 @@ def serve(side: type[Side]) -> None:
     """Answer requests until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    before, opened, run, result = peak_bytes(), None, list, []
+    before = peak_bytes()
+    opened, run, result = None, list, []
     for request in map(json.loads, sys.stdin):
         gc.collect()
         started = time.perf_counter()
@@ -109,14 +109,16 @@ def serve(side: type[Side]) -> None:
                 run = getattr(opened, request["work"])(request["batch"])
             case "run":
                 result = run()
-        if on_gpu := torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
+            before = 0  # the peak is that of the GPU
         reply = {
             "seconds": time.perf_counter() - started,
-            "peak": peak_bytes() - (0 if on_gpu else before),
+            "peak": peak_bytes() - before,
+            "weights": opened and opened.size,
+            "numbers": numbers(result),
+            "imports": sorted({name.partition(".")[0] for name in sys.modules}),
         }
-        reply |= {"weights": opened and opened.size, "numbers": numbers(result)}
-        reply["imports"] = sorted({name.partition(".")[0] for name in sys.modules})
         print(json.dumps(reply), file=answers, flush=True)
 
 
@@ -136,5 +138,6 @@ def peak_bytes() -> int:
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     with suppress(OSError):
-        return int(re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[0]) * 1024
+        status = Path("/proc/self/status").read_text()
+        return int(re.findall(r"VmHWM:\s+(\d+)", status)[0]) * 1024
     return 0

@@ -25,7 +25,7 @@ from eval import vqa
 from eval.data import scenes
 from eval.vqa_scoring import official
 from model.common import UserError
-from train.flags import flag, from_values
+from train.flags import flag, from_values, several
 from train.model import load_base, open_model
 from train.optim import count, trainable
 from train.settings import Settings
@@ -77,9 +77,7 @@ QUICK = {"rows": (LORA, "twin", "dex"), "limit": 128, "seeds": 5, "samples": 800
 
 @dataclass(frozen=True)
 class Options(TuningOptions):
-    rows: tuple[str, ...] = flag(
-        tuple(ROWS)[:-1], "(default: all but swiglu)", choices=ROWS, nargs="+"
-    )
+    rows: tuple[str, ...] = several(ROWS, "(default: all but swiglu)", tuple(ROWS)[:-1])
     limit: int = flag(
         600, "VQA questions; half as many of each other kind; half of all for validation", least=1
     )

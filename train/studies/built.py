@@ -94,11 +94,11 @@ def train(
     rate: float,
     seed: int,
     kind: str,
-    cap: float | None = 1.0,
-    others: int = OTHERS,
-    steps: int = 0,
-    drawn: int = 0,
-    one_map: bool = False,
+    cap=1.0,
+    others=OTHERS,
+    steps=0,
+    drawn=0,
+    one_map=False,
     **options,
 ) -> dict:
     """One kind of attention, all of whose weights are trained from nothing, on examples that all

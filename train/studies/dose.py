@@ -35,7 +35,7 @@ from model.differential import graft, variants_of
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from train.chart import line_chart
-from train.flags import flag, from_values
+from train.flags import flag, from_values, several
 from train.model import load_base, make_optimizer, open_model, rules_of
 from train.optim import count, rate_factor, set_rates, trainable
 from train.settings import Settings
@@ -49,7 +49,6 @@ from weights.export import export_model
 CPU = torch.device("cpu")
 CAPS = (None, 2.0, 1.0, 0.5, 0.25)
 MILD = 1.0  # by the bound, nothing can be gained from here up
-CAP_NAMES = tuple(map(str, CAPS))
 # caps of the base, BASE_STEPS each
 FALLING = (None, None, 8.0, 5.6, 4.0, 2.8, 2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25)
 LONGER = (None, 0.5)  # at these caps also TIMES the steps
@@ -92,12 +91,10 @@ QUICK = {"tasks": ("built",), "seeds": 3, "rates": (0.02,), "longer": ("none",)}
 @dataclass(frozen=True)
 class Options(StudyOptions):
     seeds: int = flag(6, "runs of each row", least=1, metavar="N")
-    rows: tuple[str, ...] = flag(tuple(ROWS), "(default: all)", choices=ROWS, nargs="+")
-    tasks: tuple[str, ...] = flag(tuple(TASKS), "(default: both)", choices=TASKS, nargs="+")
-    caps: tuple[str, ...] = flag(CAP_NAMES, "of the logits", choices=CAP_NAMES, nargs="+")
-    longer: tuple[str, ...] = flag(
-        tuple(TASKS), "tasks with longer runs too", choices=[*TASKS, "none"], nargs="+"
-    )
+    rows: tuple[str, ...] = several(ROWS, "(default: all)")
+    tasks: tuple[str, ...] = several(TASKS, "(default: both)")
+    caps: tuple[str, ...] = several(map(str, CAPS), "of the logits")
+    longer: tuple[str, ...] = several([*TASKS, "none"], "tasks with longer runs too", TASKS)
 
 
 # Needles
@@ -201,8 +198,8 @@ def train(
     cap: float | None,
     steps: int,
     kind: str,
-    drawn: int = 0,
-    one_map: bool = False,
+    drawn=0,
+    one_map=False,
     **options,
 ) -> dict:
     """A row on needles: it starts from the base under its cap, and learns by LoRA. options: of the
@@ -279,8 +276,7 @@ def compute_doses(options: Options, first: Run) -> dict[tuple[str, int], dict[fl
     """The runs by task and times, and by cap; all but the first are computed here, as its parts.
     Longer runs take the rates of shorter ones, and needles of all caps those of the first, whose
     cells take the most time."""
-    runs: dict = {}
-    rates: dict = {}
+    runs, rates = {}, {}
     for task, cap, times in doses_of(options):
         run = first
         place = (task, cap) if task == "built" else task
@@ -302,7 +298,7 @@ def blocks(options: Options, first: Run) -> list:
     for (task, times), by_cap in compute_doses(options, first).items():
         # 1. the controls, and differences by cap and row
         head, controls = ["row"], ["plain: right answers"]
-        gaps: dict[float | None, dict[str, dict]] = {}
+        gaps = {}
         for cap, run in by_cap.items():
             head.append(f"cap {cap}")
             controls.append(f"{run.scores('plain')[task].mean():.1f} %")
@@ -344,19 +340,19 @@ def head_bounds() -> list[float]:
     bounded to ±c has at most c."""
     model = load_base(Settings(device="cpu"), CPU).eval()
     count = 64
+    numbers = torch.arange(count)
     batch, _ = needles("validation", count)
     # 1. the weights of all layers
     weights = []
     attentions = attention_modules(model.language_model).values()
     with tapped(dict.fromkeys(attentions, weights.append)):
-        answers(model, "validation", count, torch.arange(count))
+        answers(model, "validation", count, numbers)
     # 2. where the patches are, and what does not look at them
     image = batch.input_ids == model.config.image_token_id
     patches = image.nonzero()[:, 1].view(count, 1, 1, 16)
     hidden = (image | (batch.attention_mask == 0) | (batch.token_type_ids > 0))[:, None]
     # 3. the gap of each head
     bounds = []
-    numbers = torch.arange(count)
     for of_layer in weights:  # (B, N, S, S); logarithms of weights differ as logits do
         logits = of_layer.clamp(min=1e-38).log()
         logits = logits.gather(3, patches.expand(*logits.shape[:3], 16))

@@ -48,7 +48,7 @@ def lines_of(run: Run) -> list[list]:
 
 def by_rung(scores: Sequence[float], rungs: Sequence[str]) -> dict[str, list[float]]:
     """Scores by difficulty, in order of appearance; all of them under "" where none is known."""
-    parts: dict[str, list[float]] = {}
+    parts = {}
     for rung, score in zip(rungs or [""] * len(scores), scores, strict=True):
         parts.setdefault(rung, []).append(score)
     return parts

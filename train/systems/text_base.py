@@ -43,38 +43,32 @@ from weights.export import companions, export_model
 from weights.load import load_model
 
 TASKS = ("add", "copy", "lookup", "fact")
-LEARNED = (
-    "add",
-    "lookup",
-    "copy",
-    "lookup",
-    "fact",
-    "lookup",
-)  # in turn: lookup takes the longest to learn
+# in turn: lookup takes the longest to learn
+LEARNED = ("add", "lookup", "copy", "lookup", "fact", "lookup")
 WORDS = [*NAMES, *map(str, range(10))]
-STEPS, ROWS, RATE = 900, 48, 3e-3
+STEPS = 900
+ROWS = 48  # sentences of a step
+RATE = 3e-3
 
 
 def sentence(task: str, split: str, index: int, seed: int = 0) -> tuple[str, str]:
     """Prompt and answer number `index` of a task's endless stream: the same on every machine."""
     dice = Dice(f"sentence/{task}/{split}/{seed}/{index}")
     if task == "add":
-        a, b = dice.below(10), dice.below(10)
+        a = dice.below(10)
+        b = dice.below(10)
         return f"How many are {a} and {b}?", str(a + b)
     if task == "fact":
         name = dice.pick(NAMES)
-        return f"What is {with_article(name)}?", next(
-            kind for kind, names in CATEGORIES.items() if name in names
-        )
-    while True:
+        answer = next(kind for kind, names in CATEGORIES.items() if name in names)
+        return f"What is {with_article(name)}?", answer
+    while True:  # until the prompt belongs to the split
         words = dice.draw(WORDS, 3 + dice.below(4) if task == "copy" else 5)
-        prompt, answer = f"Caption: {' '.join(words)}. What is the caption?", " ".join(words)
+        said = " ".join(words)
+        prompt, answer = f"Caption: {said}. What is the caption?", said
         if task == "lookup":
             column = dice.below(5)
-            prompt, answer = (
-                f"Row: {' '.join(words)}. What is in column {column + 1}?",
-                words[column],
-            )
+            prompt, answer = f"Row: {said}. What is in column {column + 1}?", words[column]
         if split_of((prompt,)) == split:
             return prompt, answer
 
@@ -82,25 +76,25 @@ def sentence(task: str, split: str, index: int, seed: int = 0) -> tuple[str, str
 def sentences(step: int, seed: int, processor: Processor) -> MicroBatch:
     """The ROWS sentences of a step, the tasks in turn. No token sees a later one, in the prompt
     too."""
-    turns = [
-        sentence(LEARNED[n % len(LEARNED)], "train", n, seed)
-        for n in range(step * ROWS, (step + 1) * ROWS)
-    ]
-    micro = collate([Record(turn[0], turn[0], (), (turn,)) for turn in turns], processor)
-    return replace(
-        micro, batch=replace(micro.batch, token_type_ids=torch.ones_like(micro.batch.input_ids))
-    )
+    records = []
+    for number in range(step * ROWS, (step + 1) * ROWS):
+        turn = sentence(LEARNED[number % len(LEARNED)], "train", number, seed)
+        records.append(Record(turn[0], turn[0], (), (turn,)))
+    micro = collate(records, processor)
+    causal = torch.ones_like(micro.batch.input_ids)
+    return replace(micro, batch=replace(micro.batch, token_type_ids=causal))
 
 
 def make_text_base(seed: int, folder: Path, steps: int = STEPS) -> PaliGemma:
     """The text base of `seed` in `folder`, where it is trained unless it is there already."""
     if (folder / "config.json").exists():
         return load_model(folder)
-    base, processor = load_model(EMBEDDED), Processor.from_source(EMBEDDED)
+    base = load_model(EMBEDDED)
+    processor = Processor.from_source(EMBEDDED)
     model = initialize(PaliGemma(base.config), seed).train()
     model.vision_tower.load_state_dict(base.vision_tower.state_dict())
-    groups = parameter_groups(model, [Rule(matching(model, r"language_model\..*"), RATE, 1e-9)])
-    optimizer = make_adamw(groups, (0.9, 0.98))
+    decoder = Rule(matching(model, r"language_model\..*"), RATE, 1e-9)
+    optimizer = make_adamw(parameter_groups(model, [decoder]), (0.9, 0.98))
     for step in tqdm(range(steps), "text"):
         micro = sentences(step, seed, processor)
         (supervised_loss(model, micro) * (1 / micro.tokens)).backward()

@@ -1,16 +1,19 @@
 """Study: which choices of the Q-Mamba projector matter?
 
-    python -m train.reproduce qmamba [--quick]           in miniature, on the embedded models and scenes
-    python -m train.reproduce qmamba --base google/siglip-so400m-patch14-384 --option language_model=MAMBA \\
-        --stage-1-data jsonl:FILE --data jsonl:FILE --tables 2 3 4       on models and data as the paper's
+    python -m train.reproduce qmamba [--quick]    in miniature, on the embedded models and scenes
+    python -m train.reproduce qmamba --base google/siglip-so400m-patch14-384 \\
+        --option language_model=MAMBA --stage-1-data jsonl:FILE --data jsonl:FILE --tables 2 3 4
+                                                  on models and data as the paper's
 
-"Query-based Cross-Modal Projector Bolstering Mamba Multimodal LLM" (anonymous ACL submission). Rows are those of its
-tables: the number of queries and projectors without any (1), local or global attention (2), the weights of the
-connector (3), and the order in which a trained connector scans (4). All rows of a seed learn the same pictures in the
-same order, in both stages; --rates are factors of --lr. Each model is in cells/…/model.
+"Query-based Cross-Modal Projector Bolstering Mamba Multimodal LLM" (anonymous ACL submission). Rows
+are those of its tables: the number of queries and projectors without any (1), local or global
+attention (2), the weights of the connector (3), and the order in which a trained connector scans
+(4). All rows of a seed learn the same pictures in the same order, in both stages; --rates are
+factors of --lr. Each model is in cells/…/model.
 
-The trained connector is that of row `connector`, as in VL-Mamba, of the same seed. Table 4 trains nothing: models that
-were trained in both directions scan in one. Every other flag is one of `train.finetune` and holds for both stages.
+The trained connector is that of row `connector`, as in VL-Mamba, of the same seed. Table 4 trains
+nothing: models that were trained in both directions scan in one. Every other flag is one of
+`train.finetune` and holds for both stages.
 """
 
 import json
@@ -29,13 +32,14 @@ from eval.question import Question
 from eval.report import markdown_table
 from model.device import choose_device
 from model.paligemma import PaliGemma
-from train.flags import flag
+from train.flags import several
 from train.loop import Diverged
 from train.model import load_start, open_processor
 from train.optim import count, trainable
 from train.settings import Settings
 from train.studies import engine, report
 from train.studies.cells import Job
+from train.studies.engine import MEAN
 from train.studies.measures import Task, asking, training_records, vqa_task
 from train.studies.training import Tasks, ask, key_of
 from train.systems.qmamba import QMambaSettings
@@ -69,11 +73,11 @@ ROWS = {
     "all queries, backward": Row(4, "all queries", order="backward"),
 }
 PREDICTIONS = (
-    ("global", engine.MEAN, "worse", "the paper's Table 2"),
-    ("half the queries", engine.MEAN, "worse", "the paper's Table 1: more queries do better"),
-    ("all queries", engine.MEAN, "better", "the paper's Table 1"),
-    ("local", engine.MEAN, "better", "the paper's Table 3"),
-    ("all queries, forward", engine.MEAN, "equivalent", "the paper's Table 4: no harm"),
+    ("global", MEAN, "worse", "the paper's Table 2"),
+    ("half the queries", MEAN, "worse", "the paper's Table 1: more queries do better"),
+    ("all queries", MEAN, "better", "the paper's Table 1"),
+    ("local", MEAN, "better", "the paper's Table 3"),
+    ("all queries, forward", MEAN, "equivalent", "the paper's Table 4: no harm"),
 )
 PUBLISHED = (
     (
@@ -91,9 +95,7 @@ QUICK = {"seeds": 3, "limit": 200, "rates": (1.0,), "tables": ("2", "3")}
 
 @dataclass(frozen=True)
 class Options(StagedOptions, QMambaSettings):
-    tables: tuple[str, ...] = flag(
-        tuple("1234"), "of the paper (default: all)", choices="1234", nargs="+"
-    )
+    tables: tuple[str, ...] = several("1234", "of the paper (default: all)")
 
 
 def needs(job: Job) -> list[Job]:
@@ -102,9 +104,9 @@ def needs(job: Job) -> list[Job]:
     row = ROWS[job.row]
     if row.order:
         return [replace(job, row=row.beside, changes=ROWS[row.beside])]
-    return (
-        [replace(job, row="connector", changes=ROWS["connector"], rate=1.0)] if row.trained else []
-    )
+    if row.trained:
+        return [replace(job, row="connector", changes=ROWS["connector"], rate=1.0)]
+    return []
 
 
 def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *needed: Path) -> dict:
@@ -114,28 +116,33 @@ def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *neede
     if needed and not (needed[0] / "model").exists():
         raise Diverged("the row that it starts from diverged")
     if row.order:
-        settings = replace(stages[1], base=str(needed[0] / "model"))
-        model = load_start(settings, choose_device(settings.device))
-        facts = json.loads((needed[0] / "cell.json").read_text())["facts"]
-        model.multi_modal_projector.connector.order = row.order
-        return {
-            "scores": ask(model, open_processor(settings, model)[0], settings, tasks, folder),
-            "facts": facts,
-        }
-    seconds, model = 0.0, open_row(stages[0], row, job.seed, *needed)
+        return scan(stages[1], tasks, row.order, needed[0], folder)
+    # 1. both stages
+    model = open_row(stages[0], row, job.seed, *needed)
     processor, files = open_processor(stages[0], model)
+    seconds = 0.0
     for number, stage in enumerate(stages, 1):
         settings = replace(stage, seed=job.seed, lr=stage.lr * job.rate)
-        records, factors = training_records(settings), stages[0].STAGES[number].rates
-        seconds += learn(model, processor, records, settings, factors, folder)
+        factors = stages[0].STAGES[number].rates
+        seconds += learn(model, processor, training_records(settings), settings, factors, folder)
+    # 2. what it says
     scores = ask(model, processor, stages[1], tasks, folder)
+    facts = {"parameters": count(trainable(model).values()), "seconds": seconds}
+    # 3. the model stays, for other rows
     shutil.rmtree(folder / "model", ignore_errors=True)  # of a study that was killed here
     export_model(model, folder / "model", companions=files)
     shutil.rmtree(folder / "stages")
-    return {
-        "scores": scores,
-        "facts": {"parameters": count(trainable(model).values()), "seconds": seconds},
-    }
+    return {"scores": scores, "facts": facts}
+
+
+def scan(settings: Options, tasks: Tasks, order: str, trained: Path, folder: Path) -> dict:
+    """Ask the model of the cell `trained`, whose connector scans in one direction."""
+    settings = replace(settings, base=str(trained / "model"))
+    model = load_start(settings, choose_device(settings.device))
+    model.multi_modal_projector.connector.order = order
+    processor, _ = open_processor(settings, model)
+    facts = json.loads((trained / "cell.json").read_text())["facts"]
+    return {"scores": ask(model, processor, settings, tasks, folder), "facts": facts}
 
 
 def open_row(settings: Settings, row: Row, seed: int, *donor: Path) -> PaliGemma:
@@ -143,62 +150,55 @@ def open_row(settings: Settings, row: Row, seed: int, *donor: Path) -> PaliGemma
     the seed."""
     options = settings.options | dict(row.options)
     options["connector_from"] = str(donor[0] / "model") if row.trained and donor else ""
-    if options.get("queries") in ("all", "half"):
+    queries = options.get("queries")
+    if queries in ("all", "half"):
         sizes = settings.open_stage(torch.float32, torch.device("meta")).config
-        is_all = options["queries"] == "all"
-        options["queries"] = (
-            sizes.vision.num_image_tokens if is_all else max(1, sizes.projector.queries // 2)
-        )
+        options["queries"] = sizes.vision.num_image_tokens
+        if queries == "half":
+            options["queries"] = max(1, sizes.projector.queries // 2)
     option = tuple(f"{name}={json.dumps(value)}" for name, value in options.items())
     return load_start(replace(settings, seed=seed, option=option), choose_device(settings.device))
+
+
+def tasks_of(options: Options, split: str) -> dict[str, Task]:
+    if options.is_embedded:
+        return {name: scene_task(name, split, options.limit) for name in TASKS}
+    return {"VQA": vqa_task(options, split, options.limit)}
 
 
 def scene_task(name: str, split: str, limit: int) -> Task:
     """One task of the embedded scenes. Guessing: the likeliest answer of training to the same
     words."""
     samples = [scenes.sample(name, split, number) for number in range(limit)]
-    asks = [
-        Question(n, str(s.image_id), s.scene.render, s.prefix, truth=s.suffix)
-        for n, s in enumerate(samples)
-    ]
+    asks = []
+    for n, s in enumerate(samples):
+        asks.append(Question(n, str(s.image_id), s.scene.render, s.prefix, truth=s.suffix))
     seen = [scenes.sample(name, "train", number) for number in range(2_000)]
-    chance = vqa.guess_accuracy(vqa.of_samples(samples, "test"), vqa.of_samples(seen, "train"))[
-        "overall"
-    ]
-    return asking(name, asks, chance=chance)
+    test, train = vqa.of_samples(samples, "test"), vqa.of_samples(seen, "train")
+    return asking(name, asks, chance=vqa.guess_accuracy(test, train)["overall"])
 
 
 def study_of(stages: Sequence[Options]) -> engine.Study:
     first, options = stages
-    beside = {
-        name: (row.beside,)
-        for name, row in ROWS.items()
-        if str(row.table) in options.tables and row.beside
-    }
-    names = [
-        name for name in ROWS if name in {*beside, *(control for (control,) in beside.values())}
-    ]
-    tasks = {
-        split: {"VQA": vqa_task(options, split, options.limit)} for split in ("validation", "test")
-    }
-    if options.is_embedded:
-        tasks = {
-            split: {name: scene_task(name, split, options.limit) for name in TASKS}
-            for split in tasks
-        }
+    beside, names = {}, set()
+    for name, row in ROWS.items():
+        if row.beside and str(row.table) in options.tables:
+            beside[name] = (row.beside,)
+            names |= {name, row.beside}
+    rows = {name: row for name, row in ROWS.items() if name in names}
+    tasks = {split: tasks_of(options, split) for split in ("validation", "test")}
     table = markdown_table(["published", "figures, and rows here"], PUBLISHED)
     return engine.Study(
         name="qmamba",
         title=f"Q-Mamba: base {first.base}, data {' '.join(options.data)}",
-        rows={name: ROWS[name] for name in names},
+        rows=rows,
         make=partial(make, stages, tasks),
         key=key_of(stages, first.open_stage(torch.float32, torch.device("cpu")), tasks),
         measures=tasks["test"],
         beside={"the row that the paper compares with": beside},
-        rates=options.rates or ((0.5, 1.0, 2.0) if options.is_embedded else (1.0,)),
-        plain=tuple(
-            name for name in names if name.startswith("all queries")
-        ),  # one model, in three orders
+        rates=options.first_rates,
+        # one model, in three orders
+        plain=tuple(name for name in rows if name.startswith("all queries")),
         needs=needs,
         relative_margin=RELATIVE_MARGIN,
         predictions=PREDICTIONS if options.is_embedded else (),

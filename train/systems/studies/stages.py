@@ -27,6 +27,13 @@ class StagedOptions(TuningOptions, StageSettings):
         None, "data of stage 1 (default: that of --data)", metavar="SOURCE"
     )
 
+    @property
+    def first_rates(self) -> tuple[float, ...]:
+        """To try first, as factors of --lr."""
+        if self.rates:
+            return self.rates
+        return (0.5, 1.0, 2.0) if self.is_embedded else (1.0,)
+
 
 def read_stages(
     kind: type[StagedOptions], argv: Sequence[str] | None, doc: str | None, quick: Mapping
@@ -39,8 +46,9 @@ def read_stages(
         defaults = stage_defaults(kind, stage, is_embedded) | {"stage": stage}
         stages.append(from_values(kind, defaults | given))
     first, second = stages
-    data = (first.stage_1_data,) if first.stage_1_data else first.data
-    return [replace(first, data=data), replace(second, option=())]  # stage 1 decides the parts
+    if first.stage_1_data:
+        first = replace(first, data=(first.stage_1_data,))
+    return [first, replace(second, option=())]  # stage 1 decides the parts
 
 
 def learn(

@@ -1,8 +1,10 @@
-"""Study: is a differential language model, trained from random weights, better than a plain one of the same size?
+"""Study: is a differential language model, trained from random weights, better than a plain one of
+the same size?
 
-    python -m train.compare --rows text                          three sizes, up to 0.6 million parameters, two cores
-    python -m train.compare --rows text --quick                  two sizes, shorter runs
-    python -m train.reproduce text --sizes small --tokens 2e9 --batch-size 64 --device cuda --text DIR
+    python -m train.compare --rows text            up to 0.6 million parameters, two cores
+    python -m train.compare --rows text --quick    two sizes, shorter runs
+    python -m train.reproduce text --sizes small --tokens 2e9 --batch-size 64 \\
+        --device cuda --text DIR
 
 In: text, by default the source of Python's standard library, and the tasks of
 `eval/systems/text/tasks.py`, each at its largest number of records, needles or examples. Out: the
@@ -35,7 +37,7 @@ from model.device import choose_device
 from model.differential import lambdas
 from model.systems.configs import TEXT_PRESETS
 from train.distributed import World
-from train.flags import flag, from_values
+from train.flags import flag, from_values, several
 from train.optim import count
 from train.studies import built, engine, report
 from train.studies.cells import Job, digest
@@ -45,10 +47,8 @@ from train.systems.text import TextSettings, learn
 from weights.export import export_model
 
 KINDS = ("plain", "differential")
-SIZES, RATES = (
-    ("0.6m", "0.3m", "0.2m"),
-    (3e-3, 6e-3, 1.2e-2),
-)  # the main size first; rates to try first
+SIZES = ("0.6m", "0.3m", "0.2m")  # the main one first
+RATES = (3e-3, 6e-3, 1.2e-2)  # to try first
 QUICK = {"sizes": ("0.3m", "0.1m"), "tokens": 1.5e5, "limit": 50, "seeds": 5, "positive": False}
 QUICK |= {"rates": (1.2e-2, 2.4e-2, 4.8e-2)}
 PREDICTED = (  # from a run of three seeds in which nothing was retrieved, and from Ye et al. 2024
@@ -74,9 +74,7 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Options(engine.StudyOptions, TextSettings):
-    sizes: tuple[str, ...] = flag(
-        SIZES, "the main one first", choices=list(TEXT_PRESETS), nargs="+", metavar="PRESET"
-    )
+    sizes: tuple[str, ...] = several(TEXT_PRESETS, "the main one first", SIZES, metavar="PRESET")
     limit: int = flag(100, "windows of text, and tests of each task", least=5, metavar="N")
     positive: bool = flag(True, "the positive control, a minute")
     tokens: float = flag(3e5, "tokens of a run", least=1, most=1e15)
@@ -85,27 +83,32 @@ class Options(engine.StudyOptions, TextSettings):
 
 
 def make(options: Options, job: Job, folder: Path) -> dict:
-    """Train the model of a cell in its folder, a run folder that `eval.systems.text` reads, and measure
-    it."""
+    """Train the model of a cell in its folder, a run folder that `eval.systems.text` reads, and
+    measure it."""
+    # 1. training
     settings = replace(options, **dict(job.changes), lr=job.rate, seed=job.seed)
-    corpus, world = kept_corpus(Path(settings.corpus)), World(0, 1, choose_device(settings.device))
+    corpus = kept_corpus(Path(settings.corpus))
+    world = World(0, 1, choose_device(settings.device))
     model, progress = learn(settings, corpus, folder, world)
-    facts = {"parameters": count(model.parameters()), "seconds": progress.seconds}
+    facts: dict = {"parameters": count(model.parameters()), "seconds": progress.seconds}
     facts["lambda"] = [value.item() for value in lambdas(model).values()]
-    asked, scores = (model, corpus, settings.length, options.limit), {}
+    # 2. scores
+    asked = (model, corpus, settings.length, options.limit)
+    scores = {}
     for split in ("validation", "test"):
         panels = {}
         for name in ("nll", "recall", "needle", "examples"):
             panels |= measures.MEASURES[name](*asked, split)
         scores[split] = {name: hardest(panels[name]) for name in TITLES}
-        facts["ladders"] = facts.get("ladders") or {name: ladder(panels[name]) for name in TITLES}
         scores[split]["order"] = [1 - margin for margin in hardest(panels["examples-margin"])]
         scores[split]["loss"] = window_losses(panels["nll"])
+        if split == "validation":
+            facts["ladders"] = {name: ladder(panels[name]) for name in TITLES}
     shares = measures.MEASURES["attention"](*asked)
     facts |= {name: float(np.mean(shares[name].values)) for name in SHARES}
-    write_text(
-        folder / "config.json", json.dumps(deciding(settings, TextSettings), indent=1) + "\n"
-    )
+    # 3. the run folder
+    decided = deciding(settings, TextSettings)
+    write_text(folder / "config.json", json.dumps(decided, indent=1) + "\n")
     shutil.rmtree(folder / "model", ignore_errors=True)  # of a study that was killed here
     export_model(model, folder / "model")  # pyright: ignore[reportArgumentType]
     shutil.rmtree(folder / "checkpoints")
@@ -120,11 +123,9 @@ def ladder(panel: measures.Scores) -> list[float]:
 
 def hardest(panel: measures.Scores) -> list[float]:
     """The scores of the tests with the most records, needles or examples."""
-    return [
-        value
-        for label, value in zip(panel.labels, panel.values, strict=True)
-        if label == max(panel.labels)
-    ]
+    most = max(panel.labels)
+    pairs = zip(panel.labels, panel.values, strict=True)
+    return [value for label, value in pairs if label == most]
 
 
 def window_losses(panel: measures.Scores) -> list[float]:
@@ -136,82 +137,96 @@ def window_losses(panel: measures.Scores) -> list[float]:
 
 
 def study_of(options: Options, corpus: Corpus) -> engine.Study:
-    rows, pairs, length = {}, {}, options.length
+    # 1. rows, of each size
+    rows, pairs = {}, {}
     for size in options.sizes:
-        rows |= {
-            f"{kind}, {size}": (("attention", kind), ("preset", size)) for kind in (*KINDS, "wide")
-        }
-        pairs |= {f"{kind}, {size}": (f"plain, {size}",) for kind in ("differential", "wide")}
-    # each task at the largest number that fits a row, and the loss on text
-    most = {"recall": max(number for number in measures.RECALL if number + 4 < length)}
-    most |= {"needle": max(number for number in measures.NEEDLES if 3 * number < length)}
-    tasks, tests = {}, range(options.limit)
-    for name, number in (most | {"examples": max(measures.EXAMPLES)}).items():
-        tasks[name] = Measure(
-            TITLES[name].format(number), tests, 100 * measures.chance(name, number)
-        )
-    tasks["order"] = Measure(
-        "of them in any order: 100 less best minus worst", tests, in_mean=False
-    )
-    documents = [str(document) for _, document in measures.windows(corpus, length, options.limit)]
-    more = {
-        "margin": 0.03,
-        "less_is_better": True,
-        "in_mean": False,
-        "failed": math.log(corpus.tokenizer.vocab_size()),
+        for kind in (*KINDS, "wide"):
+            row = f"{kind}, {size}"
+            rows[row] = (("attention", kind), ("preset", size))
+            if kind != "plain":
+                pairs[row] = (f"plain, {size}",)
+    lengthen = None
+    if not options.quick:
+        times = {row: TIMES for row in rows if row.startswith("differential")}
+        lengthen = ("tokens", options.tokens, times)
+    # 2. each task at the largest number that fits a row, and the loss on text
+    length, tests = options.length, range(options.limit)
+    most = {
+        "recall": max(number for number in measures.RECALL if number + 4 < length),
+        "needle": max(number for number in measures.NEEDLES if 3 * number < length),
+        "examples": max(measures.EXAMPLES),
     }
-    tasks["loss"] = Measure("loss on text, nats", documents, is_share=False, **more)
+    tasks = {}
+    for name, number in most.items():
+        chance = 100 * measures.chance(name, number)
+        tasks[name] = Measure(TITLES[name].format(number), tests, chance)
+    order = "of them in any order: 100 less best minus worst"
+    tasks["order"] = Measure(order, tests, in_mean=False)
+    tasks["loss"] = Measure(
+        "loss on text, nats",
+        [str(document) for _, document in measures.windows(corpus, length, options.limit)],
+        is_share=False,
+        margin=0.03,
+        less_is_better=True,
+        in_mean=False,
+        failed=math.log(corpus.tokenizer.vocab_size()),
+    )
+    # 3. the study
+    decided = deciding(replace(options, corpus=corpus.digest, text=()), TextSettings)
+    main_row = f"differential, {options.preset}"
     return engine.Study(
         name="compare-text",
         title="Differential against plain language models, from nothing",
         rows=rows,
         make=partial(make, options),
-        key=digest(
-            deciding(replace(options, corpus=corpus.digest, text=()), TextSettings), options.limit
-        ),
+        key=digest(decided, options.limit),
         measures=tasks,
         beside={"plain attention of the same size": pairs},
         rates=options.rates or RATES,
         main="loss",
-        lengthen=None
-        if options.quick
-        else ("tokens", options.tokens, {row: TIMES for row in rows if row[0] == "d"}),
-        predictions=tuple(
-            (f"differential, {options.preset}", *prediction) for prediction in PREDICTED
-        ),
+        lengthen=lengthen,
+        predictions=tuple((main_row, *prediction) for prediction in PREDICTED),
         more=partial(blocks, options),
     )
 
 
 def blocks(options: Options, run: engine.Run) -> list:
     """λ, the paper's figures, and the command that measures the runs by depth and number."""
-    first, shares = options.sizes[0], []
-    facts = {kind: run.facts(f"{kind}, {first}") for kind in KINDS}
-    weights = np.mean([cell["lambda"] for cell in facts["differential"]], axis=0)
+    first = options.sizes[0]
+    rows = {kind: f"{kind}, {first}" for kind in KINDS}
+    # 1. λ
+    cells = run.facts(rows["differential"])
+    weights = np.mean([cell["lambda"] for cell in cells], axis=0)
+    by_layer = ", ".join(f"{weight:.2f}" for weight in weights)
+    # 2. attention, as the paper shows it
+    shares = []
     for name, (title, *published) in SHARES.items():
-        means = [np.mean([cell[name] for cell in facts[kind]]) for kind in KINDS]
-        shares.append([f"attention {title}", *published, *(f"{mean:.3f}" for mean in means)])
-    rows = {f"{kind}, {first}": run.rates[f"{kind}, {first}"] for kind in KINDS}
-    folders = [str(run.file(job).parent) for job in run.used if rows.get(job.row) == job.rate]
-    return [
-        f"λ of {first} by layer, mean over seeds: "
-        f"{', '.join(f'{weight:.2f}' for weight in weights)}.",
+        here = []
+        for row in rows.values():
+            here.append(f"{np.mean([cell[name] for cell in run.facts(row)]):.3f}")
+        shares.append([f"attention {title}", *published, *here])
+    head = ["share of", *KINDS, *(f"{kind}, here" for kind in KINDS)]
+    # 3. the command
+    rates = {row: run.rates[row] for row in rows.values()}
+    folders = [str(run.file(job).parent) for job in run.used if rates.get(job.row) == job.rate]
+    command = f"python -m eval.systems.text all {' '.join(folders)}"
+    found = [
+        f"λ of {first} by layer, mean over seeds: {by_layer}.",
         "## Published (Ye et al. 2024, 3B) and here",
-        markdown_table(["share of", *KINDS, *(f"{kind}, here" for kind in KINDS)], shares),
-        f"By depth, number and length of context: `python -m eval.systems.text all {' '.join(folders)}`",
-        *(built.blocks(run, built.ORIGINAL) if options.positive else []),
+        markdown_table(head, shares),
+        f"By depth, number and length of context: `{command}`",
     ]
+    return found + built.blocks(run, built.ORIGINAL) if options.positive else found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     decided = ("attention", "preset", "corpus", "lr")
-    options = from_values(
-        Options, read_given(Options, argv, "train.compare --rows text", __doc__, QUICK, decided)
-    )
-    out = options.out or Path(f"runs/compare-text{'-quick' * options.quick}")
+    given = read_given(Options, argv, "train.compare --rows text", __doc__, QUICK, decided)
+    options = from_values(Options, given)
+    folder = "compare-text-quick" if options.quick else "compare-text"
+    out = options.out or Path("runs", folder)
     options = replace(options, out=out, corpus=f"{out}/corpus", preset=options.sizes[0])
-    corpus = open_corpus(
-        Path(options.corpus), options.text, TEXT_PRESETS[options.preset].vocab_size, SYMBOLS
-    )
+    vocabulary = TEXT_PRESETS[options.preset].vocab_size
+    corpus = open_corpus(Path(options.corpus), options.text, vocabulary, SYMBOLS)
     print(f"{len(corpus.ids['train']):,} tokens of text to learn from", file=sys.stderr)
     print(report.write(engine.run(study_of(options, corpus), options)))
