@@ -94,49 +94,20 @@ def fit(
     if progress.processes != world.size:
         problem = f"--resume {shown(run)}: the run has {progress.processes} processes"
         raise UserError(f"{problem}, this call {world.size}: start as many")
-    dtype = autocast_dtype(settings.autocast, world.device)
-    scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
-    called = spread(model, world, settings.shard, dtype, settings.compile)
-    reconnect(optimizer, model)
+    update = Update(model, optimizer, loss, settings, world, order.total)
     if progress.step:
         load_checkpoint(run, progress, optimizer)
-        scaler.load_state_dict(progress.scaler or scaler.state_dict())
+        update.scaler.load_state_dict(progress.scaler or update.scaler.state_dict())
     with catch_signals() as received, closing(Log(run, order.total, progress, world)) as log:
         steps = order.steps(progress.step, settings.workers, pin=world.device.type == "cuda")
         for micros in takewhile(lambda _: progress.stopped is None, steps):
+            # 1. the step
             step = progress.step
-            # 1. gradients; without a usable record there are none
-            model.train()
-            # no random state is saved
-            torch.manual_seed((settings.seed * 1_000_003 + step) * 1_009 + world.rank)
             tokens = count_records(micros, progress, order.most_bad, world)
-            losses = []
-            if tokens:
-                losses = backward(called, micros, tokens, loss, scaler, settings, world)
-                scaler.unscale_(optimizer)
-            parameters = trainable(model).values()
-            norm = nn.utils.clip_grad_norm_(parameters, settings.clip or math.inf)
-
-            # 2. what all processes know
-            *losses, norm = read_numbers(*losses, gathered(norm))
-            loss_sum, signals = world.sums(sum(losses), len(received))
-            # a scaler leaves infinite steps out itself
-            known_norm = 0.0 if scaler.is_enabled() else norm
-            check_finite(loss_sum, losses, step, micros, world, known_norm)
-
-            # 3. the update; without gradients momentum and decay would move the weights all the same
-            set_rates(optimizer, rate_factor(step, order.total, settings.warmup, settings.schedule))
-            if tokens:
-                scaler.step(optimizer)
-                scaler.update()
-            optimizer.zero_grad(set_to_none=True)
+            record, signals = update(step, micros, tokens, len(received))
             progress.step += 1
 
-            # 4. the log, with scores of held-out examples
-            record = {"step": step}
-            if tokens:
-                record["loss"] = loss_sum / tokens
-            record |= {"lr": optimizer.param_groups[-1]["lr"], "gradient_norm": norm}
+            # 2. the log, with scores of held-out examples
             record |= log.speed(tokens)
             if validate:
                 record |= validate(progress.step, progress)
@@ -144,11 +115,11 @@ def fit(
             if on_log and world.is_first:
                 on_log(step, record)
 
-            # 5. a checkpoint
+            # 3. a checkpoint
             is_last = signals or progress.step in (order.total, progress.stopped)
             if is_last or progress.step % settings.checkpoint_every == 0:
                 log.sync()
-                progress.scaler = scaler.state_dict()
+                progress.scaler = update.scaler.state_dict()
                 save_checkpoint(run, progress, model, optimizer, world, settings.keep)
                 log.go_on()
             if signals:
@@ -159,26 +130,67 @@ def fit(
     return progress
 
 
-def backward(
-    called: nn.Module,
-    micros: Sequence,
-    tokens: int,
-    loss: Callable[[nn.Module, Any], torch.Tensor],
-    scaler: torch.amp.GradScaler,
-    settings: LoopSettings,
-    world: World,
-) -> list[torch.Tensor]:
-    """Add up the gradients of the mean loss over `tokens`, those of all processes; returns the sums
-    of the micro-batches."""
-    losses = []
-    for number, micro in enumerate(micros):
-        set_gradient_sync(called, number == len(micros) - 1)
-        with autocast_of(settings.autocast, world.device):
-            value = loss(called, micro)
-        # DDP and FSDP2 average over the processes
-        scaler.scale(value * (world.size / tokens)).backward()
-        losses.append(value.detach())
-    return losses
+class Update:
+    """A step of training: accumulate, unscale, clip, step."""
+
+    def __init__(self, model, optimizer, loss, settings: LoopSettings, world: World, total: int):
+        """As for `fit`; total: steps of the run."""
+        self.model, self.optimizer, self.loss = model, optimizer, loss
+        self.settings, self.world, self.total = settings, world, total
+        dtype = autocast_dtype(settings.autocast, world.device)
+        self.scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
+        self.called = spread(model, world, settings.shard, dtype, settings.compile)
+        reconnect(optimizer, model)
+
+    def __call__(
+        self, step: int, micros: Sequence, tokens: int, signals: int
+    ) -> tuple[dict[str, float], int]:
+        """Update the weights from micro-batches with so many supervised tokens, those of all
+        processes; returns the metrics of the step, and the signals that any process has received.
+
+        Without tokens nothing changes: momentum and decay would move the weights all the same.
+        """
+        # 1. gradients
+        self.model.train()
+        # no random state is saved
+        torch.manual_seed((self.settings.seed * 1_000_003 + step) * 1_009 + self.world.rank)
+        losses = self.backward(micros, tokens) if tokens else []
+        if tokens:
+            self.scaler.unscale_(self.optimizer)
+        parameters = trainable(self.model).values()
+        norm = nn.utils.clip_grad_norm_(parameters, self.settings.clip or math.inf)
+
+        # 2. what all processes know; a scaler leaves infinite steps out itself
+        *losses, norm = read_numbers(*losses, gathered(norm))
+        loss_sum, signals = self.world.sums(sum(losses), signals)
+        known_norm = 0.0 if self.scaler.is_enabled() else norm
+        check_finite(loss_sum, losses, step, micros, self.world, known_norm)
+
+        # 3. the update
+        factor = rate_factor(step, self.total, self.settings.warmup, self.settings.schedule)
+        set_rates(self.optimizer, factor)
+        if tokens:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        record = {"step": step}
+        if tokens:
+            record["loss"] = loss_sum / tokens
+        rate = self.optimizer.param_groups[-1]["lr"]
+        return record | {"lr": rate, "gradient_norm": norm}, signals
+
+    def backward(self, micros: Sequence, tokens: int) -> list[torch.Tensor]:
+        """Add up the gradients of the mean loss over `tokens`; returns the sums of the
+        micro-batches."""
+        losses = []
+        for number, micro in enumerate(micros):
+            set_gradient_sync(self.called, number == len(micros) - 1)
+            with autocast_of(self.settings.autocast, self.world.device):
+                value = self.loss(self.called, micro)
+            # DDP and FSDP2 average over the processes
+            self.scaler.scale(value * (self.world.size / tokens)).backward()
+            losses.append(value.detach())
+        return losses
 
 
 def read_numbers(*tensors: torch.Tensor) -> list[float]:

@@ -75,7 +75,7 @@ def read_texts(paths: Sequence[str | Path]) -> dict[str, str]:
         }
     texts = {}
     for path in map(Path, paths):
-        files = sorted(filter(Path.is_file, path.rglob("*"))) if path.is_dir() else [path]
+        files = [path] if path.is_file() else sorted(filter(Path.is_file, path.rglob("*")))
         read = {str(file): text for file in files if (text := _decoded(file))}
         if not read:
             raise UserError(
