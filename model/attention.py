@@ -137,23 +137,17 @@ class LayerCache:
             return self.keys, self.values
         end = self.length + k.shape[2]
         assert end <= self.capacity, f"{end} positions do not fit into a cache of {self.capacity}"
+        # zeros, not empty: a masked weight of 0 times a NaN left in memory would be NaN
         if end > self.room:
-            self.room = min(self.capacity, max(2 * end, self.least))
-            self.keys = widened(self.keys, k, self.room)
-            self.values = widened(self.values, v, self.room)
+            room = min(self.capacity, max(2 * end, self.least))
+            more = (0, 0, 0, room - self.room)
+            self.keys = F.pad(self.keys if self.room else k[:, :, :0], more)
+            self.values = F.pad(self.values if self.room else v[:, :, :0], more)
+            self.room = room
         self.keys.narrow(2, self.length, k.shape[2]).copy_(k)
         self.values.narrow(2, self.length, k.shape[2]).copy_(v)
         self.length = end
         return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
-
-
-def widened(kept: torch.Tensor, like: torch.Tensor, room: int) -> torch.Tensor:
-    """`kept` (B, heads, S, width), or nothing, in a tensor (B, heads, room, width) as `like`."""
-    # zeros, not empty: a masked weight of 0 times a NaN left in memory would be NaN
-    wide = like.new_zeros(*like.shape[:2], room, like.shape[3])
-    if kept.numel():
-        wide.narrow(2, 0, kept.shape[2]).copy_(kept)
-    return wide
 
 
 class Attention(nn.Module):
