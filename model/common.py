@@ -129,6 +129,16 @@ def shown(value: Any, width: int = 200) -> str:
     )
 
 
+def check_text(text: str) -> str:
+    """The text. Raises UserError for bytes of the command line that are not UTF-8, and for half of
+    a surrogate pair: no tokenizer takes them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{quoted(text)}: is not UTF-8 text: write it in UTF-8") from None
+    return text
+
+
 def quoted(value: Any, width: int = 80) -> str:
     """The repr of a value as one printable line of at most `width` characters."""
     return shown(repr(value), width)

@@ -16,7 +16,7 @@ from typing import Any
 
 import sentencepiece
 
-from model.common import UserError, quoted, read_json, read_json_if
+from model.common import UserError, check_text, quoted, read_json, read_json_if
 from model.config import config_errors
 from model.source import EMBEDDED, preset_of, resolve
 from model.turns import SLOT
@@ -184,13 +184,13 @@ class Texts:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, nothing before and nothing behind. Raises UserError if it spells a
-        control token."""
+        control token or is not UTF-8."""
         for piece in self._reserved:
             if piece in text:
                 raise UserError(
                     f"the text spells the control token {piece}, which is placed for you: remove it"
                 )
-        return self.tokenizer.encode(text)
+        return self.tokenizer.encode(check_text(text))
 
     def spell(self, text: str, slot: Sequence[int]) -> list[int]:
         """The ids of a text, those of `slot` in place of each `<image>`; without a slot it is

@@ -20,6 +20,7 @@ from typing import Any
 
 from model.common import (
     UserError,
+    check_text,
     once,
     parse_json,
     quoted,
@@ -47,8 +48,8 @@ Places = list[
 
 
 def check_prompt(template: str) -> str:
-    """The template. Raises UserError if the text {question} is not in it."""
-    if "{question}" not in template:
+    """The template. Raises UserError if the text {question} is not in it, or it is not UTF-8."""
+    if "{question}" not in check_text(template):
         raise UserError(
             f"prompt template {quoted(template)}: must contain {{question}}, such as {PROMPT!r}"
         )

@@ -26,15 +26,17 @@ RUNS += [
 FAST = "--limit 1 --max-new-tokens 1 --json".split()
 
 
-def test_templates_are_filled_literally():
+def test_templates_are_filled_literally(processor):
     """Breaks when a template reads attributes, takes 4 GiB, or without {question} makes all prompts
-    one."""
+    one, or a byte that is not UTF-8 ends in the tokenizer's traceback."""
     template = check_prompt("{question} {question.__class__} { {0} {question:>10000000000}")
     assert (
         fill_prompt(template, "Is {it}?")
         == "Is {it}? {question.__class__} { {0} {question:>10000000000}"
     )
     refused(lambda: check_prompt("{ question }"), "{question}")
+    refused(lambda: check_prompt("caf\udce9 {question}"), "UTF-8")
+    refused(lambda: processor.row_of(1, [("caf\udce9", None)]), "udce9", "UTF-8")
 
 
 @pytest.mark.long

@@ -27,7 +27,7 @@ from model.common import UserError
 from train.data.batches import Weighted
 from train.settings import Settings
 
-WEIGHT = re.compile(r"(.+)@(\d{1,9}\.?\d*|\.\d+)")
+WEIGHT = re.compile(r"(.+)@(\d{1,9}(?:\.\d*)?|\.\d+)")
 MEMORY = "python:"  # the kind of source, in config.json, of examples that a program has made
 
 
