@@ -108,6 +108,8 @@ def test_official_files_and_finished_runs(tmp_path, capsys, monkeypatch):
     again = run(tmp_path / "b", *flags, "--from", *finished)
     assert not (again["paper-1"][0] / "metrics.jsonl").exists() and steps(again["paper-4"][0]) == 2
     assert cells.keys() - again.keys() == {CONTROL}  # nobody knows the settings of a finished run
+    given = [*finished, f"{CONTROL}={cells[CONTROL][0]}"]
+    assert CONTROL in paper.study_of(read_models([*flags, "--from", *given])).rows
     assert all(cells[row][1]["scores"] == cell["scores"] for row, (_, cell) in again.items())
     with pytest.raises(UserError, match="another base"):
         run(tmp_path / "c", *flags, "--base", "tiny", "--from", finished[0])

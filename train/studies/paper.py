@@ -177,7 +177,7 @@ def study_of(models: Mapping[str, Options]) -> engine.Study:
     marks = {row: (file_digest(run / adapter.TENSOR_FILE),) for row, run in base.finished.items()}
     rows: dict[str, tuple] = {row: marks.get(row, ()) for row in ("baseline", *base.rows)}
     for row, names in PART_2.items():
-        if row == CONTROL and WITH in base.finished:
+        if row == CONTROL and row not in marks and WITH in marks:
             continue  # nobody knows the settings of a finished run
         if part_1 := tuple((name, *rows[name]) for name in names if name in rows):
             rows[row] = marks.get(row, part_1)
