@@ -1,5 +1,5 @@
-"""Several benchmarks and models in one table: the rows of Q-Mamba's Table 1, with MMBench and
-MMNeedle beside them.
+"""Several benchmarks and models in one table: VQAv2, GQA, VizWiz, TextVQA, POPE, MMBench and
+MMNeedle.
 
     python -m eval.suite --root DIR --tasks vqav2,gqa,vizwiz,textvqa,pope,mmbench,needle --model A
     --model B
@@ -7,7 +7,7 @@ MMNeedle beside them.
 
 In: the official files below --root (FLAGS), and models. Out: suite.json, and what the benchmarks'
 commands write; other flags are theirs (`python -m eval.vqa --help`). Models whose run tells no
-prompt are asked as their authors ask: WINGS and Q-Mamba as LLaVA is, PaliGemma as in big_vision,
+prompt are asked as their authors ask: LLaVA's successors as LLaVA is, PaliGemma as in big_vision,
 configs/proj/paligemma/transfers.
 """
 

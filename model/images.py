@@ -84,7 +84,7 @@ def normalized(pixels: np.ndarray) -> torch.Tensor:
 
 
 def pad_to_square(image: Image.Image) -> Image.Image:
-    """The picture in the middle of a gray square of its longer side, as LLaVA and WINGS train.
+    """The picture in the middle of a gray square of its longer side, as LLaVA trains.
     Raises UserError."""
     if (side := max(image.size)) ** 2 > 4 * MOST_PIXELS:  # as much memory
         raise UserError(

@@ -25,7 +25,7 @@ from model.turns import SLOT
 BESIDE = ["added_tokens.json", "tokenizer_config.json"]
 READ = ["config.json", "processor_config.json", "preprocessor_config.json", *BESIDE]
 SPACE = "\u2581"  # stands for a space in sentencepiece's pieces
-# of GPT-NeoX (the published Mambas) and Qwen, in place of all four control tokens
+# of GPT-NeoX and Qwen, in place of all four control tokens
 END = "<|endoftext|>"
 # tokens that transformers' GemmaTokenizer and PaliGemmaProcessor find in text, whatever a file says
 # of them

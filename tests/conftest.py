@@ -6,14 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from eval.systems.text.corpus import Corpus, open_corpus
-from eval.systems.text.tasks import SYMBOLS
 from model.processor import Processor
 from tests.files import write_prose
 
-gc.set_threshold(
-    200_000, 20, 1000
-)  # torch and transformers are a million objects: to pass over them takes a tenth
+# torch and transformers are a million objects: to pass over them takes a tenth
+gc.set_threshold(200_000, 20, 1000)
 
 
 @pytest.fixture(scope="session")
@@ -29,8 +26,11 @@ def text_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def corpus(text_folder, tmp_path_factory) -> Corpus:
+def corpus(text_folder, tmp_path_factory):
     """The corpus of `text_folder`, with 1,024 pieces."""
+    from eval.systems.text.corpus import open_corpus
+    from eval.systems.text.tasks import SYMBOLS
+
     return open_corpus(tmp_path_factory.mktemp("corpus"), [text_folder], 1024, SYMBOLS)
 
 

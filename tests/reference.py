@@ -15,7 +15,6 @@ from transformers.utils import logging
 
 from model.attention import attention_modules
 from model.paligemma import PaliGemma
-from model.systems.mamba import MambaLM
 from weights.load import load_model, load_system
 
 IMAGE_TOKEN = 127
@@ -126,7 +125,7 @@ def hf_mamba(seed: int = 0, **sizes) -> transformers.MambaForCausalLM:
     return model
 
 
-def our_mamba(hf, dtype: torch.dtype = torch.float32) -> MambaLM:
+def our_mamba(hf, dtype: torch.dtype = torch.float32):
     """The same model through the production path."""
     with tempfile.TemporaryDirectory() as folder:
         hf.save_pretrained(folder)

@@ -6,7 +6,7 @@ A sample of the data is opened as training opens it; of the weights headers alon
 GPU is needed.
 
 A step is traced: it runs on tensors that have a shape and no memory, and every storage is counted
-while it is alive. Mamba scans, and weights in few bits are unpacked, as on a GPU. Sizes are printed
+while it is alive. Scans, and weights in few bits are unpacked, as on a GPU. Sizes are printed
 in GB, 10⁹ bytes, those of a GPU with CUDA's own; CUDA also copies keys and values for all heads
 where attention has a mask.
 """

@@ -1,4 +1,3 @@
-"""Checkpoints in and out. Commit b24ffcd made the bundled ones, `tiny/` and `tiny-mamba/`, with
-`train/systems/text_base.py`."""
+"""Checkpoints in and out, and the bundled toy models."""
 
 import model.common  # noqa: F401  before torch: Ctrl-C while modules are imported is one of its subjects

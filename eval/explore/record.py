@@ -135,8 +135,7 @@ def decoder_maps(
     layers = decoder_layers(model)
     if not layers:
         raise UserError(
-            f"{name}: the model has no attention in its decoder, and no maps: take a PaliGemma or "
-            "a WINGS"
+            f"{name}: the model has no attention in its decoder, and no maps: take a PaliGemma"
         )
     maps: dict[Attention, list] = {layer: [] for layer in layers}
     taps = {
