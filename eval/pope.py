@@ -1,12 +1,12 @@
 """POPE: does a model say that an object is in the picture when it is not?
 
-    python -m eval.pope --questions coco_pope_{random,popular,adversarial}.json --images DIR --model
-    SRC --adapter RUN python -m eval.pope --questions Q --images DIR --results answers.jsonl
+    python -m eval.pope --questions coco_pope_{random,popular,adversarial}.json --images DIR --model SRC
+    python -m eval.pope --questions Q --results answers.jsonl
 
 In: POPE's questions, and a model, or its free-text answers. Out: accuracy, precision, recall, F1
 and the share of yes, for each file and their mean; with --probability also the accuracy where yes
-is the answer if P(yes) ≥ P(no). "neither" is the share of answers without the word yes that count as
-yes, as in the published script.
+is the answer if P(yes) ≥ P(no). As in the published script an answer that is not no counts as yes;
+"neither" is the share of those that do not say yes, such as "Maybe".
 
 Source: Li et al., "Evaluating Object Hallucination in Large Vision-Language Models", EMNLP 2023.
 """

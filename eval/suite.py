@@ -146,9 +146,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = markdown_table(
         ["%", *columns], [[name, *map(cell, map(row.get, columns))] for name, row in values.items()]
     )
-    print(
-        json.dumps(values, ensure_ascii=False) if flags.json else "\n".join([*lines, *comparisons])
-    )
+    print(json.dumps(values) if flags.json else "\n".join([*lines, *comparisons]))
 
 
 if __name__ == "__main__":

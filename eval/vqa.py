@@ -3,7 +3,7 @@
     python -m eval.vqa                          the newest run, or the embedded base, on the embedded scenes
     python -m eval.vqa --model google/paligemma-3b-pt-224 --adapter RUN --questions Q --annotations A --images DIR
     python -m eval.vqa --data jsonl:test.jsonl --adapter RUN --adapter OTHER --blind
-    python -m eval.vqa --questions Q --annotations A --images DIR --results R
+    python -m eval.vqa --questions Q --annotations A --results R
 
 In: questions and annotations (`eval/data/published.py`) or your own examples
 (`eval/data/records.py`), and a model, or its answers. Out: results.json, and accuracy in percent,

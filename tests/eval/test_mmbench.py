@@ -127,8 +127,8 @@ def test_thirty_questions_by_hand(workplace, capsys):
 # options → the answers that name each, in its place; behind the last "/" those that name none
 IN_WORDS = """
     A cat | A dog | A bird | A fish → a cat. | A dog | it is  a BIRD | A fish / B | A | (B) | | A dog, a cat
-    1 | 10 | 11 | 1.5 → 1 | 10 | 11. | 1.5 / 2.5 | -1 | 1,000 | 111
-    left | upper left | right | upper right → left | Upper\tleft | on the right | upper right / left, right | upright
+    1 | 10 | 11 | 1.5 → 1 | 10 | 11. | 1.5 / 2.5 | 2.1 | -1 | 1,000 | 111
+    left | upper left | right | upper right → left | Upper\tleft | on the right | upper right / left, right | left-hand
     woman | man | C++ | C → a woman | the man. | C++ | C / men | C+++ C
     dog | cat | dog and cat | none → dog | cat | Dog and cat | none / dog or cat
     狗 | 左 | 左上 | t-shirt → 是狗 | 左 | 左上 | t-shirt / 狗左 | T shirt
@@ -239,6 +239,7 @@ def test_a_model_is_asked(source, workplace, capsys, monkeypatch):
         for r in json.loads((workplace / "free/results.json").read_text())
     }
     assert said.keys() == {q.id for q in asked[0]} - {1000001} and None not in said.values()
+    refused(lambda: mmbench.main("--tsv T --results free/results.json".split()), "--wording")
 
 
 def test_bad_files_are_named(workplace):
