@@ -24,10 +24,10 @@ def spell_number(value: float) -> str:
 
 
 def axis(
-    values: Sequence[float], start: float, end: float
+    values: Sequence[float], start: float, end: float, tight: bool = False
 ) -> tuple[list[float], Callable[[float], float]]:
-    """The marks to print, and from data to points: about six round marks, 1, 2 or 5 × 10^k apart,
-    from end to end."""
+    """The marks to print, and from data to points: about six round marks, 1, 2 or 5 × 10^k apart.
+    The axis ends at marks or, if it is tight, where the values do."""
     low, high = min(values), max(values)
     if low == high:
         low, high = low - 0.5, high + 0.5
@@ -37,7 +37,11 @@ def axis(
     marks = [
         step * n for n in range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)
     ]
-    return marks, lambda value: start + (value - marks[0]) / (marks[-1] - marks[0]) * (end - start)
+    if tight:
+        marks = [mark for mark in marks if low - step / 1e6 <= mark <= high + step / 1e6]
+    else:
+        low, high = marks[0], marks[-1]
+    return marks, lambda value: start + (value - low) / (high - low) * (end - start)
 
 
 def line_chart(
@@ -66,7 +70,7 @@ def line_chart(
     legend = max(text_width(name, 12) for name in series) + 34 if len(series) > 1 else 0
     left, right, top, bottom = 66, WIDTH - 22 - legend, 46 if title else 18, HEIGHT - 52
     sheet = Canvas(WIDTH, HEIGHT)
-    x_marks, to_x = axis([x for x, _ in drawn], left, right)
+    x_marks, to_x = axis([x for x, _ in drawn], left, right, tight=True)
     ends = [end for of_series in dict(bars).values() for _, *both in of_series for end in both]
     y_marks, to_y = axis([y for _, y in drawn] + ends, bottom, top)
     for mark in y_marks:

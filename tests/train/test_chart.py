@@ -39,12 +39,16 @@ def test_marks_are_round_numbers_that_enclose_the_data(low, high, marks):
 
 
 def test_chart_puts_points_where_the_axes_say():
-    """Breaks when the y axis is upside down, a curve is not where its points are, or a NaN is
-    drawn."""
+    """Breaks when the y axis is upside down, a curve is not where its points are, a run of 320
+    steps ends before the axis does, or a NaN is drawn."""
     points = where(chart.line_chart({"loss": [(0, 0), (10, 5)]}))
     assert points[0] == pytest.approx((66, 348), abs=2) and points[-1] == pytest.approx(
         (658, 18), abs=2
     )
+    steps = [(step, step) for step in range(320)]
+    assert where(chart.line_chart({"loss": steps}))[-1][0] == pytest.approx(658, abs=2)
+    assert chart.axis([0, 319], 0, 319, tight=True)[0] == [0, 100, 200, 300]
+    assert chart.axis([3 * 0.1, 1.1 * 3], 0, 1, tight=True)[0][-1] == pytest.approx(3)
     curve = where(chart.line_chart({"a": [(0, 0), (5, 3), (10, 4)]}))
     middle = [y for x, y in curve if abs(x - (66 + 658) / 2) < 1]
     assert np.mean(middle) == pytest.approx(348 - 330 * 3 / 4, abs=2)
