@@ -87,7 +87,8 @@ def draw(rows: int, seed: int, others: int = OTHERS) -> tuple[torch.Tensor, torc
 
 def make(job: Job, folder: Path) -> dict:
     """A cell of `train`. The job may change what that takes."""
-    return train(job.rate, job.seed, **{"kind": job.row} | dict(job.changes))
+    changes = {"kind": job.row} | dict(job.changes)
+    return train(job.rate, job.seed, **changes)
 
 
 def train(

@@ -18,7 +18,7 @@ could tell it at any cap: the bound says nothing of it.
 
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -195,9 +195,9 @@ def train(
     base: Path,
     rate: float,
     seed: int,
+    kind: str,
     cap: float | None,
     steps: int,
-    kind: str,
     drawn=0,
     one_map=False,
     **options,
@@ -222,7 +222,8 @@ def train(
     # 3. training
     learn(model.train(), optimizer, steps, "cosine", seed)
     scores = {split: {"needle": found(model.eval(), split)} for split in TESTS}
-    return {"scores": scores, "facts": {"parameters": count(trainable(model).values())}}
+    facts = {"parameters": count(trainable(model).values())}
+    return {"scores": scores, "facts": facts}
 
 
 # The studies, one for each dose
@@ -254,6 +255,8 @@ def study_of(options: Options, task: str, cap: float | None, times: int) -> Stud
         mild, strong, reason = PREDICTED[row]
         verdict = strong if cap and cap < MILD else mild
         predictions.append((row, task, verdict, reason))
+    # what equal rows differ by
+    chance = {plain[-1]: plain[:1]}
     return Study(
         name=f"dose, {task}, cap {cap}, {times} x",
         title="Two attention maps at a dose of noise",
@@ -261,7 +264,7 @@ def study_of(options: Options, task: str, cap: float | None, times: int) -> Stud
         make=make,
         key="",
         measures={task: measure},
-        beside={CONTROL: dict.fromkeys(variants, plain), "plain, A/A": {plain[-1]: plain[:1]}},
+        beside={CONTROL: dict.fromkeys(variants, plain), "plain, A/A": chance},
         rates=options.rates or rates,
         main=task,
         tuning_seeds=TUNING_SEEDS,
@@ -272,8 +275,8 @@ def study_of(options: Options, task: str, cap: float | None, times: int) -> Stud
     )
 
 
-def compute_doses(options: Options, first: Run) -> dict[tuple[str, int], dict[float | None, Run]]:
-    """The runs by task and times, and by cap; all but the first are computed here, as its parts.
+def compute_doses(options: Options, first: Run) -> dict:
+    """The runs by (task, times), and by cap; all but the first are computed here, as its parts.
     Longer runs take the rates of shorter ones, and needles of all caps those of the first, whose
     cells take the most time."""
     runs, rates = {}, {}
@@ -320,9 +323,9 @@ def blocks(options: Options, first: Run) -> list:
 # Figures
 
 
-def draw_gaps(title: str, by_cap: dict[float | None, dict[str, dict]]) -> Image.Image:
+def draw_gaps(title: str, by_cap: Mapping) -> Image.Image:
     """Differences to the plain rows over the cap, with intervals; `plain again` is the difference
-    of equal rows."""
+    of equal rows. by_cap: of each cap the differences by row."""
     rows = next(iter(by_cap.values()))
     lines, bars = {}, {}
     for row in rows:

@@ -189,14 +189,16 @@ def write(run: Run) -> str:
     summary = {"made_by": made_by, "cpu_seconds": seconds, "seeds": run.seeds}
     summary |= {"rates": {}, "rows": {}, "tables": {}}
     for row, of_row in run.cells.items():
-        summary["rates"][row] = {"chosen": run.rates[row], "tried": run.tried.get(row, {})}
+        tried = run.tried.get(row, {})
+        summary["rates"][row] = {"chosen": run.rates[row], "tried": tried}
         summary["rows"][row] = {"facts": [cell["facts"] for cell in of_row]}
     for title, table in run.tables.items():
         lines = [{"row": row, "measure": name, **gap} for (row, name), gap in table.items()]
         summary["tables"][title] = lines
     # 3. the cells
     sheet = io.StringIO()
-    csv.writer(sheet, lineterminator="\n").writerows([PLACE + MADE_BY, *lines_of(run)])
+    lines = [PLACE + MADE_BY, *lines_of(run)]
+    csv.writer(sheet, lineterminator="\n").writerows(lines)
     write_text(run.out / "comparison.csv", sheet.getvalue())
     write_text(run.out / "comparison.md", text)
     write_text(run.out / "comparison.json", json.dumps(summary, indent=1) + "\n")

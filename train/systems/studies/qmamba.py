@@ -157,7 +157,8 @@ def open_row(settings: Settings, row: Row, seed: int, *donor: Path) -> PaliGemma
         if queries == "half":
             options["queries"] = max(1, sizes.projector.queries // 2)
     option = tuple(f"{name}={json.dumps(value)}" for name, value in options.items())
-    return load_start(replace(settings, seed=seed, option=option), choose_device(settings.device))
+    settings = replace(settings, seed=seed, option=option)
+    return load_start(settings, choose_device(settings.device))
 
 
 def tasks_of(options: Options, split: str) -> dict[str, Task]:

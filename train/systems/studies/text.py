@@ -207,9 +207,10 @@ def blocks(options: Options, run: engine.Run) -> list:
         shares.append([f"attention {title}", *published, *here])
     head = ["share of", *KINDS, *(f"{kind}, here" for kind in KINDS)]
     # 3. the command
-    rates = {row: run.rates[row] for row in rows.values()}
-    folders = [str(run.file(job).parent) for job in run.used if rates.get(job.row) == job.rate]
-    command = f"python -m eval.systems.text all {' '.join(folders)}"
+    command = "python -m eval.systems.text all"
+    for job in run.used:
+        if job.row in rows.values() and job.rate == run.rates[job.row]:
+            command += f" {run.file(job).parent}"
     found = [
         f"λ of {first} by layer, mean over seeds: {by_layer}.",
         "## Published (Ye et al. 2024, 3B) and here",

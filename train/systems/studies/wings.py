@@ -99,7 +99,8 @@ def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *befor
     if job.row == BEFORE:
         text = {"test": {TEXT: tasks["test"][TEXT]}}
         model, processor = open_first(first, folder)
-        return {"scores": {}, "facts": ask(model, processor, first, text, folder)["test"]}
+        known = ask(model, processor, first, text, folder)
+        return {"scores": {}, "facts": known["test"]}
     # 1. stage 1
     model, processor = open_first(first, before[0])
     factors = dict(job.changes)
