@@ -71,9 +71,8 @@ def scene_needles(kind: str, tests: int, split: str = "test") -> list[NeedleTest
 def coco_needles(tests: int, coco: str, captions: str | None) -> tuple[str, list[NeedleTest]]:
     """Title and trials of 2×2 needle tests on the pictures of COCO's val2014."""
     if captions is None:
-        raise UserError(
-            "--coco needs --captions: MMNeedle's caption file, or COCO's captions_val2014.json"
-        )
+        files = "MMNeedle's caption file, or COCO's captions_val2014.json"
+        raise UserError(f"--coco needs --captions: {files}")
     return "MMNeedle 1_2_2", needle.drawn_tests(coco, captions, tests)
 
 
@@ -113,8 +112,9 @@ def held_out_questions(settings: Settings, split: str) -> list[Question]:
         return vqa.questions_of(asked, settings.images or path, settings.prompt)
     records = read_records(settings, "validation")
     pictures = sorted({record.key for record in records})
-    half = pictures[0::2] if split == "validation" else pictures[1::2]
-    kept = [record for record in records if record.key in set(half)]
+    first = 0 if split == "validation" else 1
+    half = set(pictures[first::2])
+    kept = [record for record in records if record.key in half]
     return [question_of(record, truth=replace(record, pictures=())) for record in kept]
 
 
