@@ -1,14 +1,15 @@
-"""VQA: a model's answers, official results files, and the published scorers of VQAv2, TextVQA, VizWiz and GQA.
+"""VQA: a model's answers, official results files, and the published scorers of VQAv2, TextVQA,
+VizWiz and GQA.
 
-    python -m eval.vqa                          the newest run, or the embedded base, on the embedded scenes
-    python -m eval.vqa --model google/paligemma-3b-pt-224 --adapter RUN --questions Q --annotations A --images DIR
+    python -m eval.vqa                  the newest run, or the embedded base, on the embedded scenes
+    python -m eval.vqa --model SRC --adapter RUN --questions Q --annotations A --images DIR
     python -m eval.vqa --data jsonl:test.jsonl --adapter RUN --adapter OTHER --blind
     python -m eval.vqa --questions Q --annotations A --results R
 
 In: questions and annotations (`eval/data/published.py`) or your own examples
 (`eval/data/records.py`), and a model, or its answers. Out: results.json, and accuracy in percent,
-overall and by type, beside the best guess from the text alone. Your own examples are scored by exact
-match, and by VQA accuracy where people differ; of a conversation the last answer is asked.
+overall and by type, beside the best guess from the text alone. Your own examples are scored by
+exact match, and by VQA accuracy where people differ; of a conversation the last answer is asked.
 """
 
 import math
@@ -33,10 +34,8 @@ from eval.question import Question, question_of
 from eval.vqa_scoring import SCORERS, answerability, official, record_scores, summarize, truths_of
 from model.common import UserError, run_command, shown
 
-NAMES = {
-    "gqa": ("questionId", "prediction"),
-    "vizwiz": ("image", "answer"),
-}  # in their servers' files
+# of a question and its answer in the files of their servers
+NAMES = {"gqa": ("questionId", "prediction"), "vizwiz": ("image", "answer")}
 EMBEDDED = 1200  # questions on the embedded scenes, by default
 TRAIN_QUESTIONS = 12_000  # embedded ones that the text-only guess knows
 GUESS = "text-only guess"
@@ -45,9 +44,8 @@ GUESS = "text-only guess"
 class Vqa(Benchmark):
     name = "vqa"
     scoring = "official"
-    known: Sequence[Question] | None = (
-        None  # the text-only guess learns from them, or else from the questions
-    )
+    # the text-only guess learns from them (of none: from the questions themselves)
+    known: Sequence[Question] | None = None
     flags = {
         "--data": dict(
             help="jsonl:FILE, csv:FILE, vqav2:DIR or embedded (default: embedded)", metavar="SRC"
@@ -75,66 +73,66 @@ class Vqa(Benchmark):
     limit = f"questions, the first N (default: all of files, {EMBEDDED} of the embedded scenes)"
 
     def questions(self, args):
-        (kind, folder), self.known = source_parts(args.data or "embedded"), None
-        parts = args.questions, args.annotations, args.answerability
-        if args.data and any(parts):
-            raise UserError(
-                "--questions, --annotations and --answerability are of other data: leave --data out"
-            )
-        is_whole = args.questions and (args.images or args.results)
-        if not (args.data or is_whole) and any((*parts, args.images)):
+        """Of one source, each with a method of its own."""
+        self.known = None
+        if args.data:
+            return self.of_data(args)
+        if args.questions and (args.images or args.results):
+            return self.of_files(args, [args.questions, args.annotations], args.images)
+        if any((args.questions, args.annotations, args.answerability, args.images)):
             raise UserError(
                 "--questions and --images go together, --annotations and --answerability with "
                 "them: give both"
             )
-        if kind not in ("embedded", "vqav2"):
-            if args.prompt or args.scoring or args.guess:
-                raise UserError(
-                    f"{shown(args.data)} has complete prompts: no --prompt, --scoring or --guess"
-                )
-            records = read_data(args.data, args.images)[: args.limit]
-            groups = groups_of(records)
-            return [
-                question_of(record, truth=record, group=groups.get(record.name, ""))
-                for record in records
-            ]
-        if kind == "embedded" and not args.questions:
-            self.scoring, self.known = (
-                args.scoring or "official",
-                embedded(TRAIN_QUESTIONS, "train"),
+        return self.of_scenes(args)
+
+    def of_data(self, args):
+        """Of --data, which takes no other files."""
+        kind, folder = source_parts(args.data)
+        if any((args.questions, args.annotations, args.answerability)):
+            raise UserError(
+                "--questions, --annotations and --answerability are of other data: leave --data out"
             )
-            return embedded(args.limit or EMBEDDED, "test", args.template)
-        files = [args.questions, args.annotations]
-        if kind == "vqav2":  # those of val2014 if they are there, else of train2014
-            files = [
-                folder / name.replace("train2014", "val2014")
-                for name in (QUESTIONS_FILE, ANNOTATIONS_FILE)
-            ]
-            files = (
-                files
-                if files[0].is_file()
-                else [folder / QUESTIONS_FILE, folder / ANNOTATIONS_FILE]
+        if kind == "embedded":
+            return self.of_scenes(args)
+        if kind == "vqav2":
+            names = QUESTIONS_FILE, ANNOTATIONS_FILE
+            files = [folder / name.replace("train2014", "val2014") for name in names]
+            if not files[0].is_file():
+                files = [folder / name for name in names]
+            return self.of_files(args, files, args.images or folder)
+        return self.of_examples(args)
+
+    def of_scenes(self, args):
+        """On the embedded scenes."""
+        self.scoring = args.scoring or "official"
+        self.known = embedded(TRAIN_QUESTIONS, "train")
+        return embedded(args.limit or EMBEDDED, "test", args.template)
+
+    def of_examples(self, args):
+        """Of a user's examples, with their own prompts."""
+        if args.prompt or args.scoring or args.guess:
+            raise UserError(
+                f"{shown(args.data)} has complete prompts: no --prompt, --scoring or --guess"
             )
+        records = read_data(args.data, args.images)[: args.limit]
+        groups = groups_of(records)
+        return [question_of(r, truth=r, group=groups.get(r.name, "")) for r in records]
+
+    def of_files(self, args, files, images):
+        """Of published files, questions and annotations, on pictures in the folder `images`."""
         fitting, asked = read_vqa(*files)
-        questions = questions_of(asked[: args.limit], args.images or folder, args.template)
+        questions = questions_of(asked[: args.limit], images, args.template)
         if fitting == "gqa" and args.scoring not in (None, "gqa", "paper"):
             problem = (
                 f"{args.scoring} scoring cannot apply to one answer a question: take --scoring gqa"
             )
             raise UserError(f"{shown(files[1] or files[0])}: {problem}")
-        self.scoring, self.known = args.scoring or fitting, [] if args.guess else None
+        self.scoring = args.scoring or fitting
+        if args.guess:
+            self.known = []
         if args.answerability:
-            if any(q.truth.answerable is None for q in questions):
-                raise UserError(
-                    "--answerability: no annotation says which questions are answerable: give "
-                    "VizWiz's"
-                )
-            word = (
-                "Unanswerable" if "'Unanswerable'" in args.template else "unanswerable"
-            )  # as it is asked for
-            questions += [
-                replace(q, id=f"{q.id}, {word}", choices=(word,), scored=True) for q in questions
-            ]
+            questions += unsure_questions(questions, args.template)
         return questions
 
     def score(self, question, answer: Any):
@@ -152,16 +150,13 @@ class Vqa(Benchmark):
             lines = super().summary(scored)
         elif scored:
             values = summarize([(row.question.truth, sum(row.scores.values())) for row in scored])
-            by_question = {
-                f"  {name}": value for name, value in values["per_question_type"].items()
-            }
-            percents = {"overall": values["overall"], **values["per_answer_type"], **by_question}
-            lines = {name: {"VQA accuracy": value} for name, value in percents.items()}
+            percents = {"overall": values["overall"], **values["per_answer_type"]}
+            for name, percent in values["per_question_type"].items():
+                percents[f"  {name}"] = percent
+            lines = {name: {"VQA accuracy": percent} for name, percent in percents.items()}
         if unsure := [row for row in rows if row.question.scored]:
             cannot = [row.question.truth.answerable == 0 for row in unsure]
-            lines["answerability"] = {
-                **answerability(cannot, [math.exp(*row.answer) for row in unsure])
-            }
+            lines["answerability"] = answerability(cannot, [math.exp(*r.answer) for r in unsure])
         return lines
 
     def baselines(self, rows):
@@ -174,15 +169,13 @@ class Vqa(Benchmark):
         id_, answer = NAMES.get(self.scoring, ("question_id", "answer"))
         results, unsure = [], []
         for q, said, scores in rows:
-            more = (
-                {"question": q.prefix, "right": truths_of(q.truth), **scores}
-                if isinstance(q.truth, Record)
-                else {}
-            )
             if q.scored:
                 unsure.append({id_: q.truth.question_id, "answerable": 1 - math.exp(*said)})
-            else:
-                results.append({id_: q.id, answer: said} | more)
+                continue
+            result = {id_: q.id, answer: said}
+            if isinstance(q.truth, Record):
+                result |= {"question": q.prefix, "right": truths_of(q.truth), **scores}
+            results.append(result)
         write_records(out / "results.json", results)
         if unsure:
             write_records(out / "answerability.json", unsure)
@@ -194,10 +187,10 @@ class Vqa(Benchmark):
 @cache
 def embedded(limit: int = EMBEDDED, split: str = "test", template: str = PROMPT) -> list[Question]:
     """The first `limit` questions on the embedded scenes of a split."""
-    pictures = -(-limit // len(scenes.QUESTIONS))
-    return of_samples(
-        [s for n in range(pictures) for s in scenes.vqa_picture(split, n)][:limit], split, template
-    )
+    samples = []
+    for number in range(-(-limit // len(scenes.QUESTIONS))):
+        samples += scenes.vqa_picture(split, number)
+    return of_samples(samples[:limit], split, template)
 
 
 def of_samples(
@@ -207,13 +200,11 @@ def of_samples(
     questions = []
     for s in samples:
         answers = tuple({"answer": s.suffix, "answer_id": i} for i in range(1, 11))
-        truth = Annotation(
-            s.question_id, answers, s.suffix, s.answer_type, s.question_type, question=s.question
-        )
+        types = s.answer_type, s.question_type
+        truth = Annotation(s.question_id, answers, s.suffix, *types, question=s.question)
         prompt = fill_prompt(template, s.question)
-        questions.append(
-            Question(s.question_id, f"{split}/{s.image_id}", s.scene.render, prompt, truth=truth)
-        )
+        about = s.question_id, f"{split}/{s.image_id}", s.scene.render, prompt
+        questions.append(Question(*about, truth=truth))
     return questions
 
 
@@ -222,11 +213,23 @@ def questions_of(
 ) -> list[Question]:
     """Questions of published files on pictures in the folder `images`. Raises UserError for a
     picture not in it."""
-    pairs = [(a, find_picture(images, a.image) if images else ()) for a in asked]
-    return [
-        Question(a.question_id, a.image, path, fill_prompt(template, a.question), truth=a)
-        for a, path in pairs
-    ]
+    questions = []
+    for truth in asked:
+        path = find_picture(images, truth.image) if images else ()
+        prompt = fill_prompt(template, truth.question)
+        questions.append(Question(truth.question_id, truth.image, path, prompt, truth=truth))
+    return questions
+
+
+def unsure_questions(questions: Sequence[Question], template: str) -> list[Question]:
+    """The same ones, asked for how likely the answer "unanswerable" is, as the prompt spells it.
+    Raises UserError for annotations that do not tell."""
+    if any(q.truth.answerable is None for q in questions):
+        raise UserError(
+            "--answerability: no annotation says which questions are answerable: give VizWiz's"
+        )
+    word = "Unanswerable" if "'Unanswerable'" in template else "unanswerable"
+    return [replace(q, id=f"{q.id}, {word}", choices=(word,), scored=True) for q in questions]
 
 
 # Guesses, and the accuracies of a training run
@@ -239,20 +242,22 @@ def text_only_guesses(test: Sequence[Question], train: Sequence[Question]) -> li
     itself: the upper bound of constant ones."""
 
     def keys(question: Question) -> list[tuple]:
-        return [("question", question.truth.question)] * bool(train) + [
-            ("type", question.truth.question_type),
-            (),
-        ]
+        truth = question.truth
+        general = [("type", truth.question_type), ()]
+        return [("question", truth.question), *general] if train else general
 
-    counts: dict[tuple, Counter[str]] = defaultdict(Counter)
+    counts = defaultdict(Counter)
     for question in train or test:
         for key in keys(question):
             counts[key][question.truth.answer] += 1
-    best = {
-        key: min(answers, key=lambda text: (-answers[text], text))
-        for key, answers in counts.items()
-    }
-    return [next(best[key] for key in keys(question) if key in best) for question in test]
+    best = {}
+    for key, answers in counts.items():
+        best[key] = min(answers, key=lambda text: (-answers[text], text))
+    guesses = []
+    for question in test:
+        known = [key for key in keys(question) if key in best]
+        guesses.append(best[known[0]])
+    return guesses
 
 
 def guess_accuracy(
@@ -261,9 +266,8 @@ def guess_accuracy(
     """{"overall": percent, answer type: percent, …} of text-only guesses by exact match; train:
     default embedded."""
     guesses = text_only_guesses(test, train or embedded(TRAIN_QUESTIONS, "train"))
-    values = summarize(
-        [(q.truth, guess == q.truth.answer) for q, guess in zip(test, guesses, strict=True)]
-    )
+    scores = [(q.truth, guess == q.truth.answer) for q, guess in zip(test, guesses, strict=True)]
+    values = summarize(scores)
     return {"overall": values["overall"]} | values["per_answer_type"]
 
 
@@ -274,9 +278,8 @@ def evaluate_embedded(
     split."""
     asked = embedded(limit)
     answers = ask_all(model, processor, asked, progress=progress)
-    return summarize(
-        [(q.truth, official(q.truth, answer)) for q, answer in zip(asked, answers, strict=True)]
-    )
+    pairs = zip(asked, answers, strict=True)
+    return summarize([(q.truth, official(q.truth, answer)) for q, answer in pairs])
 
 
 main = partial(run, Vqa())
