@@ -2,9 +2,9 @@
 known.
 
 In: a task's name, a split and an index. Out: a `Sample` (picture, prefix, suffix) in PaliGemma's
-prompt language, a `Needle` with its questions, or POPE's questions. `eval/vqa.py`, `eval/needle.py`
-and `eval/pope.py` score answers to them; `train/` learns from them. `eval/data/pictures.py` draws the
-pictures.
+prompt language, a `Needle` with its questions, or POPE's questions. `eval/vqa.py`,
+`eval/needle.py` and `eval/pope.py` score answers to them; `train/` learns from them.
+`eval/data/pictures.py` draws the pictures.
 """
 
 from collections import Counter, defaultdict
@@ -45,8 +45,9 @@ def box(square: int) -> str:
     inside it, so that a right answer is one exact string. Square 6 (row 1, column 2) is
     <loc0256><loc0512><loc0511><loc0767>."""
     step = 1024 // GRID
-    y, x = square // GRID * step, square % GRID * step
-    return "".join(f"<loc{value:04d}>" for value in (y, x, y + step - 1, x + step - 1))
+    row, col = divmod(square, GRID)
+    top, left = row * step, col * step
+    return "".join(f"<loc{value:04d}>" for value in (top, left, top + step - 1, left + step - 1))
 
 
 def plural(name: str) -> str:
@@ -60,11 +61,12 @@ def with_article(name: str) -> str:
 
 def describe(squares: Sequence[str]) -> str:
     """A caption: the objects in raster order ("two dogs, a cat and an apple")."""
-    parts = [
-        with_article(name) if n == 1 else f"{NUMBERS[n - 2]} {plural(name)}"
-        for name, n in count(squares).items()
-    ]
-    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+    parts = []
+    for name, number in count(squares).items():
+        several = f"{NUMBERS[number - 2]} {plural(name)}"
+        parts.append(with_article(name) if number == 1 else several)
+    *others, last = parts
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 # Dense answers, which teach where things are
@@ -74,17 +76,19 @@ def dense(task: str, split: str, index: int, seed: int = 0) -> Sample:
     """scan: the names of all 16 squares, row-major, of up to 16 objects. caption: "two dogs and a
     cat". detect: PaliGemma's detection, `detect dog` → "<loc…> dog ; <loc…> dog", boxes in raster
     order."""
-    dice, squares = compose(
-        task, split, seed, index, partial(ordinary, most=GRID**2 if task == "scan" else 5)
-    )
+    most = GRID**2 if task == "scan" else 5
+    dice, squares = compose(task, split, seed, index, partial(ordinary, most=most))
     if task == "scan":
-        prefix, suffix = task, " ".join(squares)
+        prefix = task
+        suffix = " ".join(squares)
     elif task == "caption":
-        prefix, suffix = "caption en", describe(squares)
+        prefix = "caption en"
+        suffix = describe(squares)
     else:
         name = dice.pick(list(count(squares)))
+        prefix = f"detect {name}"
         places = [square for square, other in enumerate(squares) if other == name]
-        prefix, suffix = f"detect {name}", " ; ".join(f"{box(square)} {name}" for square in places)
+        suffix = " ; ".join(f"{box(square)} {name}" for square in places)
     return Sample(task, paint(dice, squares), prefix, suffix, index, index)
 
 
@@ -128,37 +132,36 @@ def facts(squares: tuple[str, ...]) -> dict[str, list[tuple[str, str, str]]]:
     """All questions by kind: (answer, thing, place). None is ambiguous: "where" needs an object
     that occurs once, "what" a quadrant with one object, "which" a category with one kind of
     object."""
-    there, held = count(squares), {place: [] for place in PLACES}
+    # 1. what is where
+    there = count(squares)
+    held = {place: [] for place in PLACES}
     for square, name in enumerate(squares):
-        held[quadrant(square)] += [name] * (name != NONE)
-    members = {
-        category: [name for name in there if name in CATEGORIES[category]]
-        for category in ASKED_CATEGORIES
-    }
-    where = [
-        (quadrant(squares.index(name)), name, "") for name, number in there.items() if number == 1
-    ]
-    return {
-        "object": [("yes" if name in there else "no", name, "") for name in NAMES],
-        "category": [
-            ("yes" if names else "no", category, "") for category, names in members.items()
-        ],
-        "position": [
-            ("yes" if other == place else "no", name, other)
-            for place, name, _ in where
-            for other in PLACES
-        ],
-        "count": [(str(there[name]), name, "") for name in NAMES],
-        "count category": [
-            (str(sum(map(there.get, names))), category, "") for category, names in members.items()
-        ],
-        "total": [(str(sum(there.values())), "", "")],
-        "where": where,
-        "what": [(names[0], "", place) for place, names in held.items() if len(names) == 1],
-        "which": [
-            (names[0], category, "") for category, names in members.items() if len(names) == 1
-        ],
-    }
+        if name != NONE:
+            held[quadrant(square)].append(name)
+    members = {}
+    for category in ASKED_CATEGORIES:
+        members[category] = [name for name in there if name in CATEGORIES[category]]
+    # 2. the questions about it
+    found = {kind: [] for kind in KINDS}
+    for name in NAMES:
+        found["object"].append(("yes" if name in there else "no", name, ""))
+        found["count"].append((str(there[name]), name, ""))
+    for category, names in members.items():
+        found["category"].append(("yes" if names else "no", category, ""))
+        found["count category"].append((str(sum(map(there.get, names))), category, ""))
+        if len(names) == 1:
+            found["which"].append((names[0], category, ""))
+    for name, number in there.items():
+        if number == 1:
+            own = quadrant(squares.index(name))
+            found["where"].append((own, name, ""))
+            for place in PLACES:
+                found["position"].append(("yes" if place == own else "no", name, place))
+    found["total"].append((str(sum(there.values())), "", ""))
+    for place, names in held.items():
+        if len(names) == 1:
+            found["what"].append((names[0], "", place))
+    return found
 
 
 def _balanced(dice: Dice, candidates: Iterable[tuple[str, str, str]]) -> tuple[str, str, str]:
@@ -181,31 +184,25 @@ def _question(kind: str, thing: str, place: str = "") -> str:
 def vqa_picture(split: str, image_id: int, seed: int = 0) -> tuple[Sample, ...]:
     """The questions on one picture, none twice, prompt `answer en QUESTION`; answer types as in
     `QUESTIONS`."""
-    kinds = {
-        name: [kind for kind, (answer_type, *_) in KINDS.items() if answer_type == name]
-        for name in QUESTIONS
-    }
+    kinds = defaultdict(list)
+    for kind, (answer_type, *_) in KINDS.items():
+        kinds[answer_type].append(kind)
 
     def usable(squares: Sequence[str]) -> bool:
         return sum(len(facts(squares)[kind]) for kind in kinds["other"]) >= QUESTIONS.count("other")
 
     dice, squares = compose("vqa", split, seed, image_id, usable=usable)
-    scene, samples = paint(dice, squares), {}
+    scene = paint(dice, squares)
+    samples = {}
     for answer_type in QUESTIONS:
         for kind in dice.draw(kinds[answer_type], len(kinds[answer_type])):
-            left = [
-                fact for fact in facts(squares)[kind] if _question(kind, *fact[1:]) not in samples
-            ]
+            found = facts(squares)[kind]
+            left = [fact for fact in found if _question(kind, *fact[1:]) not in samples]
             if left:
                 answer, thing, place = _balanced(dice, left)
-                question, ids = (
-                    _question(kind, thing, place),
-                    (image_id, image_id * 1000 + len(samples)),
-                )
-                types = KINDS[kind][1], answer_type
-                samples[question] = Sample(
-                    "vqa", scene, f"answer en {question}", answer, *ids, *types
-                )
+                question = _question(kind, thing, place)
+                about = image_id, image_id * 1000 + len(samples), KINDS[kind][1], answer_type
+                samples[question] = Sample("vqa", scene, f"answer en {question}", answer, *about)
                 break
     return tuple(samples.values())
 
@@ -238,13 +235,11 @@ def place_questions(caption: str, side: int) -> list[tuple[str, tuple[str, ...]]
     2 column 3", counted from 1, row-major."""
     head = f"Caption: {caption}. Where is the caption? "
     if side == 2:
-        return [
-            (f"{head}Top or Bottom?", ("top", "bottom")),
-            (f"{head}Left or Right?", ("left", "right")),
-        ]
-    places = tuple(
-        f"row {row} column {col}" for row in range(1, side + 1) for col in range(1, side + 1)
-    )
+        vertical = f"{head}Top or Bottom?", ("top", "bottom")
+        horizontal = f"{head}Left or Right?", ("left", "right")
+        return [vertical, horizontal]
+    numbers = range(1, side + 1)
+    places = tuple(f"row {row} column {col}" for row in numbers for col in numbers)
     return [(f"{head}Row and Column?", places)]
 
 
@@ -256,39 +251,40 @@ def needle(
     once. negative: no caption is there; of two objects both are, in different sub-images. The
     answer is "none" then."""
     n, objects, distractors = layout_of(kind)
-    first, part, samples = index % n**2, GRID // n, []
+    first = index % n**2
+    # 1. the picture
     draw = partial(_stitched, n=n, objects=objects, first=first, filled=distractors + 1)
-    dice, squares = compose(
-        f"{kind}/{needles}{'/negative' * negative}", split, seed, index, draw=draw
-    )
-    inside = defaultdict(list)
-    for at, name in enumerate(squares):
-        inside[at // GRID // part, at % GRID // part] += [name] * (name != NONE)
-    if negative:
-        absent = ((name,) for name in NAMES if name not in squares)
-        apart = (
-            pair
-            for pair in combinations(count(squares), 2)
-            if set(pair) not in map(set, inside.values())
-        )
-        targets, wanted = (
-            [(-1, -1)] * needles,
-            dice.draw(absent if objects == 1 else apart, needles),
-        )
-    else:
+    half = "/negative" if negative else ""
+    dice, squares = compose(f"{kind}/{needles}{half}", split, seed, index, draw=draw)
+    inside = defaultdict(list)  # the objects of each sub-image
+    part = GRID // n
+    for square, name in enumerate(squares):
+        if name != NONE:
+            row, col = divmod(square, GRID)
+            inside[row // part, col // part].append(name)
+    # 2. what is looked for in it
+    if not negative:
         others = dice.draw((place for place in range(n**2) if place != first), needles - 1)
         targets = [divmod(place, n) for place in (first, *others)]
         wanted = [inside[target] for target in targets]
-    scene, captions = paint(dice, squares), tuple(map(describe, wanted))
+    else:
+        targets = [(-1, -1)] * needles
+        absent = [(name,) for name in NAMES if name not in squares]
+        if objects == 2:  # both are there, but apart
+            together = list(map(set, inside.values()))
+            absent = [pair for pair in combinations(count(squares), 2) if set(pair) not in together]
+        wanted = dice.draw(absent, needles)
+    # 3. the questions
+    scene = paint(dice, squares)
+    captions = tuple(map(describe, wanted))
+    samples = []
     for caption, (row, col) in zip(captions, targets, strict=True):
         rights = (row, col) if n == 2 else [row * n + col]
         for (prefix, words), right in zip(place_questions(caption, n), rights, strict=True):
-            question_type, number = (
-                prefix.rpartition("? ")[2].removesuffix("?"),
-                index * 1000 + len(samples),
-            )
-            suffix = NONE if row < 0 else words[right]
-            samples.append(Sample(kind, scene, prefix, suffix, index, number, question_type))
+            question_type = prefix.rpartition("? ")[2].removesuffix("?")
+            suffix = NONE if negative else words[right]
+            ids = index, index * 1000 + len(samples)
+            samples.append(Sample(kind, scene, prefix, suffix, *ids, question_type))
     return Needle(scene, n, captions, tuple(targets), tuple(samples))
 
 
@@ -308,20 +304,18 @@ def _stitched(dice: Dice, n: int, objects: int, first: int, filled: int) -> list
     the place."""
     a, b, *names = dice.draw(NAMES, len(NAMES))
     shared = [a, b, *(dice.pick((a, b)) for _ in range(n**2 - 3))]
-    groups = (
-        [[a, b], *zip(dice.draw(shared, n**2 - 1), names, strict=False)]
-        if objects == 2
-        else [[x] for x in names]
-    )
+    groups = [[name] for name in names]
+    if objects == 2:
+        groups = [[a, b], *zip(dice.draw(shared, n**2 - 1), names, strict=False)]
     places = [first, *dice.draw((place for place in range(n**2) if place != first), n**2 - 1)]
-    part, placed = GRID // n, []
+    part = GRID // n
+    placed = []
     for place, group in zip(places[:filled], groups, strict=False):
-        corner = place // n * part * GRID + place % n * part
+        top, left = place // n * part, place % n * part
         spots = dice.draw(range(part**2), objects)
-        placed += [
-            (corner + spot // part * GRID + spot % part, name)
-            for spot, name in zip(spots, group, strict=True)
-        ]
+        for spot, name in zip(spots, group, strict=True):
+            row, col = divmod(spot, part)
+            placed.append(((top + row) * GRID + left + col, name))
     return placed
 
 
@@ -338,45 +332,45 @@ def pope(
     most often accompany the present object asked about just before, as counted over train scenes.
     Pictures and "yes" questions are the same in all three. objects: in each picture, all different,
     in random squares (None: up to 5 of an ordinary one, 3 kinds at least)."""
-    frequency, company = (
-        (Counter(), defaultdict(Counter)) if strategy == "random" else object_statistics()
-    )
 
     def crowd(dice: Dice) -> Iterable[tuple[int, str]]:
         return zip(dice.draw(range(GRID**2), objects), dice.draw(NAMES, objects), strict=True)
 
-    samples, (stream, draw) = [], (f"pope/{objects}", crowd) if objects else ("pope", ordinary)
+    def rank(present: str) -> Counter:
+        """How often the objects are drawn as absent ones."""
+        if strategy == "random":
+            return Counter()
+        frequency, company = object_statistics()
+        return frequency if strategy == "popular" else company[present]
+
+    stream, draw = (f"pope/{objects}", crowd) if objects else ("pope", ordinary)
+    samples = []
     for image_id in range(images):
         dice, squares = compose(
             stream, split, 0, image_id, draw, lambda squares: len(count(squares)) >= 3
         )
-        scene, present = paint(dice, squares), dice.draw(count(squares), 3)
+        scene = paint(dice, squares)
+        present = dice.draw(count(squares), 3)
         absent = [name for name in dice.draw(NAMES, len(NAMES)) if name not in squares]
         for name in present:
-            rank = {"random": Counter(), "popular": frequency, "adversarial": company[name]}[
-                strategy
-            ]
-            other = max(
-                absent, key=rank.__getitem__
-            )  # the first of equals, and `absent` is shuffled
+            # the first of equals, and `absent` is shuffled
+            other = max(absent, key=rank(name).__getitem__)
             absent.remove(other)
             for thing, answer in ((name, "yes"), (other, "no")):
-                prefix, ids = (
-                    f"answer en {_question('object', thing)}",
-                    (image_id, len(samples) + 1),
-                )
-                samples.append(
-                    Sample(f"pope-{strategy}", scene, prefix, answer, *ids, "is there a", "yes/no")
-                )
+                prefix = f"answer en {_question('object', thing)}"
+                about = image_id, len(samples) + 1, "is there a", "yes/no"
+                samples.append(Sample(f"pope-{strategy}", scene, prefix, answer, *about))
     return samples
 
 
 @cache
 def object_statistics(scenes: int = 4000) -> tuple[Counter, dict[str, Counter]]:
     """How many train scenes hold each object, and each pair of objects."""
-    frequency, company = Counter(), {name: Counter() for name in NAMES}
+    frequency = Counter()
+    company = {name: Counter() for name in NAMES}
     for index in range(scenes):
-        there = count(compose("statistics", "train", 0, index)[1])
+        _, squares = compose("statistics", "train", 0, index)
+        there = count(squares)
         frequency.update(there.keys())
         for name in there:
             company[name].update(there.keys() - {name})
@@ -398,4 +392,5 @@ def sample(task: str, split: str, index: int, seed: int = 0) -> Sample:
     if task in NEEDLES:
         each = 2 if NEEDLES[task][0] == 2 else 1
         return needle(task, split, index // each, seed).samples[index % each]
-    return (probe if task in PROBES else dense)(task, split, index, seed)
+    make = probe if task in PROBES else dense
+    return make(task, split, index, seed)
