@@ -16,8 +16,12 @@ from PIL import Image, ImageDraw, ImageFont
 
 from model.common import UserError, atomic_path, shown
 
-DENSITY, SMOOTH = 2, 2
-INK, SOFT, GRID, PAPER = (34, 34, 34), (110, 110, 110), (226, 226, 226), (255, 255, 255)
+DENSITY = 2  # pixels of a point
+SMOOTH = 2
+INK = (34, 34, 34)
+SOFT = (110, 110, 110)
+GRID = (226, 226, 226)
+PAPER = (255, 255, 255)
 # Okabe and Ito's palette, which color-blind readers can distinguish
 SERIES = (
     (0, 114, 178),
@@ -28,12 +32,10 @@ SERIES = (
     (230, 159, 0),
     (90, 90, 90),
 )
-HIT, MISS = SERIES[2], SERIES[1]
-ACCURACIES = (
-    (255, 247, 200),
-    (102, 190, 186),
-    (18, 78, 138),
-)  # 0, 1/2 and 1: ever darker, also without color
+HIT = SERIES[2]
+MISS = SERIES[1]
+# of accuracy 0, 1/2 and 1: ever darker, also without color
+ACCURACIES = ((255, 247, 200), (102, 190, 186), (18, 78, 138))
 
 Color = tuple[int, ...]
 Point = tuple[float, float]
@@ -60,9 +62,7 @@ class Canvas:
 
     def __init__(self, width: float, height: float, title: str = ""):
         self.scale = DENSITY * SMOOTH
-        self.image = Image.new(
-            "RGB", (round(width * self.scale), round(height * self.scale)), PAPER
-        )
+        self.image = Image.new("RGB", tuple(self._px(width, height)), PAPER)
         self.draw = ImageDraw.Draw(self.image)
         self.text(width / 2, 22, title, 16)
 
@@ -70,9 +70,8 @@ class Canvas:
         return [round(value * self.scale) for value in points]
 
     def line(self, points: Sequence[Point], color: Color = INK, width: float = 1.0) -> None:
-        self.draw.line(
-            [tuple(self._px(x, y)) for x, y in points], color, *self._px(width), joint="curve"
-        )
+        corners = [tuple(self._px(x, y)) for x, y in points]
+        self.draw.line(corners, color, *self._px(width), joint="curve")
 
     def box(
         self,
@@ -103,16 +102,16 @@ class Canvas:
     def upright(self, x: float, y: float, text: str, size: float = 12) -> None:
         """Text centered at (x, y), turned by 90 degrees to read upward."""
         font = ImageFont.TransposedFont(_font(*self._px(size)), Image.Transpose.ROTATE_90)
-        (x, y), (_, _, wide, high) = self._px(x, y), font.getbbox(printable(text))
+        _, _, wide, high = font.getbbox(printable(text))
+        x, y = self._px(x, y)
         self.draw.text((x - wide // 2, y - high // 2), printable(text), INK, font)
 
     def picture(
         self, left: float, top: float, right: float, bottom: float, image: Image.Image
     ) -> None:
         left, top, right, bottom = self._px(left, top, right, bottom)
-        resized = image.convert("RGB").resize(
-            (right - left, bottom - top), Image.Resampling.LANCZOS
-        )
+        size = right - left, bottom - top
+        resized = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
         self.image.paste(resized, (left, top))
 
     def finish(self) -> Image.Image:
@@ -126,10 +125,12 @@ _SPELLED = {"–": "-", "—": "-", "−": "-", "×": "x", "λ": "lambda", "≥"
 def printable(text: str) -> str:
     """`text` in the glyphs of Pillow's built-in font: accents dropped, a few signs in ASCII, all
     others "?"."""
-    text = unicodedata.normalize("NFKD", " ".join(text.split()).translate(str.maketrans(_SPELLED)))
-    return "".join(
-        c if c.isascii() or c in "±·°⁄‘’“”" else "?" for c in text if not unicodedata.combining(c)
-    )
+    spelled = " ".join(text.split()).translate(str.maketrans(_SPELLED))
+    signs = []
+    for sign in unicodedata.normalize("NFKD", spelled):
+        if not unicodedata.combining(sign):
+            signs.append(sign if sign.isascii() or sign in "±·°⁄‘’“”" else "?")
+    return "".join(signs)
 
 
 def text_width(text: str, size: float) -> float:
@@ -139,8 +140,9 @@ def text_width(text: str, size: float) -> float:
 
 def wrap(text: str, width: float, size: float, lines: int) -> list[str]:
     """`text` broken into at most `lines` lines of `width` points, "..." where it is cut."""
+    text = printable(text)
     for letters in range(max(4, int(4 * width / size)), 3, -1):
-        broken = textwrap.wrap(printable(text), letters, max_lines=lines, placeholder="...") or [""]
+        broken = textwrap.wrap(text, letters, max_lines=lines, placeholder="...") or [""]
         if max(text_width(line, size) for line in broken) <= width:
             break
     return broken
@@ -151,8 +153,9 @@ def wrap(text: str, width: float, size: float, lines: int) -> list[str]:
 
 def accuracy_color(accuracy: float) -> Color:
     """From pale yellow at 0 over teal at one half to dark blue at 1."""
-    low, high = ACCURACIES[:2] if accuracy < 0.5 else ACCURACIES[1:]
-    part = 2 * accuracy if accuracy < 0.5 else 2 * accuracy - 1
+    first = 0 if accuracy < 0.5 else 1
+    low, high = ACCURACIES[first : first + 2]
+    part = 2 * accuracy - first
     return tuple(round(a + (b - a) * part) for a, b in zip(low, high, strict=True))
 
 
@@ -164,27 +167,35 @@ def _ink_on(color: Color) -> Color:
 def heatmaps(grids: Mapping[str, Sequence[Sequence[float]]], title="") -> Image.Image:
     """Accuracy (0..1) by row and column of a needle, in grids side by side, the percentage in each
     cell (NaN: no data); each grid with its name and its mean over cells."""
-    side, gap, left, bottom, top = 236, 56, 54, 50, 84 if title else 56
+    side, gap = 236, 56
+    left, bottom = 54, 50
+    top = 84 if title else 56
     sheet = Canvas(left + len(grids) * (side + gap), top + side + bottom, title)
     for number, (name, grid) in enumerate(grids.items()):
-        x0, high, wide = left + number * (side + gap), side / len(grid), side / len(grid[0])
-        sheet.text(x0 + side / 2, top - 34, wrap(name, side + gap - 8, 15, 1)[0], 15)
+        x0 = left + number * (side + gap)
+        middle = x0 + side / 2
+        # 1. its name and mean
+        sheet.text(middle, top - 34, wrap(name, side + gap - 8, 15, 1)[0], 15)
         cells = [value for row in grid for value in row if not math.isnan(value)]
         mean = f"mean accuracy {100 * sum(cells) / len(cells):.2f} %" if cells else ""
-        sheet.text(x0 + side / 2, top - 14, mean, 12, SOFT)
+        sheet.text(middle, top - 14, mean, 12, SOFT)
+        # 2. its cells
+        high, wide = side / len(grid), side / len(grid[0])
         for row, values in enumerate(grid):
+            y = top + row * high
             sheet.text(x0 - 8, top + (row + 0.5) * high, str(row + 1), 11, SOFT, "rm")
             for col, value in enumerate(values):
-                color = GRID if math.isnan(value) else accuracy_color(value)
-                x, y = x0 + col * wide, top + row * high
+                color, label = GRID, "-"
+                if not math.isnan(value):
+                    color, label = accuracy_color(value), f"{100 * value:.1f}"
+                x = x0 + col * wide
                 sheet.box(x, y, x + wide, y + high, fill=color, outline=PAPER)
-                label = "-" if math.isnan(value) else f"{100 * value:.1f}"
-                sheet.text(
-                    x + wide / 2, y + high / 2, label, min(22, 0.3 * high + 3), _ink_on(color)
-                )
+                size = min(22, 0.3 * high + 3)
+                sheet.text(x + wide / 2, y + high / 2, label, size, _ink_on(color))
+        # 3. its columns
         for col in range(len(grid[0])):
             sheet.text(x0 + (col + 0.5) * wide, top + side + 12, str(col + 1), 11, SOFT)
-        sheet.text(x0 + side / 2, top + side + 32, "column of the needle")
+        sheet.text(middle, top + side + 32, "column of the needle")
     sheet.upright(20, top + side / 2, "row of the needle")
     return sheet.finish()
 
@@ -203,35 +214,41 @@ def contact_sheet(
 ) -> Image.Image:
     """Pictures in rows of four, their longer side `size` points, their captions below in at most
     `lines` lines. A green frame marks a hit, an orange one a miss; None has no frame."""
-    columns, gap, text = min(4, len(images)), 14, 11.5
-    broken = [
-        [line for part in c.splitlines() for line in wrap(part, size, text, lines)][:lines]
-        for c in captions
-    ]
-    sizes = [
-        (image.width * size / max(image.size), image.height * size / max(image.size))
-        for image in images
-    ]
-    tall, below = max(high for _, high in sizes), max(map(len, broken)) * (text + 4) + 6
-    top, rows = 42 if title else gap, math.ceil(len(images) / columns)
-    sheet = Canvas(gap + columns * (size + gap), top + rows * (tall + below + gap), title)
+    # 1. what each cell holds
+    gap, text = 14, 11.5
+    line_height = text + 4
+    broken = []
+    for caption in captions:
+        parts = [wrap(part, size, text, lines) for part in caption.splitlines()]
+        broken.append(sum(parts, [])[:lines])
+    sizes = []
+    for image in images:
+        longer = max(image.size)
+        sizes.append((image.width * size / longer, image.height * size / longer))
+    # 2. an empty sheet
+    columns = min(4, len(images))
+    tall = max(high for _, high in sizes)
+    below = max(map(len, broken)) * line_height + 6
+    step = tall + below + gap
+    top = 42 if title else gap
+    rows = math.ceil(len(images) / columns)
+    sheet = Canvas(gap + columns * (size + gap), top + rows * step, title)
+    # 3. the cells
     cells = zip(images, sizes, broken, hits or [None] * len(images), strict=True)
     for number, (image, (wide, high), caption, hit) in enumerate(cells):
         row, col = divmod(number, columns)
-        y = top + row * (tall + below + gap)
+        y = top + row * step
         left, upper = gap + col * (size + gap) + (size - wide) / 2, y + (tall - high) / 2
+        right, lower = left + wide, upper + high
+        color = HIT if hit else MISS
         if hit is not None:
-            sheet.box(
-                left - 4, upper - 4, left + wide + 4, upper + high + 4, fill=HIT if hit else MISS
-            )
-        sheet.picture(left, upper, left + wide, upper + high, image)
+            sheet.box(left - 4, upper - 4, right + 4, lower + 4, fill=color)
+        sheet.picture(left, upper, right, lower, image)
         if hit is not None:  # what the color of the frame says, without color
-            sheet.box(
-                left + wide - 22, upper - 4, left + wide + 4, upper + 9, fill=HIT if hit else MISS
-            )
-            sheet.text(left + wide - 9, upper + 2, "hit" if hit else "miss", 9, PAPER)
+            sheet.box(right - 22, upper - 4, right + 4, upper + 9, fill=color)
+            sheet.text(right - 9, upper + 2, "hit" if hit else "miss", 9, PAPER)
         for line, words in enumerate(caption):
-            sheet.text(left + wide / 2, y + tall + 12 + line * (text + 4), words, text)
+            sheet.text(left + wide / 2, y + tall + 12 + line * line_height, words, text)
     return sheet.finish()
 
 
@@ -251,8 +268,9 @@ def draw_boxes(
     scale = max(1, round(least / max(image.size)))
     image = image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
     points = max(image.size) / 640  # a picture of 640 px has one point a pixel
-    sheet = Canvas(image.width / DENSITY, image.height / DENSITY)
-    sheet.picture(0, 0, image.width / DENSITY, image.height / DENSITY, image)
+    width_pt, height_pt = image.width / DENSITY, image.height / DENSITY
+    sheet = Canvas(width_pt, height_pt)
+    sheet.picture(0, 0, width_pt, height_pt, image)
     labels = labels or [""] * len(boxes)
     kinds = list(dict.fromkeys(labels))
     for box, label in zip(boxes, labels, strict=True):
@@ -262,9 +280,9 @@ def draw_boxes(
         if label:
             size, pad = 7.5 * points, 2 * points
             high = size + 2 * pad
-            base = (
-                top if top >= high else top + high
-            )  # above the box, or in it at the picture's edge
-            sheet.box(left, base - high, left + text_width(label, size) + 2 * pad, base, fill=color)
+            # above the box, or in it at the picture's edge
+            base = top if top >= high else top + high
+            right = left + text_width(label, size) + 2 * pad
+            sheet.box(left, base - high, right, base, fill=color)
             sheet.text(left + pad, base - high / 2, label, size, _ink_on(color), "lm")
     return sheet.finish()
