@@ -28,20 +28,24 @@ NUMBERS = {"none": "0"} | {word: str(number) for number, word in enumerate(WORDS
 ARTICLES = {"a", "an", "the"}
 ANNOTATORS = 4  # with fewer answers, or mere spellings of one, no answer could reach 1
 _CONTRACTED = """
-    'ow's'at 'twas ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't hadn't've hasn't haven't
-    he'd he'd've he's how'd how'll how's isn't it'd it'd've it'll ma'am might've mightn't mightn't've must've mustn't
-    needn't not've o'clock oughtn't shan't she'd've should've shouldn't shouldn't've somebody'd've somebody'll
-    somebody's someone'd someone'd've someone'll someone's something'd something'd've something'll that's there'd
-    there'd've there're there's they'd they'd've they'll they're they've wasn't we'd've we've weren't what'll what're
-    what's what've when's where'd where's where've who'd who'd've who'll who's who've why'll why're why's won't would've
-    wouldn't wouldn't've y'all y'all'd've y'all'll you'd you'd've you'll you're you've""".split()
-# A word without one of its apostrophes gets it back; one entry of the official list is reversed.
+    'ow's'at 'twas ain't aren't can't could've couldn't couldn't've didn't doesn't don't hadn't
+    hadn't've hasn't haven't he'd he'd've he's how'd how'll how's isn't it'd it'd've it'll ma'am
+    might've mightn't mightn't've must've mustn't needn't not've o'clock oughtn't shan't she'd've
+    should've shouldn't shouldn't've somebody'd've somebody'll somebody's someone'd someone'd've
+    someone'll someone's something'd something'd've something'll that's there'd there'd've there're
+    there's they'd they'd've they'll they're they've wasn't we'd've we've weren't what'll what're
+    what's what've when's where'd where's where've who'd who'd've who'll who's who've why'll why're
+    why's won't would've wouldn't wouldn't've y'all y'all'd've y'all'll you'd you'd've you'll you're
+    you've
+""".split()
+# A word without one of its apostrophes gets it back.
 CONTRACTIONS = {
     word[:at] + word[at + 1 :]: word
     for word in _CONTRACTED
     for at, letter in enumerate(word)
     if letter == "'"
-} | {"somebody'd": "somebodyd"}
+}
+CONTRACTIONS["somebody'd"] = "somebodyd"  # this entry of the official list is reversed
 
 
 def clean_space(text: str) -> str:
@@ -54,22 +58,23 @@ def clean(text: str) -> str:
     """Punctuation deleted, or replaced by a space between two words; periods deleted unless a digit
     follows. Then lower case; numbers up to ten as digits; no articles; contractions with their
     apostrophe."""
-    result, number = text, DIGIT_COMMA_DIGIT.search(text)
+    result = text
+    number = DIGIT_COMMA_DIGIT.search(text)
     for mark in PUNCTUATION:
         # decided on the original text: "1,000 (approx)" loses its comma, "red/blue" becomes two
         # words
         apart = mark + " " in text or " " + mark in text
         result = result.replace(mark, "" if apart or number else " ")
-    result = LONE_PERIOD.sub(
-        "", result, count=32
-    )  # the official call passes re.UNICODE, 32, where the count goes
+    # the official call passes re.UNICODE, 32, where the count goes
+    result = LONE_PERIOD.sub("", result, count=32)
     words = (NUMBERS.get(word, word) for word in result.lower().split())
     return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in ARTICLES)
 
 
 def clean_textvqa(text: str) -> str:
     """The normaliser of TextVQA's scorer (EvalAI): case, commas and possessives, then `clean`."""
-    return clean(clean_space(text.lower().replace(",", "").replace("?", "").replace("'s", " 's")))
+    text = text.lower().replace(",", "").replace("?", "").replace("'s", " 's")
+    return clean(clean_space(text))
 
 
 # Scorers: from an annotation and a prediction to an accuracy in 0..1
@@ -85,10 +90,8 @@ def leave_one_out(records: list, prediction: str) -> float:
 
 def by_position(annotation: Annotation, normalize: Callable[[str], str]) -> list[dict]:
     """The records of annotators who differ by their place alone."""
-    return [
-        {"answer": normalize(given["answer"]), "at": at}
-        for at, given in enumerate(annotation.answers)
-    ]
+    given = enumerate(annotation.answers)
+    return [{"answer": normalize(record["answer"]), "at": at} for at, record in given]
 
 
 def official(annotation: Annotation, prediction: str) -> float:
@@ -105,9 +108,8 @@ def official(annotation: Annotation, prediction: str) -> float:
 def paper(annotation: Annotation, prediction: str) -> float:
     """The script of the differential PaliGemma paper: min(1, matches / 3) on lower-cased raw
     strings."""
-    return min(
-        1, sum(given["answer"].lower() == prediction.lower() for given in annotation.answers) / 3
-    )
+    given = [record["answer"].lower() for record in annotation.answers]
+    return min(1, given.count(prediction.lower()) / 3)
 
 
 def textvqa(annotation: Annotation, prediction: str) -> float:
@@ -129,10 +131,8 @@ def gqa(annotation: Annotation, prediction: str) -> float:
 def exact_match(answer: str, truths: Iterable[str]) -> bool:
     """Whether the answer is one of the right ones; case, space at the ends, and how accents are
     written aside."""
-    said, *right = (
-        unicodedata.normalize("NFC", text).strip().lower() for text in (answer, *truths)
-    )
-    return said in right
+    texts = [unicodedata.normalize("NFC", text).strip().lower() for text in (answer, *truths)]
+    return texts[0] in texts[1:]
 
 
 def answerability(is_unanswerable: Sequence[bool], scores: Sequence[float]) -> dict[str, float]:
@@ -140,15 +140,15 @@ def answerability(is_unanswerable: Sequence[bool], scores: Sequence[float]) -> d
     answered. scores: how sure the model is, 0 to 1, that a question is one of them; for F1 it is
     called so above ½. Precision is summed step by step, over the distinct scores from high to
     low."""
+    pairs = sorted(zip(scores, is_unanswerable, strict=True), reverse=True)
     found = seen = 0
     precision = 0.0
-    for _, group in groupby(
-        sorted(zip(scores, is_unanswerable, strict=True), reverse=True), key=lambda pair: pair[0]
-    ):
+    for _, group in groupby(pairs, key=lambda pair: pair[0]):
         hits = [hit for _, hit in group]
-        found, seen = found + sum(hits), seen + len(hits)
+        found += sum(hits)
+        seen += len(hits)
         precision += sum(hits) * found / seen
-    called = [is_so for score, is_so in zip(scores, is_unanswerable, strict=True) if score > 0.5]
+    called = [hit for score, hit in pairs if score > 0.5]
     f1 = 200 * sum(called) / max(1, len(called) + found)
     return {"AP": round(100 * precision / max(1, found), 2), "F1": round(f1, 2)}
 
@@ -160,16 +160,16 @@ def record_scores(
     people have answered."""
     scores = {"exact_match": float(exact_match(answer, truths_of(record)))}
     if len(record.answers) >= ANNOTATORS:
-        given = tuple(
-            {"answer": text, "answer_id": number} for number, text in enumerate(record.answers)
-        )
-        scores["vqa_accuracy"] = score(Annotation(record.name, given), answer)
+        given = [{"answer": text, "answer_id": at} for at, text in enumerate(record.answers)]
+        scores["vqa_accuracy"] = score(Annotation(record.name, tuple(given)), answer)
     return scores
 
 
 def truths_of(record: Record) -> list[str]:
     """The right answers of an own example, its suffix included; an empty one is none."""
-    given = [*record.answers, *[record.suffix] * (record.suffix not in record.answers)]
+    given = list(record.answers)
+    if record.suffix not in given:
+        given.append(record.suffix)
     return [text for text in given if text.strip()]
 
 
@@ -184,11 +184,8 @@ def summarize(scores: Sequence[tuple[Annotation, float]]) -> dict:
         groups = defaultdict(list)
         for annotation, accuracy in scores:
             groups[kind(annotation)].append(accuracy)
-        return {
-            name: round(100 * sum(of) / len(of), 2)
-            for name, of in groups.items()
-            if name is not None
-        }
+        groups.pop(None, None)  # those without a type
+        return {name: round(100 * sum(of) / len(of), 2) for name, of in groups.items()}
 
     types = {f"per_{name}": percents(attrgetter(name)) for name in ("answer_type", "question_type")}
     return percents(lambda annotation: "overall") | types
