@@ -1,8 +1,7 @@
 """Several benchmarks and models in one table: VQAv2, GQA, VizWiz, TextVQA, POPE, MMBench and
 MMNeedle.
 
-    python -m eval.suite --root DIR --tasks vqav2,gqa,vizwiz,textvqa,pope,mmbench,needle --model A
-    --model B
+    python -m eval.suite --root DIR --tasks vqav2,pope,needle --model A --model B
     python -m eval.suite --root DIR --plan --model A
 
 In: the official files below --root (FLAGS), and models. Out: suite.json, and what the benchmarks'
@@ -12,6 +11,7 @@ configs/proj/paligemma/transfers.
 """
 
 import json
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,8 +27,9 @@ from eval.vqa import Vqa
 from model.common import UserError, quoted, run_command, shown, write_text
 
 SHORT = "{question}\nAnswer the question using a single word or phrase."
-UNSURE = SHORT.replace(
-    "\n", "\nWhen the provided information is insufficient, respond with 'Unanswerable'.\n"
+UNSURE = (
+    "{question}\nWhen the provided information is insufficient, respond with 'Unanswerable'.\n"
+    "Answer the question using a single word or phrase."
 )
 FLAGS = {  # of each benchmark's command
     "vqav2": "--questions ROOT/vqav2/v2_OpenEnded_mscoco_val2014_questions.json --images ROOT/coco "
@@ -41,22 +42,24 @@ FLAGS = {  # of each benchmark's command
     "mmbench": "--tsv ROOT/mmbench/MMBench_DEV_EN.tsv",
     "needle": "--coco ROOT/coco --captions ROOT/needle/file_to_caption.json --metadata ROOT/needle",
 }
-BENCHMARKS = {name: Vqa(llava=SHORT) for name in ("vqav2", "gqa", "textvqa")} | {
-    "vizwiz": Vqa(llava=UNSURE)
-}
-BENCHMARKS |= {
+BENCHMARKS = {
+    "vqav2": Vqa(llava=SHORT),
+    "gqa": Vqa(llava=SHORT),
+    "vizwiz": Vqa(llava=UNSURE),
+    "textvqa": Vqa(llava=SHORT),
     "pope": Pope(llava=SHORT, paligemma="{question}"),
     "mmbench": MMBench(),
     "needle": Needle(),
 }
-OVERALL, UNSURE_OF = (
-    ("overall", "VQA accuracy"),
-    {f"unanswerable {of}": ("answerability", of) for of in ("AP", "F1")},
-)
+OVERALL = ("overall", "VQA accuracy")
 COLUMNS = {  # by title, the line and the measure of the benchmark's summary
     "vqav2": {"VQAv2": OVERALL},
     "gqa": {"GQA": OVERALL},
-    "vizwiz": {"VizWiz": OVERALL} | UNSURE_OF,
+    "vizwiz": {
+        "VizWiz": OVERALL,
+        "unanswerable AP": ("answerability", "AP"),
+        "unanswerable F1": ("answerability", "F1"),
+    },
     "textvqa": {"TextVQA": OVERALL},
     "pope": {
         "POPE": ("mean", "accuracy"),
@@ -88,65 +91,70 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add_flag(parser, "--plan", "list what would be asked, and stop", False)
     args, others = parser.parse_known_args(argv)
-    tasks = list(dict.fromkeys(args.tasks.split(",")))
-    if unknown := [name for name in tasks if name not in FLAGS]:
-        raise UserError(f"--tasks: {quoted(unknown[0])} is none of {', '.join(FLAGS)}")
-    words = {
-        name: [word.replace("ROOT", str(args.root)) for word in FLAGS[name].split()]
-        for name in tasks
-    }
-    paths = dict.fromkeys(
-        Path(word) for of in words.values() for word in of if word.startswith(f"{args.root}/")
-    )
-    if absent := [shown(path) for path in paths if not path.exists()]:
-        raise UserError(
-            f"{len(absent)} of {len(paths)} files and folders are missing: {', '.join(absent)}"
-        )
     plan, values, comparisons = [], defaultdict(dict), []
-    for name in tasks:
-        benchmark, flags = (
-            BENCHMARKS[name],
-            parser_of(BENCHMARKS[name]).parse_args([*words[name], *others]),
-        )
+    # 1. one benchmark after the other
+    for name, words in words_of(args).items():
+        flags = parser_of(BENCHMARKS[name]).parse_args([*words, *others])
         if flags.results:
             raise UserError(
                 "--results: give the file to the benchmark's own command, such as eval.vqa"
             )
-        flags.prompt, flags.wording = args.prompt, args.wording
+        flags.prompt = args.prompt
+        flags.wording = args.wording
         flags.out = (flags.out or Path("runs/eval/suite")) / name
         if args.plan:
-            for subject in models_of(flags):
-                asked = benchmark.questions(flags_for(benchmark, flags, subject))
-                pictures, prompt = (
-                    {question.key for question in asked},
-                    quoted(asked[0].prefix, 200),
-                )
-                plan.append([subject.title, name, f"{len(asked):,}", f"{len(pictures):,}", prompt])
+            plan += planned(name, flags)
             continue
-        results = values_of(benchmark, ask_models(benchmark, flags))
-        for title, of in results.items():
-            values[title] |= {
-                c: of["summary"].get(line, {}).get(m) for c, (line, m) in COLUMNS[name].items()
-            }
+        results = values_of(BENCHMARKS[name], ask_models(BENCHMARKS[name], flags))
+        for title, result in results.items():
+            for column, (line, measure) in COLUMNS[name].items():
+                values[title][column] = result["summary"].get(line, {}).get(measure)
         if len(results) > 1:
             comparisons += ["", f"{name}:", *comparison_table(results)]
+    # 2. their table
     if args.plan:
-        print(
-            "\n".join(
-                markdown_table(
-                    ["model", "benchmark", "questions", "pictures", "the first prompt"], plan
-                )
-            )
-        )
+        head = ["model", "benchmark", "questions", "pictures", "the first prompt"]
+        print("\n".join(markdown_table(head, plan)))
         return
-    write_text(
-        flags.out.parent / "suite.json", json.dumps(values, indent=1, ensure_ascii=False) + "\n"
-    )
-    columns = list(dict.fromkeys(column for row in values.values() for column in row))
-    lines = markdown_table(
-        ["%", *columns], [[name, *map(cell, map(row.get, columns))] for name, row in values.items()]
-    )
-    print(json.dumps(values) if flags.json else "\n".join([*lines, *comparisons]))
+    written = json.dumps(values, indent=1, ensure_ascii=False)
+    write_text(flags.out.parent / "suite.json", written + "\n")
+    if flags.json:
+        print(json.dumps(values, ensure_ascii=False))
+        return
+    columns = dict.fromkeys(column for row in values.values() for column in row)
+    rows = []
+    for title, row in values.items():
+        rows.append([title, *(cell(row.get(column)) for column in columns)])
+    print("\n".join([*markdown_table(["%", *columns], rows), *comparisons]))
+
+
+def words_of(args: Namespace) -> dict[str, list[str]]:
+    """The flags of each task's command. Raises UserError for an unknown task, or files that are
+    missing."""
+    tasks = list(dict.fromkeys(args.tasks.split(",")))
+    if unknown := [name for name in tasks if name not in FLAGS]:
+        raise UserError(f"--tasks: {quoted(unknown[0])} is none of {', '.join(FLAGS)}")
+    words, paths = {}, {}
+    for name in tasks:
+        words[name] = [word.replace("ROOT", str(args.root)) for word in FLAGS[name].split()]
+        official = [word for word in words[name] if word.startswith(f"{args.root}/")]
+        paths |= dict.fromkeys(map(Path, official))
+    if absent := [shown(path) for path in paths if not path.exists()]:
+        raise UserError(
+            f"{len(absent)} of {len(paths)} files and folders are missing: {', '.join(absent)}"
+        )
+    return words
+
+
+def planned(name: str, flags: Namespace) -> list[list[str]]:
+    """A row for each model: how many questions it would be asked. Raises UserError."""
+    rows = []
+    for subject in models_of(flags):
+        asked = BENCHMARKS[name].questions(flags_for(BENCHMARKS[name], flags, subject))
+        pictures = {question.key for question in asked}
+        counts = f"{len(asked):,}", f"{len(pictures):,}"
+        rows.append([subject.title, name, *counts, quoted(asked[0].prefix, 200)])
+    return rows
 
 
 if __name__ == "__main__":
