@@ -14,7 +14,7 @@ import contextlib
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -58,36 +58,31 @@ def new_tower(model: PaliGemma, seed: int = 0) -> None:
     """
     vision = replace(model.config.vision, image_size=TOWER_SIDE, patch_size=TOWER_PATCH)
     width, heads, side = vision.hidden_size, vision.num_attention_heads, TOWER_SIDE // TOWER_PATCH
-    old, generator = (
-        model.vision_tower.embeddings.patch_embedding.weight,
-        torch.Generator().manual_seed(seed),
-    )
+    old = model.vision_tower.embeddings.patch_embedding.weight
+    generator = torch.Generator().manual_seed(seed)
     model.config = replace(model.config, vision=vision)
     model.vision_tower = initialize(Siglip(vision).to(old.device, old.dtype), seed)
 
     def factors(scale: float, noise: float, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(width, rank) and (rank, width), whose product is near scale · identity, with noise."""
-        near = (
-            scale * torch.eye(width)
-            + noise * torch.randn(width, width, generator=generator) / width**0.5
-        )
+        drawn = torch.randn(width, width, generator=generator) / width**0.5
+        near = scale * torch.eye(width) + noise * drawn
         left, values, right = torch.linalg.svd(near)
         root = values[:rank].sqrt()
         return left[:, :rank] * root, right[:rank] * root[:, None]
 
     for attention in [layer.self_attn for layer in model.vision_tower.encoder.layers]:
-        for q, k in zip(
-            attention.q_proj.weight.chunk(heads), attention.k_proj.weight.chunk(heads), strict=True
-        ):
+        queries = attention.q_proj.weight.chunk(heads)
+        keys = attention.k_proj.weight.chunk(heads)
+        for q, k in zip(queries, keys, strict=True):
             left, right = factors(0.7, 0.7, width // heads)
             q.copy_(left.T)
             k.copy_(right)
         left, right = factors(-0.4, 0.4, width)
         attention.out_proj.weight.copy_(left)
         attention.v_proj.weight.copy_(right)
-    angles = (
-        torch.arange(side)[:, None] * math.pi / side * torch.linspace(0.25, side / 2, width // 4)
-    )
+    frequencies = torch.linspace(0.25, side / 2, width // 4)
+    angles = torch.arange(side)[:, None] * math.pi / side * frequencies
     waves = torch.cat((angles.sin(), angles.cos()), 1)  # (side, width / 2)
     places = torch.cat((waves.repeat_interleave(side, 0), waves.repeat(side, 1)), 1)
     model.vision_tower.embeddings.position_embedding.weight.copy_(places)
@@ -115,11 +110,10 @@ class AnswerHead(nn.Module):
     ) -> torch.Tensor:
         parts = self.query(questions), self.key(patches), self.value(patches)
         q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
-        seen = (
-            F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-            + self.mean(patches.mean(1))[:, None]
-        )
-        seen, questions = seen[asked], questions[asked]
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        seen = attended + self.mean(patches.mean(1))[:, None]
+        seen = seen[asked]
+        questions = questions[asked]
         return self.answer(F.gelu(seen) * self.question(questions)) + self.prior(questions)
 
 
@@ -143,9 +137,8 @@ def align(
     asked = examples(records)
     pictures = {record.key: record.pictures[0] for record in records if record.key in asked}
     tower, device = model.vision_tower, next(model.parameters()).device
-    autocast = (
-        "none" if settings.autocast == "fp16" else settings.autocast
-    )  # no gradient is scaled here
+    # no gradient is scaled here
+    autocast = "none" if settings.autocast == "fp16" else settings.autocast
     torch.manual_seed(settings.seed)
     head = AnswerHead(model.config.text.hidden_size, COMMON + 1, COMMON).to(device)
     heads = parameter_groups(head, [Rule(matching(head, ".*"), HEAD_LR)])
@@ -156,12 +149,11 @@ def align(
         load_checkpoint(run, progress, optimizer)
 
     # 2. the pictures of each step
-    rng, losses = random.Random(f"align/{settings.seed}"), []
+    rng = random.Random(f"align/{settings.seed}")
     passes = min(MOST_PASSES, -(-settings.align * PICTURES // max(1, len(asked))))
     order = [key for _ in range(passes) for key in rng.sample(sorted(asked), len(asked))]
-    steps = [order[start : start + PICTURES] for start in range(0, len(order), PICTURES)][
-        : settings.align
-    ]
+    steps = [order[start : start + PICTURES] for start in range(0, len(order), PICTURES)]
+    steps = steps[: settings.align]
     side = model.config.vision.image_size
 
     @lru_cache(CACHED // (12 * side**2))  # every pass reads each picture
@@ -170,24 +162,17 @@ def align(
             return to_pixels(pictures[key], side)
 
     # 3. the steps
-    bar = Bar(
-        steps[begin:], "alignment", total=len(steps), initial=begin, disable=not world.is_first
-    )
+    losses = []
+    is_quiet = not world.is_first
+    bar = Bar(steps[begin:], "alignment", total=len(steps), initial=begin, disable=is_quiet)
     alone = World(world.rank, 1, device)
     with catch_signals() as received:
         for step, keys in enumerate(bar, begin):
             torch.manual_seed(settings.seed * 1_000_003 + step)  # no random state is saved
-            opened = {key: pixels for key in keys if (pixels := pixels_of(key)) is not None}
+            found = {key: pixels_of(key) for key in keys}
+            opened = {key: pixels for key, pixels in found.items() if pixels is not None}
             if opened:
-                numbers = [torch.tensor(asked[key]) for key in opened]  # (Q, 2): question, answer
-                padded = pad_sequence(numbers, batch_first=True, padding_value=-1).to(device)
-                questions, answers = padded.unbind(2)
-                pixels = shifted(torch.stack([*opened.values()]))
-                with autocast_of(autocast, device):
-                    patches = model.encode_images(pixels.to(device)).float()
-                is_asked = answers >= 0
-                logits = head(patches, questions.clamp(min=0), is_asked)
-                loss = F.cross_entropy(logits, answers[is_asked])
+                loss = loss_of(model, head, opened, asked, autocast)
                 losses.append(loss.item())
                 if not math.isfinite(losses[-1]):
                     problem = f"alignment, step {step}: the loss is {losses[-1]}"
@@ -204,19 +189,38 @@ def align(
                 save_checkpoint(run, progress, model, optimizer, alone)
             if received:
                 raise Interrupted(received[0])
-    for parameter in tower.parameters() if world.size > 1 else ():  # GPUs need not agree to the bit
-        dist.broadcast(parameter.detach(), 0)
+    if world.size > 1:  # GPUs need not agree to the bit
+        for parameter in tower.parameters():
+            dist.broadcast(parameter.detach(), 0)
     return losses
+
+
+def loss_of(
+    model: PaliGemma,
+    head: AnswerHead,
+    opened: Mapping[str, torch.Tensor],
+    asked: Mapping[str, list[tuple[int, int]]],
+    autocast: str,
+) -> torch.Tensor:
+    """The loss of all questions about pictures (3, R, R) by key."""
+    device = next(model.parameters()).device
+    numbers = [torch.tensor(asked[key]) for key in opened]  # (Q, 2): question, answer
+    padded = pad_sequence(numbers, batch_first=True, padding_value=-1).to(device)
+    questions, answers = padded.unbind(2)
+    pixels = shifted(torch.stack([*opened.values()]))
+    with autocast_of(autocast, device):
+        patches = model.encode_images(pixels.to(device)).float()
+    is_asked = answers >= 0
+    logits = head(patches, questions.clamp(min=0), is_asked)
+    return F.cross_entropy(logits, answers[is_asked])
 
 
 def examples(records: Sequence[Record]) -> dict[str, list[tuple[int, int]]]:
     """For each picture its questions and answers, by number, boxes and answers that occur once left
     out. Question 0 are all that are not common."""
     usable = [r for r in records if len(r.pictures) == 1 and r.suffix and "<loc" not in r.suffix]
-    questions, answers = (
-        Counter(record.prefix for record in usable),
-        Counter(record.suffix for record in usable),
-    )
+    questions = Counter(record.prefix for record in usable)
+    answers = Counter(record.suffix for record in usable)
     question = {text: number for number, (text, _) in enumerate(questions.most_common(COMMON), 1)}
     answer = {
         text: number

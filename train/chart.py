@@ -59,43 +59,46 @@ def line_chart(
     draw upright. Points that are not finite break the line. Raises UserError if no point is
     left."""
 
-    def visible(point: Point) -> bool:
-        return all(map(math.isfinite, point))
-
-    drawn = [point for points in series.values() for point in points if visible(point)]
+    drawn = [point for points in series.values() for point in points if is_finite(point)]
     if not drawn:
         raise UserError(
             f"nothing to draw in {title or 'the chart'!r}: no series has a finite point"
         )
-    legend = max(text_width(name, 12) for name in series) + 34 if len(series) > 1 else 0
-    left, right, top, bottom = 66, WIDTH - 22 - legend, 46 if title else 18, HEIGHT - 52
+    # 1. the frame, with room for the names
+    legend = 0
+    if len(series) > 1:
+        legend = max(text_width(name, 12) for name in series) + 34
+    left, right = 66, WIDTH - 22 - legend
+    top, bottom = 46 if title else 18, HEIGHT - 52
     sheet = Canvas(WIDTH, HEIGHT)
-    x_marks, to_x = axis([x for x, _ in drawn], left, right, tight=True)
-    ends = [end for of_series in dict(bars).values() for _, *both in of_series for end in both]
+    sheet.text((left + right) / 2, 22, title, 16)
+    sheet.text((left + right) / 2, HEIGHT - 14, x_label, 13)
+    sheet.upright(16, (top + bottom) / 2, y_label, 13)
+
+    # 2. the axes
+    bars = dict(bars)
+    ends = [end for of_series in bars.values() for _, *both in of_series for end in both]
     y_marks, to_y = axis([y for _, y in drawn] + ends, bottom, top)
     for mark in y_marks:
         sheet.line([(left, to_y(mark)), (right, to_y(mark))], GRID)
         sheet.text(left - 8, to_y(mark), spell_number(mark), 12, anchor="rm")
-    whole = all(float(x).is_integer() for x, _ in drawn)  # such as layers or steps: no mark between
+    x_marks, to_x = axis([x for x, _ in drawn], left, right, tight=True)
+    is_whole = all(float(x).is_integer() for x, _ in drawn)  # as layers or steps: no mark between
     for mark in x_marks:
-        if not whole or abs(mark - round(mark)) <= 1e-9:
+        if not is_whole or abs(mark - round(mark)) <= 1e-9:
             sheet.line([(to_x(mark), bottom), (to_x(mark), bottom + 5)])
             sheet.text(to_x(mark), bottom + 15, spell_number(mark))
     sheet.line([(left, top), (left, bottom), (right, bottom)])
-    sheet.text((left + right) / 2, 22, title, 16)
-    sheet.text((left + right) / 2, HEIGHT - 14, x_label, 13)
-    sheet.upright(16, (top + bottom) / 2, y_label, 13)
+
+    # 3. the series
     for number, (name, points) in enumerate(series.items()):
-        color, thick = SERIES[number % len(SERIES)], 2.0
+        color = SERIES[number % len(SERIES)]
+        thick = 2.0
         if name in pale:
-            color, thick = tuple(round(0.35 * part + 0.65 * 255) for part in color), 1.0
-        for is_visible, group in groupby(points, visible):
-            line = [(to_x(x), to_y(y)) for x, y in group if is_visible]
-            if len(line) > 1:
-                sheet.line(line, color, thick)
-            for point in line if len(line) == 1 or name in marked else ():
-                sheet.dot(*point, 3, color)
-        for x, low, high in dict(bars).get(name, ()):
+            color = tuple(round(0.35 * part + 0.65 * 255) for part in color)
+            thick = 1.0
+        draw_series(sheet, points, to_x, to_y, color, thick, name in marked)
+        for x, low, high in bars.get(name, ()):
             x = to_x(x) + 2 * number  # side by side
             sheet.line([(x, to_y(low)), (x, to_y(high))], color)
         if legend:
@@ -103,3 +106,20 @@ def line_chart(
             sheet.line([(right + 14, y), (right + 34, y)], color, 2.5)
             sheet.text(right + 40, y, name, anchor="lm")
     return sheet.finish()
+
+
+def is_finite(point: Point) -> bool:
+    return all(map(math.isfinite, point))
+
+
+def draw_series(sheet: Canvas, points: Sequence[Point], to_x, to_y, color, thick, has_dots) -> None:
+    """A line through the points, broken where one is not finite; a single point is a dot."""
+    for is_visible, group in groupby(points, is_finite):
+        if not is_visible:
+            continue
+        line = [(to_x(x), to_y(y)) for x, y in group]
+        if len(line) > 1:
+            sheet.line(line, color, thick)
+        if len(line) == 1 or has_dots:
+            for point in line:
+                sheet.dot(*point, 3, color)
