@@ -539,8 +539,7 @@ def groups_of(records: Sequence[Record]) -> dict[str, str]:
         return link
 
     for record, pictures in zip(usable, contents_of(usable), strict=True):
-        same = pictures if record.pictures else [repr(record.turns)]
-        links = [("", record.key), *(("picture", content) for content in same)]
+        links = [("", record.key), *(("picture", content) for content in pictures)]
         first, *others = sorted({find(link) for link in links})
         root |= dict.fromkeys(others, first)
     return {record.name: find(("", record.key))[1] for record in usable}
@@ -548,7 +547,8 @@ def groups_of(records: Sequence[Record]) -> dict[str, str]:
 
 def contents_of(records: Sequence[Record]) -> list[set[str]]:
     """What the pictures of each record hold: of a file its size, and a digest where several have
-    this size; of one in memory its digest. Drawn and absent ones are left out."""
+    this size; of one in memory its digest. Drawn and absent ones are left out. Of a record without
+    pictures its text."""
     sizes = {}
     for file in {picture for record in records for picture in record.pictures}:
         with suppress(OSError, AttributeError):  # absent, or no file
@@ -563,7 +563,7 @@ def contents_of(records: Sequence[Record]) -> list[set[str]]:
     def content(picture: Picture) -> str:
         return contents.get(picture) or getattr(picture, "digest", "")
 
-    return [{*map(content, record.pictures)} - {""} for record in records]
+    return [{*map(content, r.pictures)} - {""} if r.pictures else {repr(r.turns)} for r in records]
 
 
 def blind(records: Sequence[Record]) -> list[Record]:

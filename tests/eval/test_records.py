@@ -293,23 +293,25 @@ def test_layouts_of_other_tools_are_read_as_ours(tmp_path):
         (
             [*system, *chat("<image><image>a", "b", "c", "d")],
             [a, b],
-            (("Be brief.\na\n<image><image>a", "b"), ("c", "d")),
+            (("Hear.\nBe brief.\na\n<image><image>a", "b"), ("c", "d")),
         ),
         (chat(parts, [A]), [a], (("dog\n<image>", "a"),)),
         (chat("cat", "1"), [a, b], (("One word.\ncat", "1"),)),
         (chat(own, "b"), [a, b], (("<image><image>a", "b"),)),
+        ([*chat("a", "Hello")[1:], *chat("cat", "1")], [a], (("cat", "1"),)),  # as LLaVA
     ]
     rows = [
         none | {"messages": said, "images": list(map(str, pictures))} for said, pictures, _ in cases
     ]
     rows[0]["messages"][3] |= {"loss": True, "train": None, "weight": 1}
+    rows[0]["system"] = "Hear."
     rows[2] |= {"type": "count", "system": "One word.", "width": 8, "id": 1, "tools": None}
     rows[3]["images"] = None
     made = read_data(f"jsonl:{write(tmp_path, 'own.jsonl', rows)}")
     assert [(list(record.pictures), record.turns) for record in made] == [
         case[1:] for case in cases
     ]
-    assert [record.kind for record in made] == ["", "", "count", ""]
+    assert [record.kind for record in made] == ["", "", "count", "", ""]
     refused(
         lambda: read_data(f"jsonl:{write(tmp_path, 'o.json', [{'query': 'a'}])}"),
         "query",

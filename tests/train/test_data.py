@@ -148,6 +148,7 @@ def test_bad_records_are_left_out_and_named(processor, tmp_path):
     short = Processor(processor.config, processor.tokenizer, max_length=8)
     empty = collate(good, short)
     assert len(empty.bad) == 2 and empty.tokens == 0 and "max_length is 8" in empty.bad[0]
+    assert short.max_length == 8
 
 
 def test_vqav2_is_read_and_split_by_picture(tmp_path):

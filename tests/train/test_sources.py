@@ -121,7 +121,7 @@ def test_flags_reach_the_readers(folder, tmp_path):
 
 def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys):
     """Breaks when a part of --eval-data is kept back, something is held out beside it, or a leak
-    goes unnoticed: of a picture, of its copy, or of one in memory."""
+    goes unnoticed: of a picture, of its copy, of one in memory, or of a text."""
     given = settings(
         folder, "jsonl:few.jsonl", eval_data=f"jsonl:{folder}/many.jsonl", fraction=0.5
     )
@@ -144,10 +144,14 @@ def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys):
     for asked, count in (("many", 1), ("copies", 5)):
         capsys.readouterr()
         assert len(read_records(replace(whole, eval_data=(f"jsonl:{folder}/{asked}.jsonl",)))) == 12
-        warned = f"warning: {count} of the 30 pictures of --eval-data are in --data, too"
+        warned = f"warning: {count} of the 30 pictures"
         assert warned in capsys.readouterr().err
     assert len(read_records(held, memory=memory)) == 2
     assert "1 of the 1 pictures" in capsys.readouterr().err
+    (folder / "texts.jsonl").write_text('{"prefix": "count", "suffix": "1"}')
+    texts = (f"jsonl:{folder}/texts.jsonl",)
+    read_records(replace(whole, data=texts, eval_data=texts))
+    assert "1 of the 1 pictures, or texts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

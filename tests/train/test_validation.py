@@ -323,14 +323,7 @@ def test_what_is_held_out(tmp_path, processor, monkeypatch, capsys):
     assert "--validation 0.001" in warned[-1]
     assert len(open_held_out(replace(settings, eval_limit=400), processor, WORLD).records) == 20
     assert not capsys.readouterr().err
-    long = [replace(r, turns=(("caption en", "a red dog " * 30),)) for r in every]
+    long = [replace(r, key="one", turns=(("caption en", "a red dog " * 30),)) for r in every]
     monkeypatch.setattr(validation, "read_records", lambda *args: long)
     assert not open_held_out(settings, processor, WORLD).asked  # too long to be generated
-
-
-def test_what_is_asked_is_drawn_once_for_all():
-    """Breaks when each evaluation asks other examples, or the first ones, which may be of a
-    kind."""
-    drawn = choose(range(100), 20)
-    assert drawn == choose(range(100), 20) == sorted({*drawn})
-    assert len(drawn) == 20 and drawn[-1] > 50
+    assert "warning: 1 held-out" in capsys.readouterr().err  # all are of one picture

@@ -77,7 +77,7 @@ def read_records(
     settings: Settings, split: str = "train", memory: Mapping[str, list[Record]] = {}
 ) -> Sequence[Record]:
     """The records of the split "train" or "validation", which is --eval-data where it is given;
-    those of its pictures that are trained on are counted on stderr. Raises UserError."""
+    what of it is trained on is counted on stderr. Raises UserError."""
     if not settings.eval_data:
         return read_sources("--data", settings.data, split, settings, memory)
     asked = read_sources("--eval-data", settings.eval_data, "train", settings, memory)
@@ -89,9 +89,11 @@ def read_records(
         contents = contents_of([*asked, *learned])
         held_out = set().union(*contents[: len(asked)])
         common = held_out.intersection(chain(*contents[len(asked) :]))
-        count = f"{len(common)} of the {len(held_out)} pictures of --eval-data are in --data, too"
+        count = f"{len(common)} of the {len(held_out)} pictures, or texts without, of --eval-data"
         if common:
-            print(f"warning: {count}: the scores say little about new pictures", file=sys.stderr)
+            print(
+                f"warning: {count} are in --data: the scores say little of others", file=sys.stderr
+            )
     return learned
 
 
