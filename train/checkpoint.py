@@ -31,6 +31,7 @@ from eval.data.published import problems_at
 from model.common import UserError, file_errors, read_json, shown, sync_files, sync_folder
 from train.distributed import World, is_sharded
 from train.optim import changed_by
+from weights.load import open_tensors
 
 STATE, MANIFEST = "state.json", "manifest.json"
 BLOCK = 1 << 18  # bytes that are hashed at a time
@@ -210,6 +211,8 @@ def load_checkpoint(run: Path, progress: Progress, optimizer: Optimizer) -> None
     import torch.distributed.checkpoint as dcp  # here: it takes a second
 
     folder, parameters = run / "checkpoints" / f"step-{progress.step}", changed_by(optimizer)
+    for file in folder.glob("*.safetensors"):
+        open_tensors(file)  # raises for what is none, whatever the manifest says
     reader = dcp.HuggingFaceStorageReader(str(folder))
     sizes = {
         name: tensor.size for name, tensor in reader.read_metadata().state_dict_metadata.items()

@@ -68,6 +68,7 @@ DAMAGES = {
     "strange": lambda moments: moments.update({"9.weight/exp_avg": torch.zeros(8, 4)}),
     "state": None,
 }
+RUBBISH = {"none": b"", "text": b"x" * 300, "short": b"\x08\0\0\0\0\0\0\0{}"}
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -89,6 +90,18 @@ def test_state_that_does_not_fit_is_one_line(name, tmp_path):
     }
     (folder / "manifest.json").write_text(json.dumps(digests))
     refused(lambda: load_checkpoint(tmp_path, newest_progress(tmp_path), optimizer), "step-1")
+
+
+@pytest.mark.parametrize("name", ["trainable", "optimizer"])
+@pytest.mark.parametrize("raw", RUBBISH.values(), ids=RUBBISH)
+def test_what_is_no_safetensors_is_one_line(name, raw, tmp_path):
+    """Breaks when a file that holds no tensors, which a manifest made anew vouches for, is a
+    traceback."""
+    model, optimizer = make()
+    step(model, optimizer)
+    save_checkpoint(tmp_path, Progress(step=1), model, optimizer, WORLD)
+    (tmp_path / "checkpoints/step-1" / f"{name}.safetensors").write_bytes(raw)
+    refused(lambda: load_checkpoint(tmp_path, Progress(step=1), optimizer), "step-1")
 
 
 def test_the_newest_are_kept_in_numeric_order(tmp_path):

@@ -327,3 +327,11 @@ def test_what_is_held_out(tmp_path, processor, monkeypatch, capsys):
     monkeypatch.setattr(validation, "read_records", lambda *args: long)
     assert not open_held_out(settings, processor, WORLD).asked  # too long to be generated
     assert "warning: 1 held-out" in capsys.readouterr().err  # all are of one picture
+
+
+def test_what_is_asked_is_drawn_once_for_all():
+    """Breaks when each evaluation asks other examples, or the first ones, which may be of a
+    kind."""
+    drawn = choose(range(100), 20)
+    assert drawn == choose(range(100), 20) == sorted({*drawn})
+    assert len(drawn) == 20 and drawn[-1] > 50
