@@ -70,8 +70,7 @@ def export_model(
     dialect: a key of `weights.mapping.DIALECTS`, for a PaliGemma. dtype: of all tensors; None keeps
     the model's. max_shard_gb: largest size of a file in 10⁹ bytes. companions: files to copy.
     texts: more files by name, which companions replace. Raises UserError for a folder that is not
-    empty, a value that is not finite in the dtype, a companion that is a link out of its folder,
-    and as `plain_tensors`.
+    empty, a value that is not finite in the dtype, and as `plain_tensors`.
     """
     from huggingface_hub import (
         split_torch_state_dict_into_shards,
@@ -112,13 +111,13 @@ def export_model(
                 written[INDEX_FILE] = json.dumps(index, indent=2) + "\n"
             for file in companions:
                 if file.name.endswith("_config.json"):
-                    settings = read_json(own_file(file))
+                    settings = read_json(file)
                     for part in (settings, *settings.values()):
                         if isinstance(part, dict):
                             part.pop("auto_map", None)  # code that transformers would run
                     written[file.name] = json.dumps(settings, indent=1)
                 else:
-                    shutil.copyfile(own_file(file), temporary / file.name)
+                    shutil.copyfile(file, temporary / file.name)
             for name, text in written.items():
                 write_text(temporary / name, text)
             sync_files(temporary)
@@ -168,13 +167,14 @@ def plain_tensors(model: PaliGemma) -> dict[str, torch.Tensor]:
 
 
 def companions(source: str | Path, revision: str | None = None) -> list[Path]:
-    """The files of `COMPANIONS` that the model `source` has."""
+    """The files of `COMPANIONS` that the model `source` has. Raises UserError for a link out of its
+    folder."""
     path, source = (
         local_path(source),
         EMBEDDED if preset_of(source) else source,
     )  # presets use its tokenizer
     folder = path.parent if path.is_file() else resolve(source, COMPANIONS, revision)
-    return [folder / name for name in COMPANIONS if (folder / name).is_file()]
+    return [own_file(folder / name) for name in COMPANIONS if (folder / name).is_file()]
 
 
 class Origin(NamedTuple):

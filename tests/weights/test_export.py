@@ -292,10 +292,7 @@ def test_a_link_hands_on_no_private_file(tmp_path):
     for target in (private, "../private.json", "../chain", "../in/../chain"):
         file.unlink(missing_ok=True)
         file.symlink_to(target)
-        given = companions(tmp_path / "in")
-        out = tmp_path / "out"
-        refused(lambda given=given, out=out: export_model(model, out, companions=given), "link")
-        assert not out.exists()
+        refused(lambda: companions(tmp_path / "in"), "link")
     file.unlink()
     file.symlink_to(file)  # a circle is no file
     assert companions(tmp_path / "in") == []
