@@ -85,26 +85,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(
             f"{shown(subject.name)} answers about pictures: give --image FILE, and leave out --chat"
         )
-    print(f"{shown(subject.name)} answers{toy_note(subject)}", file=sys.stderr)
-    sampling = {"temperature": args.temperature, "top_p": args.top_p}
+    model, processor = open_model(args, subject, text=is_text)
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(args.seed)
+    sampling = {"temperature": args.temperature, "top_p": args.top_p, "generator": generator}
     if is_text:
-        model, reader = open_model(args, subject, text=True)
-        sampling["generator"] = torch.Generator(next(model.parameters()).device).manual_seed(
-            args.seed
-        )
-        texts = reader.ask(model, prompts, args.max_new_tokens, args.chat, **sampling)
+        texts = processor.ask(model, prompts, args.max_new_tokens, args.chat, **sampling)
         answers = [
             {"prompt": prompt, "answer": text} for prompt, text in zip(prompts, texts, strict=True)
         ]
     else:
-        (model, processor), asked, answers = (
-            open_model(args, subject),
-            list(product(args.image, prompts)),
-            [],
-        )
-        sampling["generator"] = torch.Generator(next(model.parameters()).device).manual_seed(
-            args.seed
-        )
+        asked, answers = list(product(args.image, prompts)), []
         for start in range(0, len(asked), BATCH):
             names, texts = zip(*asked[start : start + BATCH], strict=True)
             try:
@@ -140,6 +130,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             drawn[0] if len(drawn) == 1 else figures.contact_sheet(drawn, titles, size=448),
             args.draw,
         )
+    # a call that fails says one line, and no more
+    print(f"{shown(subject.name)} answers{toy_note(subject)}", file=sys.stderr)
     if args.json:
         print(json.dumps(answers, ensure_ascii=False, indent=1))
         return

@@ -15,21 +15,22 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from eval import figures
 from eval.command import add_flag, command_parser, positive, whole
 from eval.data import scenes
+from eval.data.published import read
 from eval.explore.page import page
 from eval.explore.record import Case
-from eval.open import Subject, add_model_flags, model_of, open_model, toy_note
+from eval.open import Subject, add_model_flags, model_of, open_model, run_file, toy_note
 from model.common import UserError, run_command, shown
 from model.generate import ask
 from model.images import load_image
 from model.paligemma import PaliGemma
 from model.processor import Processor, parse_boxes
-from model.source import EMBEDDED
 from weights.load import load_model
 
 EXAMPLES = [
@@ -93,6 +94,23 @@ def load_gradio() -> Any:
     return gradio
 
 
+def examples(subject: Subject, folder: Path) -> list[list[str]]:
+    """Files of pictures in `folder`, each with a prompt: scenes for the toy, which no other model
+    knows, or what a run has held out, as far as it is in files that are still there."""
+    pairs, rows = [], []
+    if toy_note(subject):
+        pairs = [(scenes.sample("vqa", "test", index).image, prompt) for index, prompt in EXAMPLES]
+    else:
+        with suppress(UserError):
+            file = run_file(subject, "answers.jsonl")
+            pairs = read(file, lambda answer: (answer["images"][0], answer["question"]))
+    for picture, prompt in pairs[:4]:
+        with suppress(UserError):
+            load_image(picture).save(f"{folder}/{len(rows)}.png")
+            rows.append([f"{folder}/{len(rows)}.png", prompt])
+    return rows
+
+
 def serve(
     subject: Subject,
     model: PaliGemma,
@@ -105,6 +123,7 @@ def serve(
     and the pictures of its examples are written to `folder`. Raises OSError if the port is
     taken."""
     gradio = load_gradio()
+    rows = examples(subject, folder)
 
     def answer(path, prompt, is_explored=False):
         try:
@@ -132,13 +151,20 @@ def serve(
         with gradio.Row():
             with gradio.Column():
                 picture = gradio.Image(
-                    type="filepath", sources=["upload", "clipboard"], label="Picture", height=380
+                    rows[0][0] if rows and not toy_note(subject) else None,
+                    type="filepath",
+                    sources=["upload", "clipboard"],
+                    label="Picture",
+                    height=380,
                 )
                 picture.preprocess = lambda payload: (
                     payload and payload.path
                 )  # only `load_image` decodes it
                 prompt = gradio.Textbox(
-                    label="Prompt", value=EXAMPLES[0][1], submit_btn="Ask", elem_id="prompt"
+                    label="Prompt",
+                    value=rows[0][1] if rows else "",
+                    submit_btn="Ask",
+                    elem_id="prompt",
                 )
             with gradio.Column():
                 said = gradio.Textbox(label="Answer", interactive=False, elem_id="answer")
@@ -146,13 +172,8 @@ def serve(
                     label="Boxes", visible=False, elem_id="boxes", height=380, interactive=False
                 )
                 inside = gradio.Button("Where did it look?", elem_id="inside")
-                if subject.source == EMBEDDED:
-                    for index, _ in EXAMPLES:
-                        scenes.sample("vqa", "test", index).image.save(
-                            folder / f"scene-{index}.png"
-                        )
-                    rows = [[f"{folder}/scene-{index}.png", text] for index, text in EXAMPLES]
-                    gradio.Examples(rows, [picture, prompt], label="Scenes of the embedded base")
+                if rows:
+                    gradio.Examples(rows, [picture, prompt])
         look = gradio.HTML(elem_id="look")
         options: dict[str, Any] = {
             "concurrency_id": "model",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from eval.command import add_flag, positive, whole
 from eval.data.published import PROMPT, check_prompt
 from lora import adapter
-from model.common import UserError, file_errors, read_json, shown
+from model.common import UserError, file_errors, read_json, read_json_if, shown
 from model.device import DTYPES, THREADS, choose_device, choose_dtype, use_threads
 from model.processor import Processor
 from model.registry import System, system_of
@@ -39,7 +39,8 @@ def add_model_flags(parser: ArgumentParser, many: bool = False) -> None:
     """--model, --adapter and how they compute. many: several models and adapters may be given."""
     repeated, again = ({"action": "append"}, "; again to compare") if many else ({}, "")
     source = f"a folder, hub id, preset or `embedded`{again} (default: the base of the adapter, else `embedded`)"
-    run = f"a run, or any folder with a PEFT adapter, or `none`{again} (default: without --model, the newest run)"
+    run = f"a run, or any folder with a PEFT adapter, or `none`{again} (default: without --model, the newest run"
+    run += "; for the embedded scenes the newest on them)"
     add_flag(parser, "--model", source, metavar="SRC", **repeated)
     add_flag(parser, "--adapter", run, metavar="RUN", **repeated)
     add_flag(
@@ -67,14 +68,16 @@ def add_model_flags(parser: ArgumentParser, many: bool = False) -> None:
     )
 
 
-def model_of(args: Namespace) -> Subject:
+def model_of(args: Namespace, is_toy: bool = False) -> Subject:
     """The model that the flags name; without flags the newest run, or else the embedded base.
-    Raises UserError."""
-    source, run = (
-        args.model,
-        last_run() if args.adapter is None and args.model is None else args.adapter,
-    )
-    run, kind = None if run == "none" else run, None if args.quantize == "none" else args.quantize
+    is_toy: it is asked about the embedded scenes, see `last_run`. Raises UserError."""
+    source, run, kind = args.model, args.adapter, args.quantize
+    if source is None and run is None:
+        run = last_run(is_toy=is_toy)
+    if run == "none":
+        run = None
+    if kind == "none":
+        kind = None
     path = Path(run or source or EMBEDDED).absolute()
     title = {"best": f"{path.parent.name}-best", "model": path.parent.name}.get(
         path.name, path.name
@@ -95,8 +98,11 @@ def model_of(args: Namespace) -> Subject:
 def models_of(args: Namespace) -> list[Subject]:
     """The models that repeated flags name, each with each. Raises UserError."""
     flags = product(args.model or [None], args.adapter or [None], args.quantize or [None])
+    given = [vars(args).get(name) for name in ("data", "questions", "images", "image", "task")]
+    is_toy = all(value in (None, EMBEDDED, "scenes") for value in given)
     subjects = [
-        model_of(Namespace(model=model, adapter=run, quantize=kind)) for model, run, kind in flags
+        model_of(Namespace(model=model, adapter=run, quantize=kind), is_toy)
+        for model, run, kind in flags
     ]
     titles = [subject.title for subject in subjects]
     if twice := [title for title in titles if titles.count(title) > 1]:
@@ -106,15 +112,24 @@ def models_of(args: Namespace) -> list[Subject]:
     return subjects
 
 
-def last_run(folder: Path = Path("runs")) -> str | None:
-    """The newest finished run on the embedded base, if there is one."""
+def last_run(folder: Path = Path("runs"), is_toy: bool = False) -> str | None:
+    """The newest finished run on the embedded base, if there is one; a toy has learned from the
+    embedded scenes alone."""
     for file in sorted(
         folder.glob("*/summary.json"), key=lambda file: file.stat().st_mtime, reverse=True
     ):
         with suppress(UserError):  # a broken one is skipped
-            if read_json(file.with_name("config.json")).get("base") == EMBEDDED:
+            made = read_json(file.with_name("config.json"))
+            if made.get("base") == EMBEDDED and (not is_toy or made.get("data") == [EMBEDDED]):
                 return str(file.parent)
     return None
+
+
+def run_file(subject: Subject, name: str) -> Path:
+    """A file of the run that a model is of, if it is of one."""
+    folder = subject.run or Path(subject.source)
+    beside = folder.parent / name  # of RUN/best and RUN/model
+    return beside if beside.is_file() else folder / name
 
 
 def system_at(source: str) -> System | None:
@@ -155,13 +170,10 @@ def stored_prompt(subject: Subject, default: str = PROMPT) -> str:
 def toy_note(subject: Subject) -> str:
     """TOY for the embedded base and its runs on the embedded scenes alone, "" for other models.
     Raises UserError."""
-    folder = subject.run or Path(subject.source)
-    files = [
-        path / "config.json" for path in (folder, folder.parent)
-    ]  # RUN/best and RUN/model have it beside them
-    made = [read_json(file) for file in files if file.is_file()]
-    made += [{"base": subject.source, "data": [EMBEDDED]}] * (subject.run is None)
-    return TOY * any((run.get("base"), run.get("data")) == (EMBEDDED, [EMBEDDED]) for run in made)
+    made = read_json_if(run_file(subject, "config.json"))
+    if subject.run is None and subject.source == EMBEDDED:
+        return TOY
+    return TOY if (made.get("base"), made.get("data")) == (EMBEDDED, [EMBEDDED]) else ""
 
 
 def open_model(args: Namespace, subject: Subject, text: bool = False) -> tuple[Any, Any]:

@@ -39,15 +39,13 @@ def choose_device(name: str = "auto") -> torch.device:
     return torch.device(name)
 
 
-def use_threads(number: int | None, model: nn.Module) -> int:
-    """Set how many threads PyTorch takes, and return it. None: as `THREADS` says, never more than
-    before."""
+def use_threads(number: int | None, model: nn.Module) -> None:
+    """Set how many threads PyTorch takes. None: as `THREADS` says, never more than before."""
     is_small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
     if number is None and is_small and "OMP_NUM_THREADS" not in os.environ:
         number = min(FEW, torch.get_num_threads())
     if number is not None:
         torch.set_num_threads(number)
-    return torch.get_num_threads()
 
 
 def choose_dtype(name: str | None, device: torch.device) -> torch.dtype:

@@ -38,7 +38,7 @@ def axis(
         step * n for n in range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)
     ]
     if tight:
-        marks = [mark for mark in marks if low - step / 1e6 <= mark <= high + step / 1e6]
+        marks = [mark for mark in marks if low <= mark <= high]
     else:
         low, high = marks[0], marks[-1]
     return marks, lambda value: start + (value - low) / (high - low) * (end - start)

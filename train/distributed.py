@@ -5,7 +5,6 @@ FSDP2, and the answers to questions that all processes share.
 import contextlib
 import gc
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -62,11 +61,10 @@ def joined_world(device: str = "auto") -> Iterator[World]:
     threads = torch.get_num_threads()
     named = {name: os.environ.get(name, alone) for name, alone in ALONE.items()}
     problem = f"{shown(named)}: start with torchrun, which sets these, or unset them"
-    if not all(re.fullmatch("[0-9]{1,6}", value) for value in named.values()):
+    numbers = [int(value) for value in named.values() if value.isdecimal()]
+    if len(numbers) < 3 or max(numbers[:2]) >= numbers[2]:
         raise UserError(problem)
-    rank, local, size = map(int, named.values())
-    if max(rank, local) >= size:
-        raise UserError(problem)
+    rank, local, size = numbers
     if device in ("auto", "cuda") and torch.cuda.is_available():
         device = f"cuda:{local}"
     elif device == "auto" and size > 1:  # gloo does not have MPS

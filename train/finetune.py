@@ -124,13 +124,13 @@ def run_settings(
     ):
         # 1. mistakes are reported before weights are read
         outline, _ = open_model(settings, torch.device("meta"))
-        threads = use_threads(settings.threads, outline)
+        use_threads(settings.threads, outline)
         records = read_records(settings, memory=memory)
         processor, files = open_processor(settings, outline)
         order = Order(records, processor, settings, world)
         held_out = open_held_out(settings, processor, world, memory, metrics)
         progress = world.gather(newest_progress(run))[0] or Progress(world.size)
-        print_start(outline, settings, world, threads)
+        print_start(outline, settings, world)
 
         # 2. training; its model is let go, since one may be as large as the memory
         allow_changed = arguments.allow_changed
@@ -236,7 +236,7 @@ def print_recipe(settings: Settings) -> None:
         )
 
 
-def print_start(outline: PaliGemma, settings: Settings, world: World, threads: int) -> None:
+def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:
     """The first process prints the base, its size, the share of it that is trained, the device, the
     threads, and the recipe."""
     if not world.is_first:
@@ -244,7 +244,7 @@ def print_start(outline: PaliGemma, settings: Settings, world: World, threads: i
     total, trained = count(outline.parameters()), count(trainable(outline).values())
     size = f"{total:,} parameters, {trained:,} of them trainable ({100 * trained / total:.2f} %)"
     processes = f", {world.size} processes" if world.size > 1 else ""
-    machine = f"{world.device}{processes}, CPU threads: {threads}"
+    machine = f"{world.device}{processes}, CPU threads: {torch.get_num_threads()}"
     print(f"{settings.base}: {size}, {settings.subject}, on {machine}", flush=True)
     print_recipe(settings)
     if settings.is_beyond_base:

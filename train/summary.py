@@ -90,6 +90,7 @@ def write_answers(run: Path, held_out: HeldOut, results: Results) -> None:
             "name": record.name,
             "question": record.prefix,
             "truth": list(record.answers) or record.suffix,
+            "images": [str(path) for path in record.pictures if isinstance(path, Path)],
         }
         line |= {name: result.answers[n] for name, result in results.items()} | {"right": is_right}
         lines += json.dumps(line, ensure_ascii=False) + "\n"

@@ -28,7 +28,7 @@ print(processor.decode(new, skip_special_tokens=True))
 
 DEFAULT_PROMPT = '"<image>answer en Where is the dog?"'
 # settings that do not shape the weights
-SILENT = "base images device workers keep max_bad checkpoint_every".split()
+SILENT = "base images device threads workers keep max_bad checkpoint_every".split()
 SCORES = "before start after best blind text_only_guess over_blind".split()
 
 

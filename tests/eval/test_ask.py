@@ -3,18 +3,22 @@ prompt."""
 
 import itertools
 import json
+import os
 import re
+from argparse import Namespace
 from io import StringIO
 from pathlib import Path
 
 import pytest
 import tqdm
+from PIL import Image
 
-from eval import ask
+from eval import ask, demo
 from eval.data import scenes
-from eval.open import Subject, toy_note
+from eval.open import Subject, model_of, models_of, toy_note
 from eval.progress import Bar
 from model import generate
+from model.images import load_image
 
 pytestmark = pytest.mark.long
 
@@ -68,6 +72,7 @@ def test_the_toy_and_no_other_says_what_it_knows(workplace):
     ):
         Path("runs", name).mkdir(parents=True)
         Path("runs", name, "config.json").write_text(json.dumps({"base": base, "data": [data]}))
+        Path("runs", name, "summary.json").write_text("{}")
     runs = [(run, "embedded", run) for run in ("toy", "toy/best", "own", "own/best", "big")]
     runs += [
         ("base", "embedded", None),
@@ -80,6 +85,37 @@ def test_the_toy_and_no_other_says_what_it_knows(workplace):
         if toy_note(Subject(model, run and Path("runs", run), name))
     }
     assert noted == {"toy", "toy/best", "base", "full"}
+
+
+def test_the_toy_s_questions_are_for_the_toy(workplace):
+    """Breaks when the newest run is asked about the scenes, whatever it has learned, or the page
+    shows other examples than it has held out."""
+    picture = Image.new("RGB", (9, 9), "red")
+    picture.save("red.png")
+    answers = [{"images": ["gone.png"], "question": "a"}, {"images": ["red.png"], "question": "b"}]
+    for name, data in (("toy", "embedded"), ("own", "csv:a")):
+        run = Path("runs", name)
+        (run / "model").mkdir(parents=True)
+        (run / "config.json").write_text(json.dumps({"base": "embedded", "data": [data]}))
+        (run / "summary.json").write_text("{}")
+        (run / "answers.jsonl").write_text("\n".join(map(json.dumps, answers)))
+    os.utime("runs/toy/summary.json", (0, 1))
+    flags = {"model": None, "adapter": None, "quantize": None}
+    for asked, run in (({}, "toy"), ({"data": "embedded"}, "toy"), ({"data": "csv:b"}, "own")):
+        (subject,) = models_of(Namespace(**flags, **asked))
+        assert subject.source == f"runs/{run}/model"
+    subject = model_of(Namespace(**flags))
+    for of in (
+        subject,
+        subject._replace(run=Path("runs/own")),
+        Subject("a", Path("runs/own/best"), ""),
+    ):
+        assert demo.examples(of, workplace) == [[f"{workplace}/0.png", "b"]]
+        assert load_image(workplace / "0.png").getpixel((0, 0)) == (255, 0, 0)
+    toy = demo.examples(subject._replace(source="runs/toy/model"), workplace)
+    assert toy[0] == [f"{workplace}/0.png", "answer en Where is the dog?"] and len(toy) == 4
+    Path("runs/own/answers.jsonl").write_text("{")
+    assert demo.examples(subject, workplace) == []
 
 
 @pytest.mark.parametrize(("seconds", "shares"), [(1, range(10, 101, 10)), (0, [100])])

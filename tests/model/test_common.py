@@ -193,16 +193,18 @@ def test_a_small_model_takes_few_threads(monkeypatch):
     idle threads wait in a loop that other work needs."""
     small, large = nn.Linear(9, 9), nn.Linear(10**5, 10**4, device="meta")
     before = torch.get_num_threads()
+
+    def taken(cores, number, model) -> int:
+        torch.set_num_threads(cores)
+        use_threads(number, model)
+        return torch.get_num_threads()
+
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     try:
-        torch.set_num_threads(6)
-        assert use_threads(None, large) == 6 and use_threads(None, small) == 2
-        assert use_threads(3, small) == torch.get_num_threads() == 3
-        torch.set_num_threads(1)
-        assert use_threads(None, small) == 1
-        torch.set_num_threads(6)
+        given = (None, large), (None, small), (3, small)
+        assert [taken(6, *flags) for flags in given] == [6, 2, 3] and taken(1, None, small) == 1
         monkeypatch.setenv("OMP_NUM_THREADS", "6")
-        assert use_threads(None, small) == 6 and use_threads(1, small) == 1
+        assert [taken(6, *flags) for flags in given] == [6, 6, 3]
     finally:
         torch.set_num_threads(before)
     code = "import eval, os, sys; print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))"

@@ -237,6 +237,8 @@ def test_examples_of_a_program_are_those_of_a_file(tmp_path):
         row[column] for row in rows
     ]
     assert rows[0]["name"] == "eval_data[0]" and rows[0][column] != rows[0]["before"]
+    first = json.loads((tmp_path / "command/answers.jsonl").read_text().splitlines()[0])
+    assert rows[0]["images"] == [] and first["images"] == [f"{tmp_path}/0.png"]  # for the page
 
 
 # Interruptions
