@@ -70,6 +70,9 @@ def test_own_examples(source, workplace, monkeypatch, capsys):
     monkeypatch.setattr(answer, "generate", None)  # all is in the log
     vqa.main(flags)
     assert json.loads(capsys.readouterr().out)["random"]["measures"]["exact_match"]["mean"] == 100
+    vqa.main([*flags, "--limit", "4"])
+    (measured,) = json.loads(capsys.readouterr().out)["random"]["measures"].values()
+    assert measured["questions"] == 4
 
 
 def test_official_files_without_annotations_and_with_a_broken_picture(

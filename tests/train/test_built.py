@@ -41,3 +41,15 @@ def test_two_maps_beat_the_bound_and_one_does_not(tmp_path, monkeypatch):
             / built.TESTS
         )
     assert 60 < accuracy["softmax"] < 88 and accuracy["twin"] > 99 and accuracy["split"] > 99
+
+
+def test_seeds_learn_from_examples_of_their_own(tmp_path, monkeypatch):
+    """Breaks when runs share examples, or learn those that are tested."""
+    seeds, draw = [], built.draw
+    monkeypatch.setattr(
+        built, "draw", lambda rows, seed, *others: seeds.append(seed) or draw(rows, seed, *others)
+    )
+    for seed in (0, 1):
+        built.make(Job("softmax", (("steps", 3),), 0.01, seed), tmp_path)
+    learned, tested = seeds[:3] + seeds[5:8], {*seeds[3:5]}
+    assert len({*learned} - tested) == 6 and tested == {*seeds[8:]}

@@ -32,6 +32,8 @@ def test_the_text_base_learns_causally_and_is_made_once(processor, tmp_path, mon
         if not torch.equal(made[name], tensor)
     }
     assert changed == {"language_model"}
+    other = load_model("tiny").language_model.embed_tokens.weight  # of another seed
+    assert not torch.equal(fresh.language_model.embed_tokens.weight, other)
 
 
 def test_wings_without_its_base_names_the_command(tmp_path, monkeypatch):

@@ -43,7 +43,7 @@ def make(job, folder):
     for split in ("validation", "test"):
         draw = np.random.default_rng([job.seed, *job.row.encode(), *split.encode()])
         first, loss = (draw.random(40) < level).astype(float), 1 - level + draw.random(40)
-        perfect = [float(split == "validation" or level > 0.7)] * 40
+        perfect = [float(split == "validation" or n < 20) for n in range(40)]
         scores[split] = {"first": first.tolist(), "loss": loss.tolist(), "perfect": perfect}
     return {"scores": scores, "facts": {}}
 
@@ -221,8 +221,8 @@ def test_rates_are_chosen_in_the_unit_of_the_score(tmp_path):
 
 
 def test_plain_rows_share_a_rate_and_the_lowest_of_a_tie_is_taken(tmp_path):
-    """Breaks when chance chooses a rate for each control, or of equally good rates the highest is
-    taken."""
+    """Breaks when chance chooses a rate for each control, of equally good rates the highest is
+    taken, or a measure of many examples weighs more in the mean."""
     rates = (0.005, 0.01, 0.02, 0.04, 0.08)
     hits = {
         "plain": (4, 24, 20, 8, 4),
@@ -232,12 +232,14 @@ def test_plain_rows_share_a_rate_and_the_lowest_of_a_tie_is_taken(tmp_path):
 
     def made_up(job, folder):
         right = hits[job.row][rates.index(job.rate)]
-        scores = {"first": [right / 40] * 40}
+        scores = {"first": [right / 40] * 40, "few": [right / 80] * 8}
         return {"scores": {"validation": scores, "test": scores}, "facts": {}}
 
-    measures = {"first": MEASURES["first"]}
+    measures = {"first": MEASURES["first"], "few": Measure("of few examples", GROUPS[:8])}
     made = run(tmp_path, make=made_up, rates=rates, measures=measures, seeds=1)
     assert made.rates == {"plain": 0.02, "plain too": 0.02, "better": 0.01}
+    gaps = {name: gap["mean"] for (_, name), gap in made.tables[SIZED].items()}
+    assert gaps == {"first": 10, "few": 5, MEAN: 7.5}  # each measure weighs the same
 
 
 @pytest.mark.long

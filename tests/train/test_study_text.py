@@ -10,7 +10,7 @@ from eval.systems.text.corpus import kept_corpus
 from eval.systems.text.measures import Scores, chance, examples, nll, recall
 from model.common import UserError
 from tests.runs import read_cells
-from train.systems.studies.text import hardest, main, window_losses
+from train.systems.studies.text import Options, hardest, main, study_of, window_losses
 from weights.load import load_model
 
 FLAGS = "--sizes nano --length 128 --batch-size 2 --rates 1e-3 --tokens 1280 --limit 5 --seeds 2 --jobs 1"
@@ -93,6 +93,12 @@ def test_the_loss_is_that_of_a_token_and_a_task_is_asked_at_its_largest_number()
     assert window_losses(panel) == [1 + 1 / 16, 2 + 3 / 16]
     assert hardest(Scores([4, 64, 4, 64], list("abcd"), [1.0, 0.0, 1.0, 0.5])) == [0.0, 0.5]
     assert chance("needle", 64) == pytest.approx(1 / 64 + 63 / 64 / 8)
+
+
+def test_a_run_that_diverges_knows_nothing(corpus):
+    """Breaks when a loss that is not finite counts as a small one."""
+    loss = study_of(Options(length=128, sizes=("nano",)), corpus).measures["loss"]
+    assert loss.failed == pytest.approx(np.log(1024)) and loss.less_is_better
 
 
 @pytest.mark.parametrize("more", ["--length 8", "--text /nowhere", "--seed 2"])
