@@ -72,7 +72,7 @@ def test_both_tasks_from_end_to_end(tmp_path, monkeypatch, capsys):
         dose, "found", lambda model, split: asked.append(split) or found(model, split)
     )
     command = f"--caps 0.5 --longer built --seeds 2 --jobs 1 --out {tmp_path} --rows".split()
-    compare.STUDIES["dose"]([*command, *dose.PLAIN, "plain + head norm", "v2"])
+    compare.run_study("dose", [*command, *dose.PLAIN, "plain + head norm", "v2"])
     lines = read_cells(tmp_path / "comparison.csv")
     assert (
         "## needle, 1 × steps" in capsys.readouterr().out and len(list(tmp_path.glob("*.png"))) == 4
