@@ -136,9 +136,8 @@ def existence_task(questions: int, split: str) -> Task:
 
 
 def make(base: Settings, tasks: Tasks, job: Job, folder: Path) -> dict:
-    return train_and_ask(
-        replace(base, **dict(job.changes), lr=job.rate, seed=job.seed), tasks, folder
-    )
+    settings = replace(base, **dict(job.changes), lr=job.rate, seed=job.seed)
+    return train_and_ask(settings, tasks, folder)
 
 
 def study_of(options: Options) -> Study:

@@ -8,17 +8,17 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from eval.answer import ask_all
+from eval.data.records import Record
 from lora import adapter
 from model.common import UserError
 from model.device import choose_device
 from model.paligemma import PaliGemma
 from model.processor import Processor
-from train import model as systems
 from train.data.batches import Order
 from train.distributed import World
 from train.flags import flag_name, given_flags
 from train.loop import LoopSettings
-from train.model import train_on
+from train.model import open_model, open_processor, train_on
 from train.optim import count, trainable
 from train.run import FREE, data_fingerprints
 from train.settings import Settings
@@ -27,15 +27,8 @@ from train.studies.engine import StudyOptions
 from train.studies.measures import Task, training_records
 from weights.fingerprint import exact_fingerprint
 
-DECIDED = (
-    "stage",
-    "full",
-    "seed",
-    "evaluate",
-    "eval_limit",
-    "eval_data",
-    "threads",
-)  # by every study
+# by every study
+DECIDED = ("stage", "full", "seed", "evaluate", "eval_limit", "eval_data", "threads")
 Tasks = Mapping[str, Mapping[str, Task]]  # by split and name
 
 
@@ -71,14 +64,22 @@ def deciding(settings: LoopSettings, kind: type[LoopSettings] = Settings) -> dic
 
 def train_and_ask(settings: Settings, tasks: Tasks, folder: Path) -> dict:
     """Train the adapter of a cell in its folder, and ask it."""
-    world = World(0, 1, choose_device(settings.device))
-    model, optimizer = systems.open_model(settings, world.device)
-    processor, _ = systems.open_processor(settings, model)
-    order = Order(training_records(settings), processor, settings, world)
-    progress = train_on(order, model, optimizer, settings, folder, world)
+    model, optimizer = open_model(settings, choose_device(settings.device))
+    processor, _ = open_processor(settings, model)
+    records = training_records(settings)
+    seconds = train(model, optimizer, processor, records, settings, folder)
     adapter.save(model, folder, settings.base, settings.question_prompt)
-    facts = {"parameters": count(trainable(model).values()), "seconds": progress.seconds}
+    facts = {"parameters": count(trainable(model).values()), "seconds": seconds}
     return {"scores": ask(model, processor, settings, tasks, folder), "facts": facts}
+
+
+def train(
+    model, optimizer, processor, records: Sequence[Record], settings: Settings, folder: Path
+) -> float:
+    """Train in place, from the newest checkpoint in `folder` if there is one. Returns seconds."""
+    world = World(0, 1, choose_device(settings.device))
+    order = Order(records, processor, settings, world)
+    return train_on(order, model, optimizer, settings, folder, world).seconds
 
 
 def ask(

@@ -8,13 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eval.data.records import Record
-from model.device import choose_device
-from train.data.batches import Order
-from train.distributed import World
 from train.flags import flag, from_values
-from train.model import make_optimizer, rules_of, train_on
+from train.model import make_optimizer, rules_of
 from train.settings import EMBEDDED, Settings
-from train.studies.training import TuningOptions, read_given
+from train.studies.training import TuningOptions, read_given, train
 from train.systems.stages import StageSettings, stage_defaults
 
 
@@ -63,6 +60,4 @@ def learn(
     run.mkdir(parents=True, exist_ok=True)
     model.set_checkpointing(settings.checkpointing)
     optimizer = make_optimizer(model, rules_of(model, settings, factors), settings)
-    world = World(0, 1, choose_device(settings.device))
-    order = Order(records, processor, settings, world)
-    return train_on(order, model, optimizer, settings, run, world).seconds
+    return train(model, optimizer, processor, records, settings, run)
