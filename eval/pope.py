@@ -1,12 +1,12 @@
 """POPE: does a model say that an object is in the picture when it is not?
 
-    python -m eval.pope --questions coco_pope_{random,popular,adversarial}.json --images DIR --model SRC
+    python -m eval.pope --questions Q [Q …] --images DIR --model SRC --adapter RUN
     python -m eval.pope --questions Q --results answers.jsonl
 
-In: POPE's questions, and a model, or its free-text answers. Out: accuracy, precision, recall, F1
-and the share of yes, for each file and their mean; with --probability also the accuracy where yes
-is the answer if P(yes) ≥ P(no). As in the published script an answer that is not no counts as yes;
-"neither" is the share of those that do not say yes, such as "Maybe".
+In: POPE's questions (coco_pope_{random,popular,adversarial}.json), and a model, or its free-text
+answers. Out: accuracy, precision, recall, F1 and the share of yes, for each file and their mean;
+with --probability also the accuracy where yes is the answer if P(yes) ≥ P(no). "neither" is the
+share of answers without the word yes that count as yes, as in the published script.
 
 Source: Li et al., "Evaluating Object Hallucination in Large Vision-Language Models", EMNLP 2023.
 """
@@ -50,74 +50,72 @@ class Pope(Benchmark):
     limit = "questions of each set, the first N (default: all of a file, 600 of the embedded)"
 
     def questions(self, args):
-        # a file of answers is scored without pictures
-        if bool(args.questions) != bool(args.images or args.questions and args.results):
+        if args.questions:  # a file of answers is scored without pictures
+            is_whole = args.images or args.results
+        else:
+            is_whole = not args.images
+        if not is_whole:
             raise UserError(
                 "--questions and --images go together: give both, or neither for the embedded "
                 "scenes"
             )
-        questions, count = [], args.limit or 600
+        # 1. those of each set
         self.kinds = [Path(name).stem for name in args.questions or scenes.STRATEGIES]
-
-        def question(kind: str, record: dict, picture=None) -> Question:
-            check(
-                record["label"] in ("yes", "no"),
-                f"label is {quoted(record['label'])}, expected yes or no",
-            )
-            picture = picture or find_picture(args.images or "", text(record, "image"))
-            id_, prompt = id_of(record), fill_prompt(args.template, text(record, "text"))
-            id_ = f"{kind}/{id_}" if len(self.kinds) > 1 else id_  # the sets share their ids
-            return Question(id_, record["image"], picture, prompt, truth=record["label"], kind=kind)
-
+        make = partial(self.question, args)
+        questions = []
         for file in args.questions or ():
-            questions += read(
-                file, partial(question, Path(file).stem), records_in(file)[: args.limit]
-            )
+            records = records_in(file)[: args.limit]
+            questions += read(file, partial(make, Path(file).stem), records)
         for kind in () if args.questions else scenes.STRATEGIES:
+            count = args.limit or 600
             for s in scenes.pope(kind, images=-(-count // 6))[:count]:
-                record = {
-                    "question_id": s.question_id,
-                    "image": f"pope/{s.image_id}",
-                    "text": s.question,
-                }
-                questions.append(question(kind, record | {"label": s.suffix}, s.scene.render))
+                record = {"question_id": s.question_id, "image": f"pope/{s.image_id}"}
+                record |= {"text": s.question, "label": s.suffix}
+                questions.append(make(kind, record, s.scene.render))
         check_unique((question.id for question in questions), "--questions")
-        likely = [
-            replace(q, id=f"{q.id}, P(yes)", choices=("yes", "no"), scored=True) for q in questions
-        ]
-        return questions + likely * args.probability
+        # 2. the same ones, for their probabilities
+        if args.probability:
+            options = {"choices": ("yes", "no"), "scored": True}
+            questions += [replace(q, id=f"{q.id}, P(yes)", **options) for q in questions]
+        return questions
+
+    def question(self, args, kind: str, record: dict, picture=None) -> Question:
+        label = record["label"]
+        check(label in ("yes", "no"), f"label is {quoted(label)}, expected yes or no")
+        picture = picture or find_picture(args.images or "", text(record, "image"))
+        id_ = id_of(record)
+        if len(self.kinds) > 1:
+            id_ = f"{kind}/{id_}"  # the sets share their ids
+        prompt = fill_prompt(args.template, text(record, "text"))
+        return Question(id_, record["image"], picture, prompt, truth=label, kind=kind)
 
     def score(self, question, answer: Any):
-        if question.scored:
-            return {
-                f"P(yes), {question.kind}": float(
-                    (question.truth == "yes") == (answer[0] >= answer[1])
-                )
-            }
-        return {f"accuracy, {question.kind}": float(question.truth == parse_answer(answer))}
+        if not question.scored:
+            return {f"accuracy, {question.kind}": float(question.truth == parse_answer(answer))}
+        yes, no = answer
+        likelier = "yes" if yes >= no else "no"
+        return {f"P(yes), {question.kind}": float(question.truth == likelier)}
 
     def summary(self, rows):
         lines = {}
-        if (
-            lost := {*self.kinds} - by_kind(rows).keys()
-        ):  # a mean without it would be of other questions
+        if lost := {*self.kinds} - by_kind(rows).keys():
+            # a mean without it would be of other questions
             raise UserError(
                 f"no question of {quoted(min(lost))} could be asked: mend its pictures, or leave "
                 "it out"
             )
         for kind, of_kind in by_kind(rows).items():
             free = [row for row in of_kind if not row.question.scored]
-            said = [(row.question.truth, parse_answer(row.answer)) for row in free]
-            lines[kind] = score_answers(said)
+            lines[kind] = score_answers([(r.question.truth, parse_answer(r.answer)) for r in free])
             neither = sum(is_neither(row.answer) for row in free)
             lines[kind]["neither"] = 100 * neither / max(1, len(free))
             if likely := [row for row in of_kind if row.question.scored]:
-                lines[kind]["P(yes)"] = next(iter(means(likely).values()))
+                (lines[kind]["P(yes)"],) = means(likely).values()
         if len(lines) > 1:
-            lines["mean"] = {
-                name: sum(line[name] for line in lines.values()) / len(lines)
-                for name in lines[kind]
-            }
+            mean = {}
+            for name in lines[kind]:
+                mean[name] = sum(line[name] for line in lines.values()) / len(lines)
+            lines["mean"] = mean
         return lines
 
 
@@ -136,14 +134,18 @@ def is_neither(text: str) -> bool:
 def score_answers(pairs: list[tuple[str, str]]) -> dict[str, float]:
     """Measures in percent of (label, answer) pairs, each yes or no; positive is yes, and 0/0 counts
     as 0."""
-    right, said = ([pair[side] for pair in pairs].count("yes") for side in (0, 1))
-    hits, agreed, size = (
-        pairs.count(("yes", "yes")),
-        sum(label == answer for label, answer in pairs),
-        len(pairs),
-    )
-    shares = {"accuracy": (agreed, size), "precision": (hits, said), "recall": (hits, right)}
-    shares |= {"F1": (2 * hits, said + right), "yes": (said, size)}
+    labels = [label for label, _ in pairs]
+    answers = [answer for _, answer in pairs]
+    right, said = labels.count("yes"), answers.count("yes")
+    hits = pairs.count(("yes", "yes"))
+    agreed = sum(label == answer for label, answer in pairs)
+    shares = {
+        "accuracy": (agreed, len(pairs)),
+        "precision": (hits, said),
+        "recall": (hits, right),
+        "F1": (2 * hits, said + right),
+        "yes": (said, len(pairs)),
+    }
     return {name: 100 * part / max(1, whole) for name, (part, whole) in shares.items()}
 
 
