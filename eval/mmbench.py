@@ -8,14 +8,14 @@ In: the official TSV, and a model, or its answers. Out: CircularEval's accuracy 
 category, results.json, and submission.tsv for the evaluation server, which takes it as .xlsx from
 any spreadsheet. Rows of equal index mod 1,000,000 are one question with its options rotated; it is
 right if all are. An answer is an option's letter or its text, by how the model is asked; undecided
-ones are wrong. In the wording `llava`, or a file's of unknown wording, it is read as VLMEvalKit does
-where no other model judges it:
+ones are wrong. In the wording `llava`, or a file's of unknown wording, it is read as VLMEvalKit
+does where no other model judges it:
 
 1. One of REFUSALS in it: no option. FAILED in it: go on at 4.
 2. The marks .()[],:;!*#{} become blanks. Exactly one option's letter among the words, a capital,
    first seen in the last four: that option. No letter but a word Z: no option.
-3. Else the first "answer is X", ignoring case, if X is an option's letter: that option. Blanks, then
-   asterisks may stand before X.
+3. Else the first "answer is X", ignoring case, if X is an option's letter: that option. Blanks,
+   then asterisks may stand before X.
 4. Else, ignoring case: the one option whose text is in the answer, unless the answer has more than
    twice as many characters as all options together.
 
@@ -80,19 +80,16 @@ class MMBench(Benchmark):
         for lines in read_lines(args.tsv)[: args.limit]:
             keys = [hashlib.sha256(line["image"].encode()).hexdigest()[:16] for line in lines]
             for line, key in zip(lines, keys, strict=True):
-                asked = (
-                    int(line["index"]),
-                    key,
-                    partial(open_picture, line),
-                    prompt_of(args.wording, line),
-                )
-                questions.append(Question(*asked, truth=line, kind=args.wording, group=keys[0]))
+                prompt = prompt_of(args.wording, line)
+                about = int(line["index"]), key, partial(open_picture, line), prompt
+                questions.append(Question(*about, truth=line, kind=args.wording, group=keys[0]))
         return questions
 
     def rows(self, questions, answers):
         """A row for each rotation; the first of a question has the score, if all rotations have an
         answer."""
-        rows, groups = [], defaultdict(list)
+        rows = []
+        groups = defaultdict(list)
         for question, answer in zip(questions, answers, strict=True):
             rows.append(Row(question, answer, {}))
             groups[question.id % BASE].append(rows[-1])
@@ -104,15 +101,17 @@ class MMBench(Benchmark):
 
     def summary(self, rows):
         lines = defaultdict(list)
-        for row in (row for row in rows if row.scores):
+        for row in [row for row in rows if row.scores]:
             line = row.question.truth
             split = line.get("split") or "all"
-            kinds = "", line.get("l2-category", ""), line.get("category", "")
-            for name in dict.fromkeys(["overall", *(f"{split} {kind}".rstrip() for kind in kinds)]):
+            names = ["overall"]
+            for kind in ("", line.get("l2-category", ""), line.get("category", "")):
+                names.append(f"{split} {kind}".rstrip())
+            for name in dict.fromkeys(names):
                 lines[name].append(row)
-        summary = {
-            name: {"CircularEval": round(*means(of).values(), 2)} for name, of in lines.items()
-        }
+        summary = {}
+        for name, of_line in lines.items():
+            summary[name] = {"CircularEval": round(*means(of_line).values(), 2)}
         letters = [chosen(row) for row in rows if row.answer is not None]
         if summary:  # in percent of the rotations
             summary["overall"]["undecided"] = round(100 * letters.count(None) / len(letters), 2)
@@ -144,32 +143,28 @@ def read_lines(path: str) -> list[list[dict[str, str]]]:
 
     def values_of(row: list[str]) -> dict[str, str]:
         check(len(row) == len(names), f"{len(row)} values for {len(names)} columns")
-        values = {
-            name: "" if value.strip() in ABSENT else value
-            for name, value in zip(names, row, strict=True)
-        }
-        options, answer = options_of(values), values.get("answer")
-        is_whole = (
-            values["index"].isdecimal()
-            and values["question"]
-            and values["image"]
-            and len(options) > 1
-        )
-        check(bool(is_whole), "expected an index, a question, two options and an image")
-        check(
-            not answer or answer in options,
-            f"answer is {quoted(answer)}, not one of {', '.join(options)}",
-        )
+        values = {}
+        for name, value in zip(names, row, strict=True):
+            values[name] = "" if value.strip() in ABSENT else value
+        options = options_of(values)
+        is_numbered = values["index"].isdecimal()
+        is_whole = is_numbered and values["question"] and values["image"] and len(options) > 1
+        check(is_whole, "expected an index, a question, two options and an image")
+        answer = values.get("answer")
+        listed = ", ".join(options)
+        check(not answer or answer in options, f"answer is {quoted(answer)}, not one of {listed}")
         return values
 
-    lines, groups = read(path, values_of, table), defaultdict(list)
+    # 1. the rows, each with its picture
+    lines = read(path, values_of, table)
     check_unique((line["index"] for line in lines), path)
     images = {line["index"]: line["image"] for line in lines}
+    groups = defaultdict(list)
     for line in lines:
-        line["image"] = images.get(
-            line["image"], line["image"]
-        )  # the index of a row with the same picture
+        # the index of a row with the same picture may stand for it
+        line["image"] = images.get(line["image"], line["image"])
         groups[int(line["index"]) % BASE].append(line)
+    # 2. their rotations
     for base, group in groups.items():
         group.sort(key=lambda line: int(line["index"]))
         count = len(options_of(group[0]))
@@ -197,15 +192,18 @@ def open_picture(line: Mapping[str, str]) -> io.BytesIO:
 def prompt_of(wording: str, line: Mapping[str, str]) -> str:
     """LLaVA's prompt, or as in big_vision's transfers/aokvqa_mc.py, where the answer is the
     option's text."""
-    hint, question, options = line.get("hint", ""), line["question"], options_of(line)
+    question, hint = line["question"], line.get("hint", "")
+    options = options_of(line)
     if wording == "paligemma":
-        return f"answer en  {hint}{' ' * bool(hint)}{question} choose from: " + " \t ".join(
-            options.values()
-        )
+        about = f"{hint} {question}" if hint else question
+        listed = " \t ".join(options.values())
+        return f"answer en  {about} choose from: {listed}"
+    about = f"{hint}\n{question}" if hint else question
     listed = "".join(f"{letter}. {text}\n" for letter, text in options.items())
     request = "Answer with the option's letter from the given choices directly."
-    request = "请直接回答选项字母。" if re.search("[\u4e00-\u9fff]", question) else request
-    return f"{hint}{chr(10) * bool(hint)}{question}\n{listed}{request}"
+    if re.search("[\u4e00-\u9fff]", question):
+        request = "请直接回答选项字母。"
+    return f"{about}\n{listed}{request}"
 
 
 def chosen(row: Row) -> str | None:
