@@ -57,27 +57,14 @@ def question(
     """right: number of the right choice. picture: names the pictures; questions about text alone
     are independent. Raises TypeError and ValueError."""
     is_listed = isinstance(choices, list | tuple) and type(right) is int
-    check(
-        is_listed and 0 <= right < len(choices) > 1,
-        f"answer {quoted(right)} is none of two choices",
-    )
+    is_right = is_listed and 0 <= right < len(choices) > 1
+    check(is_right, f"answer {quoted(right)} is none of two choices")
     choices = tuple(choices)
-    check(
-        all(text({"choice": choice}, "choice").strip() for choice in choices),
-        f"choices {quoted(choices)}: one is empty",
-    )
-    group, key = picture or str(id_), picture or "text"
-    return Question(
-        str(id_),
-        key,
-        pictures,
-        prompt,
-        choices,
-        scored=True,
-        truth=right,
-        kind=subject,
-        group=group,
-    )
+    is_whole = all(text({"choice": choice}, "choice").strip() for choice in choices)
+    check(is_whole, f"choices {quoted(choices)}: one is empty")
+    about = str(id_), picture or "text", pictures, prompt, choices
+    group = picture or str(id_)
+    return Question(*about, scored=True, truth=right, kind=subject, group=group)
 
 
 def files_in(folder: Path, pattern: str) -> list[Path]:
@@ -99,9 +86,8 @@ def exam(
     def worded(row: list[str]) -> tuple[str, str]:
         is_right = len(row) == columns and row[-1] in LETTERS
         check(is_right, "expected a question, four options and the right letter")
-        options = "\n".join(
-            f"{letter}. {option}" for letter, option in zip(LETTERS, row[-5:-1], strict=True)
-        )
+        lettered = zip(LETTERS, row[-5:-1], strict=True)
+        options = "\n".join(f"{letter}. {option}" for letter, option in lettered)
         return f"{row[-6].strip()}\n{options}\n{ending}", row[-1]
 
     def rows_of(path: Path) -> list[tuple[str, str]]:
@@ -115,10 +101,8 @@ def exam(
 
     questions = []
     for path in files_in(Path(args.data, "test"), "*.csv"):
-        subject, dev = (
-            path.stem.removesuffix("_test"),
-            Path(args.data, "dev", path.name.replace("_test.", "_dev.")),
-        )
+        subject = path.stem.removesuffix("_test")
+        dev = Path(args.data, "dev", path.name.replace("_test.", "_dev."))
         shots = rows_of(dev)[: args.shots] if args.shots else []
         if len(shots) < args.shots:
             raise UserError(
@@ -126,12 +110,9 @@ def exam(
             )
         prompt = head.format(names.get(subject, subject.replace("_", " ")))
         prompt += "".join(f"{asked} {right}\n\n" for asked, right in shots)
-        for number, (asked, right) in enumerate(rows_of(path)[: args.limit]):
-            questions.append(
-                question(
-                    f"{subject}/{number}", subject, prompt + asked, LETTERS, LETTERS.index(right)
-                )
-            )
+        for number, (asked, letter) in enumerate(rows_of(path)[: args.limit]):
+            name, right = f"{subject}/{number}", LETTERS.index(letter)
+            questions.append(question(name, subject, prompt + asked, LETTERS, right))
     return questions
 
 
@@ -150,8 +131,9 @@ def race(args: Namespace) -> list[Question]:
     and so does this."""
 
     def of_passage(name: str, record: dict) -> Question:
-        prompt, made = f"Article: {text(record, 'article')}\n\n", []
+        prompt = f"Article: {text(record, 'article')}\n\n"
         columns = (record[key] for key in ("questions", "options", "answers"))
+        made = []
         for asked, options, letter in zip(*columns, strict=True):
             check(len(options) == len(LETTERS), f"options {quoted(options)}: expected four")
             right = LETTERS.index(letter)
@@ -161,15 +143,13 @@ def race(args: Namespace) -> list[Question]:
             prompt += f"{options[right]}\n"
         return made[-1]
 
-    folder = (
-        Path(args.data, "test", "high")
-        if Path(args.data, "test", "high").is_dir()
-        else Path(args.data)
-    )
-    paths = files_in(folder, "*.txt")[: args.limit]
-    return [
-        read(path, partial(of_passage, path.stem), [("", read_json(path))])[0] for path in paths
-    ]
+    folder = Path(args.data, "test", "high")
+    if not folder.is_dir():
+        folder = Path(args.data)
+    questions = []
+    for path in files_in(folder, "*.txt")[: args.limit]:
+        questions += read(path, partial(of_passage, path.stem), [("", read_json(path))])
+    return questions
 
 
 def arc(args: Namespace) -> list[Question]:
@@ -177,9 +157,8 @@ def arc(args: Namespace) -> list[Question]:
 
     def of_record(record: dict) -> Question:
         asked = record["question"]
-        labels, options = (
-            [option[key] for option in asked["choices"]] for key in ("label", "text")
-        )
+        labels = [option["label"] for option in asked["choices"]]
+        options = [option["text"] for option in asked["choices"]]
         check(len({*labels}) == len(labels), f"labels {quoted(labels)}: one is there twice")
         prompt = f"Question: {text(asked, 'stem')}\nAnswer:"
         return question(record["id"], "arc", prompt, options, labels.index(record["answerKey"]))
@@ -194,22 +173,19 @@ def own(args: Namespace) -> list[Question]:
     folder, numbers = Path(args.images or Path(args.data).parent), count(1)
 
     def of_record(record: dict) -> Question:
-        choices, right, names = record["choices"], record["answer"], picture_names(record)
+        choices = record["choices"]
+        right = record["answer"]
+        names = picture_names(record)
         if isinstance(right, str):
-            right = (
-                choices.index(right)
-                if choices.count(right) == 1
-                else list(ascii_uppercase).index(right)
-            )
+            named = choices if choices.count(right) == 1 else list(ascii_uppercase)
+            right = named.index(right)
         prompt = fill_prompt(args.template, text(record, "question"))
         pictures = tuple(find_picture(folder, name) for name in names)
         subject = str(record.get("subject", "own"))
         made = question(next(numbers), subject, prompt, choices, right, pictures, "\n".join(names))
         # the first of equally likely ones counts, which may be the other
-        check(
-            choices.count(choices[right]) == 1,
-            f"choices has {quoted(choices[right])}, the right one, twice",
-        )
+        is_single = choices.count(choices[right]) == 1
+        check(is_single, f"choices has {quoted(choices[right])}, the right one, twice")
         return made
 
     return read(args.data, of_record, records_in(args.data)[: args.limit])
@@ -218,16 +194,15 @@ def own(args: Namespace) -> list[Question]:
 def embedded_scenes(args: Namespace) -> list[Question]:
     """Questions on the embedded pictures, as in `eval.vqa`, with up to three answers to others of
     their kind."""
-    asked, answers, questions = (
-        vqa.embedded(args.limit or EMBEDDED, "test", args.template),
-        defaultdict(set),
-        [],
-    )
+    answers = defaultdict(set)
     for q in vqa.embedded(EMBEDDED):
         answers[q.truth.question_type].add(q.truth.answer)
+    asked = vqa.embedded(args.limit or EMBEDDED, "test", args.template)
+    questions = []
     for number, q in enumerate(asked):
-        dice, right = Dice(f"choices/scene/{number}"), q.truth.answer
+        right = q.truth.answer
         others = sorted(answers[q.truth.question_type] - {right})
+        dice = Dice(f"choices/scene/{number}")
         choices = [right, *dice.draw(others, min(3, len(others)))]
         choices = dice.draw(choices, len(choices))
         about = q.truth.answer_type, q.prefix, choices, choices.index(right)
@@ -277,29 +252,24 @@ class Choices(Benchmark):
 
     def blind(self, question):
         """A question about text alone gets a gray picture, too."""
-        return replace(
-            question, picture=(gray_picture,) * max(1, len(question.pictures)), key="gray"
-        ).blind()
+        pictures = (gray_picture,) * max(1, len(question.pictures))
+        return replace(question, picture=pictures, key="gray").blind()
 
     def score(self, question, answer: Any):
-        by_character = [
-            total / len(choice) for total, choice in zip(answer, question.choices, strict=True)
-        ]
-        measures = {
-            "accuracy": answer,
-            "normalised": by_character,
-        }  # by the log-probability of each choice
-        return {
-            name: float(values.index(max(values)) == question.truth)
-            for name, values in measures.items()
-        }
+        pairs = zip(answer, question.choices, strict=True)
+        by_character = [total / len(choice) for total, choice in pairs]
+        scores = {}
+        for name, values in (("accuracy", answer), ("normalised", by_character)):
+            scores[name] = float(values.index(max(values)) == question.truth)
+        return scores
 
     def summary(self, rows):
         lines = super().summary(rows)
-        if len(subjects := list(lines.values())[1:]) > 1:
-            means = {
-                name: sum(of[name] or 0 for of in subjects) / len(subjects) for name in subjects[0]
-            }
+        subjects = list(lines.values())[1:]
+        if len(subjects) > 1:
+            means = {}
+            for name in subjects[0]:
+                means[name] = sum(line[name] or 0 for line in subjects) / len(subjects)
             lines["mean over subjects"] = means
         return lines
 
