@@ -27,18 +27,18 @@ from PIL import Image
 
 CATEGORIES = {
     "animal": "dog cat tiger horse cow pig lion elephant frog penguin fish butterfly".split(),
-    "food": "apple banana strawberry watermelon grapes orange carrot bread cheese pizza burger cake".split(),
+    "food": (
+        "apple banana strawberry watermelon grapes orange carrot bread cheese pizza burger cake"
+    ).split(),
     "vehicle": "car bus train airplane bicycle rocket boat tractor".split(),
     "thing": "ball book key clock guitar umbrella gift hat".split(),
 }
 NAMES = [name for names in CATEGORIES.values() for name in names]
 NONE = "none"  # an empty square
 SPRITES = Path(__file__).parent / "sprites"
-SIDE, GRID, SQUARE = (
-    112,
-    4,
-    28,
-)  # pixels of a picture's side, squares along a side, pixels of a square's side
+SIDE = 112  # pixels along a picture's side
+GRID = 4  # squares along a side
+SQUARE = 28  # pixels along a square's side
 SPLITS = ("train", "validation", "test")
 
 # Compositions
@@ -56,7 +56,8 @@ class Dice(random.Random):
 
     def draw(self, items: Iterable, k: int) -> list:
         """`k` of `items` in random order, none twice."""
-        items, chance = list(items), self.random
+        items = list(items)
+        chance = self.random
         for i in range(k):
             j = i + int(chance() * (len(items) - i))  # `below` without a call
             items[i], items[j] = items[j], items[i]
@@ -70,9 +71,8 @@ def split_of(squares: Sequence[str]) -> str:
     return ("validation", "test")[bucket] if bucket < 2 else "train"
 
 
-_POPULARITY = list(
-    accumulate(1 / (rank + 4) for names in CATEGORIES.values() for rank in range(len(names)))
-)
+_SHARES = [1 / (rank + 4) for names in CATEGORIES.values() for rank in range(len(names))]
+_POPULARITY = list(accumulate(_SHARES))
 
 
 def ordinary(dice: Dice, most: int = 5) -> Iterable[tuple[int, str]]:
@@ -84,9 +84,8 @@ def ordinary(dice: Dice, most: int = 5) -> Iterable[tuple[int, str]]:
         chance = dice.random()
         if names and chance < 0.25:
             names.append(dice.pick(names))
-        elif (
-            names and chance < 0.5
-        ):  # its neighbor in the list; categories have even lengths, so it is of the same one
+        elif names and chance < 0.5:
+            # its neighbor in the list; categories have even lengths, so it is of the same one
             names.append(NAMES[NAMES.index(dice.pick(names)) ^ 1])
         else:
             names.append(NAMES[bisect(_POPULARITY, dice.random() * _POPULARITY[-1])])
@@ -121,16 +120,15 @@ def count(squares: Sequence[str]) -> Counter:
 
 
 class Placed(NamedTuple):
-    """How an object is drawn: sprite side, top left corner inside its square (pixels), brightness
-    in 1/128."""
+    """How an object is drawn."""
 
     square: int
     name: str
-    size: int
-    y: int
+    size: int  # pixels along the sprite's side
+    y: int  # its top left corner, pixels inside the square
     x: int
     mirrored: bool
-    brightness: int
+    brightness: int  # in 1/128
 
 
 @dataclass(frozen=True)
@@ -146,13 +144,15 @@ class Scene:
         """The picture (112, 112, 3) uint8, RGB. Integer arithmetic only: it is the same on every
         machine."""
         level, down, across = np.array(self.ground, np.int16)[..., None]
-        rows, columns = level + _RAMP * down // SIDE, _RAMP * across // SIDE
+        rows = level + _RAMP * down // SIDE
+        columns = _RAMP * across // SIDE
         # one plane per channel: NumPy is many times slower when its innermost axis is the three
         # channels
         canvas = (rows[:, :, None] + columns[:, None, :]).view(np.uint16)
         for square, name, size, y, x, mirrored, brightness in self.objects:
             color, transparency = _stamp(name, size, mirrored)
-            top, left = square // GRID * SQUARE + y, square % GRID * SQUARE + x
+            row, col = divmod(square, GRID)
+            top, left = row * SQUARE + y, col * SQUARE + x
             region = canvas[:, top : top + size, left : left + size]
             mixed = (region * transparency >> 8) + (color * np.uint16(brightness) >> 7)
             np.minimum(mixed, 255, out=region)
@@ -168,9 +168,8 @@ def _stamp(name: str, size: int, mirrored: bool) -> tuple[np.ndarray, np.ndarray
     """A sprite scaled to `size`: color times opacity (3, size, size), transparency 0–256 (size,
     size); uint16."""
     image = _sprite(name).resize((size, size), Image.Resampling.BICUBIC)
-    pixels = np.ascontiguousarray(
-        np.asarray(image, np.uint16).transpose(2, 0, 1)[:, :, :: -1 if mirrored else 1]
-    )
+    pixels = np.asarray(image, np.uint16).transpose(2, 0, 1)  # (4, size, size)
+    pixels = np.ascontiguousarray(pixels[:, :, ::-1] if mirrored else pixels)
     opacity = pixels[3]
     return pixels[:3] * opacity // 255, 256 - opacity - (opacity >> 7)
 
@@ -187,11 +186,11 @@ def paint(dice: Dice, squares: tuple[str, ...]) -> Scene:
             objects.append(Placed(square, name, size, *looks))
     # 112–168 ± 14 for the tint ± 2·36 for both rises: within 0–255
     grey, down, across = 112 + dice.below(57), dice.below(61) - 30, dice.below(61) - 30
-    levels = ((grey, 14), (down, 6), (across, 6))
-    tint = tuple(
-        tuple(base + dice.below(2 * most + 1) - most for _ in "RGB") for base, most in levels
-    )
-    return Scene(squares, tuple(objects), tint)
+    levels = (grey, 14), (down, 6), (across, 6)
+    ground = []
+    for base, most in levels:
+        ground.append(tuple(base + dice.below(2 * most + 1) - most for _ in "RGB"))
+    return Scene(squares, tuple(objects), tuple(ground))
 
 
 @dataclass(frozen=True)
@@ -201,11 +200,11 @@ class Sample:
 
     task: str
     scene: Scene
-    prefix: str
-    suffix: str
+    prefix: str  # the prompt
+    suffix: str  # the answer
     image_id: int
     question_id: int
-    question_type: str = ""
+    question_type: str = ""  # the first words of the question, for VQA
     answer_type: str | None = None  # "yes/no", "number" or "other", for VQA
 
     @property
