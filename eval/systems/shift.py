@@ -53,49 +53,49 @@ class Shift:
     @property
     def each(self) -> np.ndarray:
         """1 − ρ of each example; NaN where a curve is flat, such as that of no text at all."""
-        before, after = (
-            curve - curve.mean(axis=1, keepdims=True)
-            for curve in (self.laws[..., 0], self.laws[..., 2])
-        )
+        curves = self.laws - self.laws.mean(axis=1, keepdims=True)
+        before, after = curves[..., 0], curves[..., 2]
         scale = np.sqrt((before**2).sum(axis=1) * (after**2).sum(axis=1))
-        return 1 - np.divide(
-            (before * after).sum(axis=1), scale, out=np.full(len(scale), np.nan), where=scale > 1e-9
-        )
+        correlations = np.full(len(scale), np.nan)
+        np.divide((before * after).sum(axis=1), scale, out=correlations, where=scale > 1e-9)
+        return 1 - correlations
 
 
 def put_slot(prompt: str, share: float = 0.5) -> str:
     """`prompt` with a picture's slot after that share of its words, never before the first nor
     after the last of several. It stands before the space, so that the words keep their tokens. A
     prompt that has a slot is unchanged."""
+    if SLOT in prompt:
+        return prompt
     words = prompt.split(" ")
     place = min(max(1, round(share * len(words))), max(1, len(words) - 1))
-    return (
-        prompt
-        if SLOT in prompt
-        else " ".join(words[:place]) + SLOT + "".join(f" {word}" for word in words[place:])
-    )
+    after = "".join(f" {word}" for word in words[place:])
+    return " ".join(words[:place]) + SLOT + after
 
 
 def measure(model: PaliGemma, processor: Processor, examples: Sequence[tuple[Any, str]]) -> Shift:
     """LAWS of (picture, prompt) pairs; `model` must be in eval mode. Of a differential attention it
     is the first map's, whose rows sum to 1. Raises UserError for a decoder without attention, and
     NonFiniteError."""
+
+    def received(weights: torch.Tensor) -> torch.Tensor:
+        """What each key gets from all queries, the mean over heads."""
+        return weights[0].float().mean(0).sum(0)
+
     laws, queries = [], []
     for number, (picture, prompt) in enumerate(examples, start=1):
         # the slot stays where it is: a PaliGemma that is asked reads its picture first
-        batch = processor.pad([processor.row_of(1, [(prompt, None)])], [picture]).to(
-            next(model.parameters()).device
-        )
+        row = processor.row_of(1, [(prompt, None)])
+        batch = processor.pad([row], [picture]).to(next(model.parameters()).device)
         is_picture = batch.input_ids[0] == model.config.image_token_id
         after = is_picture.cumsum(0) > 0
         groups = torch.stack((~after, is_picture, after & ~is_picture), dim=1).float()  # (S, 3)
         inputs = {
             name: getattr(batch, name) for name in ("input_ids", "pixel_values", "token_type_ids")
         }
-        maps, _ = decoder_maps(
-            model, lambda weights: weights[0].float().mean(0).sum(0), f"prompt {number}", **inputs
-        )
-        laws.append((torch.stack([first for first, *_ in maps.values()]) @ groups).cpu().numpy())
+        maps, _ = decoder_maps(model, received, f"prompt {number}", **inputs)
+        by_layer = torch.stack([first for first, *_ in maps.values()])  # (layers, S)
+        laws.append((by_layer @ groups).cpu().numpy())
         queries.append(batch.input_ids.shape[1])
     return Shift(np.array(laws), np.array(queries))
 
@@ -125,44 +125,39 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="DIR",
     )
     args = parser.parse_args(argv)
+    # 1. the prompts
     subject = model_of(args)
     out = out_folder(args.out, subject.title, "shift")
     source = args.data if args.data == "embedded" else f"jsonl:{args.data}"
-    examples = [
-        (record.pictures[0], record.prefix) for record in one_picture_records(source, args.limit)
-    ]
+    records = one_picture_records(source, args.limit)
+    examples = [(record.pictures[0], record.prefix) for record in records]
     model, processor = open_model(args, subject)
     slot = args.slot or ("inside" if isinstance(model.config, WingsConfig) else "first")
     if slot == "inside":
         examples = [(picture, put_slot(prompt)) for picture, prompt in examples]
+    # 2. the shift
     shift = measure(model, processor, examples)
     defined = shift.each[~np.isnan(shift.each)]
     interval = bootstrap(defined) if len(defined) else None
-    laws = [dict(zip(GROUPS, layer, strict=True)) for layer in shift.shares.tolist()]
     result = {
         "model": subject.title,
         "data": args.data,
         "slot": slot,
         "prompts": len(examples),
-        "laws_percent": laws,
-    }
-    result |= {
+        "laws_percent": [dict(zip(GROUPS, layer, strict=True)) for layer in shift.shares.tolist()],
         "attention_shift": interval and interval._asdict(),
         "undefined": len(examples) - len(defined),
     }
     write_text(out / "shift.json", json.dumps(result, indent=1) + "\n")
+    # 3. its table
     about = f"% of the attention of all queries, mean of {len(examples)} prompts, picture {slot}"
-    print(
-        f"LAWS of {shown(subject.title)}, {about}\nlayer"
-        + "".join(f"{name:>13}" for name in GROUPS)
-    )
+    print(f"LAWS of {shown(subject.title)}, {about}")
+    print("layer" + "".join(f"{name:>13}" for name in GROUPS))
     for number, layer in enumerate(shift.shares, start=1):
         print(f"{number:5}" + "".join(f"{share:13.2f}" for share in layer))
-    text = (
-        interval_text(interval, 3)
-        if interval
-        else "not defined, since nothing stands before the picture"
-    )
+    text = "not defined, since nothing stands before the picture"
+    if interval:
+        text = interval_text(interval, 3)
     print(f"attention shift: {text}\nin {shown(out)}: shift.json")
 
 
