@@ -23,6 +23,7 @@ from model.common import UserError, atomic_path, read_bytes, read_json, shown, w
 from model.systems.configs import BOS, EOS, PAD, UNK
 
 NEWLINE = "\n"
+# the settings of Gemma's tokenizer
 GEMMA = {
     "model_type": "bpe",
     "normalization_rule_name": "identity",
@@ -35,7 +36,7 @@ GEMMA = {
     "eos_id": EOS,
     "bos_id": BOS,
     "unk_id": UNK,
-}  # the settings of its tokenizer
+}
 SPLITS = ("train", "validation", "test")
 LINES = 100_000  # lines of the train split for the tokenizer's training, evenly spaced
 HELD_OUT = 20  # one document in 20 is for validation, another one for testing
@@ -66,38 +67,44 @@ def read_texts(paths: Sequence[str | Path]) -> dict[str, str]:
     files. Fewer than HELD_OUT files are cut at line ends into up to HELD_OUT parts each. Raises
     UserError."""
     if not paths:
-        root = Path(sysconfig.get_path("stdlib"))
-        names = {path: path.relative_to(root) for path in root.rglob("*.py")}
-        return {
-            n.as_posix(): text
-            for p, n in names.items()
-            if not NOT_LIBRARY & {*n.parts} and (text := _decoded(p))
-        }
+        return library_texts()
     texts = {}
     for path in map(Path, paths):
         files = [path] if path.is_file() else sorted(filter(Path.is_file, path.rglob("*")))
-        read = {str(file): text for file in files if (text := _decoded(file))}
-        if not read:
+        read = {str(file): _decoded(file) for file in files}
+        usable = {name: text for name, text in read.items() if text}
+        if not usable:
             raise UserError(
                 f"--text {path}: not found, empty, or not UTF-8 text: give files of text, or their "
                 "folder"
             )
-        if left_out := len(files) - len(read):
+        if left_out := len(files) - len(usable):
             print(
                 f"--text {shown(path)}: left out {left_out} files that are empty or not UTF-8 text",
                 file=sys.stderr,
             )
-        texts |= read
+        texts |= usable
     if len(texts) >= HELD_OUT:
         return texts
     parts = {}
-    for name, lines in ((name, text.splitlines(keepends=True)) for name, text in texts.items()):
+    for name, text in texts.items():
+        lines = text.splitlines(keepends=True)
         size = -(-len(lines) // HELD_OUT)
-        parts |= {
-            f"{name}:{start}": "".join(lines[start : start + size])
-            for start in range(0, len(lines), size)
-        }
+        for start in range(0, len(lines), size):
+            parts[f"{name}:{start}"] = "".join(lines[start : start + size])
     return parts
+
+
+def library_texts() -> dict[str, str]:
+    """The source of Python's standard library."""
+    root = Path(sysconfig.get_path("stdlib"))
+    texts = {}
+    for path in root.rglob("*.py"):
+        name = path.relative_to(root)
+        text = "" if NOT_LIBRARY & {*name.parts} else _decoded(path)
+        if text:
+            texts[name.as_posix()] = text
+    return texts
 
 
 def _decoded(path: Path) -> str:
@@ -122,17 +129,17 @@ def open_corpus(
 ) -> Corpus:
     """The corpus of `paths` (none: the standard library), made in `folder` unless it is there.
     Raises UserError."""
-    texts, summary = read_texts(paths), folder / "corpus.json"
-    digest = sha256(
-        json.dumps([vocab_size, list(known), sorted(texts.items())]).encode()
-    ).hexdigest()[:16]
+    texts = read_texts(paths)
+    summary = folder / "corpus.json"
+    described = json.dumps([vocab_size, list(known), sorted(texts.items())])
+    digest = sha256(described.encode()).hexdigest()[:16]
     if summary.is_file() and read_json(summary).get("digest") == digest:
         return kept_corpus(folder)
+    # 1. a tokenizer from the train split
     parts = split(texts)
     lines = [line for name in parts["train"] for line in texts[name].split(NEWLINE) if line]
-    lines = lines[
-        :: -(-len(lines) // LINES) or 1
-    ]  # sentencepiece's own sampling is not the same twice
+    # sentencepiece's own sampling is not the same twice
+    lines = lines[:: -(-len(lines) // LINES) or 1]
     model = io.BytesIO()
     spec = {
         "vocab_size": vocab_size,
@@ -150,21 +157,21 @@ def open_corpus(
             f"--text: too little for a tokenizer of {vocab_size} pieces ({error}): give more"
         ) from None
     tokenizer = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    # 2. its tokens of each split
     tensors = {}
     for name, documents in parts.items():
         ids = [[*tokenizer.encode(texts[document]), EOS] for document in documents]
-        tensors[f"{name}_ids"] = torch.tensor(
-            [token for document in ids for token in document], dtype=torch.int32
-        )
+        joined = [token for document in ids for token in document]
+        tensors[f"{name}_ids"] = torch.tensor(joined, dtype=torch.int32)
         tensors[f"{name}_starts"] = torch.tensor([0, *map(len, ids)]).cumsum(0)
+    # 3. the folder
     summary.unlink(missing_ok=True)  # written last, it marks the folder as complete
     with atomic_path(folder / "tokenizer.model") as temporary:
         temporary.write_bytes(model.getvalue())
     with atomic_path(folder / "tokens.safetensors") as temporary:
         save_file(tensors, temporary)
-    write_text(
-        summary, json.dumps({"digest": digest, "paths": list(map(str, paths))}, indent=1) + "\n"
-    )
+    written = {"digest": digest, "paths": list(map(str, paths))}
+    write_text(summary, json.dumps(written, indent=1) + "\n")
     return kept_corpus(folder)
 
 
@@ -177,7 +184,6 @@ def kept_corpus(folder: Path) -> Corpus:
         )
     tensors = load_file(folder / "tokens.safetensors")
     tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    ids, starts = (
-        {name: tensors[f"{name}_{part}"] for name in SPLITS} for part in ("ids", "starts")
-    )
+    ids = {name: tensors[f"{name}_ids"] for name in SPLITS}
+    starts = {name: tensors[f"{name}_starts"] for name in SPLITS}
     return Corpus(tokenizer, ids, starts, read_json(folder / "corpus.json")["digest"])

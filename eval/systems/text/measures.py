@@ -3,11 +3,14 @@
 nll           negative log-likelihood of a token in nats, by the length of the context
 recall        accuracy on one of N records
 needle        accuracy on one of N needles in a text; needle-map by N and their depth in %
-attention     share of the attention on the needle asked for, by its depth; attention-noise on the rest of the text
-examples      accuracy by the number of examples in context; examples-margin between the best and worst of their orders
+attention     share of the attention on the needle asked for, by its depth; attention-noise on the
+              rest of the text
+examples      accuracy by the number of examples in context; examples-margin between the best and
+              worst of their orders
 
-In: run folders of `train.systems.text`. Out: tables of each, with 95 % intervals over examples, on the test split.
-Protocols: Ye et al. 2024, sections 3.3 (context), 3.4 (needles, attention) and 3.5 (examples), at a smaller size.
+In: run folders of `train.systems.text`. Out: tables of each, with 95 % intervals over examples, on
+the test split. Protocols: Ye et al. 2024, sections 3.3 (context), 3.4 (needles, attention) and 3.5
+(examples), at a smaller size.
 """
 
 import random
@@ -59,30 +62,25 @@ def nll(model: TextModel, corpus: Corpus, length: int, limit: int, split: str = 
     """Negative log-likelihood of a token, in nats, by how many tokens of its own document the model
     has seen, on `limit` windows of `length` tokens; label: the longest context of the bin. Under
     "all" each bin weighs the same. Raises UserError if no document is that long."""
-    rows, device = [], next(model.parameters()).device
+    device = next(model.parameters()).device
+    rows = []
     for number, (place, document) in enumerate(windows(corpus, length, limit, split), start=1):
-        ids = torch.tensor(
-            [[BOS, *corpus.ids[split][place : place + length].tolist()]], device=device
-        )
+        tokens = corpus.ids[split][place : place + length].tolist()
+        ids = torch.tensor([[BOS, *tokens]], device=device)
         logits = model(ids[:, :-1])
         check_finite(logits, f"nll test {number}")
         losses = F.cross_entropy(logits[0], ids[0, 1:], reduction="none").cpu().numpy()
-        rows += [
-            (last, document, float(losses[first:last].mean()))
-            for first, last in context_bins(length)
-        ]
+        for first, last in context_bins(length):
+            rows.append((last, document, float(losses[first:last].mean())))
     return {"nll": Scores(*zip(*rows, strict=True))}
 
 
 def windows(corpus: Corpus, length: int, limit: int, split: str = SPLIT) -> list[tuple[int, int]]:
     """(start, document) of up to `limit` windows of `length` tokens, evenly taken from those that
     lie side by side."""
-    documents = enumerate(pairwise(corpus.starts[split].tolist()))
-    places = [
-        (place, n)
-        for n, (start, end) in documents
-        for place in range(start, end - length + 1, length)
-    ]
+    places = []
+    for document, (start, end) in enumerate(pairwise(corpus.starts[split].tolist())):
+        places += [(place, document) for place in range(start, end - length + 1, length)]
     if not places:
         raise UserError(
             f"no document of the {split} split has {length} tokens: give longer documents"
@@ -92,14 +90,14 @@ def windows(corpus: Corpus, length: int, limit: int, split: str = SPLIT) -> list
 
 def context_bins(length: int) -> list[tuple[int, int]]:
     """Positions [first, last) of each bin: up to 16, then doubled, the last ends at `length`."""
-    return list(
-        pairwise([0, *(16 << n for n in range(length.bit_length()) if 16 << n < length), length])
-    )
+    inner = [16 << n for n in range(length.bit_length()) if 16 << n < length]
+    return list(pairwise([0, *inner, length]))
 
 
 def recall(model: TextModel, corpus: Corpus, length: int, limit: int, split: str = SPLIT) -> Panels:
     """Accuracy on one of N records, `limit` tests of each N that fits."""
-    tasks, dice = Tasks(corpus, split), random.Random(f"recall/{split}/{SEED}")
+    tasks = Tasks(corpus, split)
+    dice = random.Random(f"recall/{split}/{SEED}")
     numbers = [n for n in RECALL if n + 4 < length for _ in range(limit)]
     right = hits(model, [tasks.recall(dice, n, 1) for n in numbers], "recall")
     return {"recall": Scores(numbers, range(len(right)), right)}
@@ -110,17 +108,22 @@ def needle_tests(
 ) -> list[tuple[int, float, Document]]:
     """(N, depth, document) of `limit` tests of each number of needles that fits, every depth as
     often as another."""
-    tasks, dice = Tasks(corpus, split), random.Random(f"needle/{split}/{SEED}")
-    drawn = [
-        (n, DEPTHS[test % len(DEPTHS)]) for n in numbers if 3 * n < length for test in range(limit)
-    ]
-    return [(n, depth, tasks.needles(dice, length, n, 1, depth)) for n, depth in drawn]
+    tasks = Tasks(corpus, split)
+    dice = random.Random(f"needle/{split}/{SEED}")
+    tests = []
+    for n in numbers:
+        if 3 * n < length:
+            for test in range(limit):
+                depth = DEPTHS[test % len(DEPTHS)]
+                tests.append((n, depth, tasks.needles(dice, length, n, 1, depth)))
+    return tests
 
 
 def needle(model: TextModel, corpus: Corpus, length: int, limit: int, split: str = SPLIT) -> Panels:
     """Accuracy on one of N needles, `limit` tests of each N; the same by N and depth."""
     numbers, depths, documents = zip(*needle_tests(corpus, length, limit, split=split), strict=True)
-    right, tests = hits(model, documents, "needle"), range(len(documents))
+    right = hits(model, documents, "needle")
+    tests = range(len(documents))
     places = [(n, 100 * depth) for n, depth in zip(numbers, depths, strict=True)]
     return {"needle": Scores(numbers, tests, right), "needle-map": Scores(places, tests, right)}
 
@@ -129,14 +132,16 @@ def attention(model: TextModel, corpus: Corpus, length: int, limit: int) -> Pane
     """Shares of the attention that predicts a needle's value, by the needle's depth: on its line,
     and on the noise, which is the rest of the text and the other needles. For the largest number of
     needles that fits."""
-    tests = needle_tests(corpus, length, limit, [max(n for n in NEEDLES if 3 * n < length)])
-    shares = [
-        attention_shares(model, test[-1], f"attention test {n}")
-        for n, test in enumerate(tests, start=1)
-    ]
-    answer, noise = zip(*shares, strict=True)
-    head = [100 * depth for _, depth, _ in tests], range(len(tests))
-    return {"attention": Scores(*head, answer), "attention-noise": Scores(*head, noise)}
+    most = max(n for n in NEEDLES if 3 * n < length)
+    depths, answers, noises = [], [], []
+    for number, test in enumerate(needle_tests(corpus, length, limit, [most]), start=1):
+        _, depth, document = test
+        answer, noise = attention_shares(model, document, f"attention test {number}")
+        depths.append(100 * depth)
+        answers.append(answer)
+        noises.append(noise)
+    head = depths, range(len(depths))
+    return {"attention": Scores(*head, answers), "attention-noise": Scores(*head, noises)}
 
 
 @torch.no_grad()
@@ -152,14 +157,14 @@ def attention_shares(
     layers, _ = decoder_maps(model, lambda weights: weights[0, :, -1].float(), name, input_ids=ids)
     shares = []
     for layer, maps in layers.items():
-        weights = (
-            maps[0] if len(maps) == 1 else maps[0] - layer.coefficient()[:, None] * maps[1]
-        ).abs()  # (N, S)
+        weights = maps[0]
+        if len(maps) > 1:
+            weights = maps[0] - layer.coefficient()[:, None] * maps[1]
+        weights = weights.abs()  # (N, S)
         weights = weights / weights.sum(-1, keepdim=True)
         answer = weights[:, first : first + 2].sum(-1).mean()
-        shares.append(
-            (answer.item(), (weights[:, slice(*document.haystack)].sum(-1).mean() - answer).item())
-        )
+        haystack = weights[:, slice(*document.haystack)].sum(-1).mean()
+        shares.append((answer.item(), (haystack - answer).item()))
     return tuple(np.mean(shares, axis=0).tolist())
 
 
@@ -169,22 +174,23 @@ def examples(
     """Accuracy by the number of examples that fit, over ORDERS random orders of the same examples,
     `limit` questions of each; and the margin: how far the best order of a question is above the
     worst, 1 where the order decides."""
-    tasks, dice = Tasks(corpus, split), random.Random(f"examples/{split}/{SEED}")
+    tasks = Tasks(corpus, split)
+    dice = random.Random(f"examples/{split}/{SEED}")
+    # 1. the examples, then their orders
     counts = [count for count in EXAMPLES if count + 4 <= length for _ in range(limit)]
     episodes = [tasks.episode(dice, count) for count in counts]
-    orders = [
-        (dice.sample(shown, len(shown)), asked[:1])
-        for shown, asked in episodes
-        for _ in range(ORDERS)
-    ]
-    right = np.array(hits(model, [tasks.listed(*order) for order in orders], "examples")).reshape(
-        -1, ORDERS
-    )
-    head = counts, [f"{count}/{number % limit}" for number, count in enumerate(counts)]
+    documents = []
+    for drawn, asked in episodes:
+        for _ in range(ORDERS):
+            order = dice.sample(drawn, len(drawn))
+            documents.append(tasks.listed(order, asked[:1]))
+    # 2. right ones of each episode
+    right = np.array(hits(model, documents, "examples")).reshape(-1, ORDERS)
     margin = right.max(1) - right.min(1)
+    groups = [f"{count}/{number % limit}" for number, count in enumerate(counts)]
     return {
-        "examples": Scores(*head, right.mean(1).tolist()),
-        "examples-margin": Scores(*head, margin.tolist()),
+        "examples": Scores(counts, groups, right.mean(1).tolist()),
+        "examples-margin": Scores(counts, groups, margin.tolist()),
     }
 
 
@@ -192,7 +198,8 @@ def examples(
 def hits(model: TextModel, documents: Sequence[Document], name: str) -> list[float]:
     """For each document, 1 if its first answer is the likeliest token after those before it, else
     0."""
-    right, device = [], next(model.parameters()).device
+    device = next(model.parameters()).device
+    right = []
     for start in range(0, len(documents), BATCH):
         batch = documents[start : start + BATCH]
         # padded on the right, where a causal model does not see it
@@ -220,14 +227,11 @@ def table(panel: str, scores: Scores) -> list[str]:
     body = []
     for label in [*dict.fromkeys(scores.labels), "all"]:
         chosen = [i for i, other in enumerate(scores.labels) if label in ("all", other)]
-        interval = bootstrap(
-            [scores.values[i] for i in chosen], [str(scores.groups[i]) for i in chosen]
-        )
-        by_guess = (
-            f"{chance(panel, label):.3f}"
-            if panel in ("recall", "needle", "examples") and label != "all"
-            else ""
-        )
+        values = [scores.values[i] for i in chosen]
+        interval = bootstrap(values, [str(scores.groups[i]) for i in chosen])
+        by_guess = ""
+        if panel in ("recall", "needle", "examples") and label != "all":
+            by_guess = f"{chance(panel, label):.3f}"
         name = ", ".join(map(str, label)) if isinstance(label, tuple) else str(label)
         body.append([name, by_guess, interval_text(interval, 3)])
     return markdown_table([panel, "chance", "mean [95 %]"], body)
@@ -251,7 +255,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         model = load_model(folder / "model", device=choose_device(args.device))
         print(f"{shown(folder)}\n")
         for name in MEASURES if args.measure == "all" else [args.measure]:
-            for panel, scores in MEASURES[name](
-                model, corpus, settings["length"], args.limit
-            ).items():
+            panels = MEASURES[name](model, corpus, settings["length"], args.limit)
+            for panel, scores in panels.items():
                 print("\n".join([*table(panel, scores), ""]))

@@ -2,8 +2,8 @@
 many examples.
 
 In: a `Corpus` and a source of random numbers. Out: documents as token ids, and the places of their
-answers. The same documents are mixed into the training text of both models; `eval/systems/text/measures.py`
-asks about the test split.
+answers. The same documents are mixed into the training text of both models;
+`eval/systems/text/measures.py` asks about the test split.
 
 A *record* is a key and its value in one token, such as «Lisbon=C»; «Lisbon?» asks for it, and «C»
 is the answer. One layer of attention can find it. Three kinds of documents:
@@ -22,7 +22,10 @@ from typing import NamedTuple
 from eval.systems.text.corpus import NEWLINE, Corpus
 from model.systems.configs import BOS, EOS
 
-CITIES = "Lisbon Cairo Oslo Lima Paris Tokyo Delhi Rome Quito Seoul Dakar Berlin Havana Athens Madrid Vienna".split()
+CITIES = (
+    "Lisbon Cairo Oslo Lima Paris Tokyo Delhi Rome "
+    "Quito Seoul Dakar Berlin Havana Athens Madrid Vienna"
+).split()
 LETTERS = "ABCDEFGH"
 RECORDS = tuple(f"«{city}={letter}»" for city in CITIES for letter in LETTERS)
 QUESTIONS = tuple(f"«{city}?»" for city in CITIES)
@@ -48,11 +51,12 @@ class Tasks:
     """Makes documents from the text of one split of a corpus."""
 
     def __init__(self, corpus: Corpus, split: str):
-        self.split, self.ids, self.id_of = split, corpus.ids[split], corpus.tokenizer.piece_to_id
+        self.split = split
+        self.ids = corpus.ids[split]
+        self.id_of = corpus.tokenizer.piece_to_id
         self.newline = self.id_of(NEWLINE)
-        self.unforeseen = [
-            *map(self.id_of, (*RECORDS, *QUESTIONS))
-        ]  # no model is trained to foresee them
+        # no model is trained to foresee them
+        self.unforeseen = [*map(self.id_of, (*RECORDS, *QUESTIONS))]
 
     def record(self, record: Record) -> int:
         return self.id_of("«{}={}»".format(*record))
@@ -61,9 +65,9 @@ class Tasks:
         self, ids: list[int], asked: Sequence[Record], needles: Sequence[int] = ()
     ) -> Document:
         """`ids`, then the questions with their answers, a new line and the end."""
-        ends = [
-            self.id_of(piece) for city, letter in asked for piece in (f"«{city}?»", f"«{letter}»")
-        ]
+        ends = []
+        for city, letter in asked:
+            ends += [self.id_of(f"«{city}?»"), self.id_of(f"«{letter}»")]
         answers = range(len(ids) + 1, len(ids) + len(ends), 2)
         return Document([*ids, *ends, self.newline, EOS], answers, needles, (1, len(ids)))
 
@@ -79,23 +83,23 @@ class Tasks:
     ) -> Document:
         """A haystack with so many `needles`, at most `length` tokens in total. depth: of the needle
         asked first, 0 at the start of the text, 1 at its end, None at random."""
+        # 1. the needles, and the gaps where they may lie
         drawn = self.draw(dice, needles, asked)
         text = self._lines(dice, length - 2 * needles - 2 * min(asked, needles) - 3)
         gaps = [0, *(place + 1 for place, token in enumerate(text) if token == self.newline)]
         places = [dice.choice(gaps) for _ in drawn]
         if depth is not None:
             places[0] = min(gaps, key=lambda gap: abs(gap - depth * len(text)))
+        # 2. the text around them; those in one gap in random order
+        order = dice.sample(range(needles), needles)
         ids, spots, done = [BOS], {}, 0
-        for number in sorted(
-            dice.sample(range(needles), needles), key=places.__getitem__
-        ):  # in a gap at random
+        for number in sorted(order, key=places.__getitem__):
             ids += text[done : places[number]]
             spots[number] = len(ids)
             ids += [self.record(drawn[number]), self.newline]
             done = places[number]
-        return self.document(
-            ids + text[done:], drawn[:asked], [spots[n] for n in range(min(asked, needles))]
-        )
+        ids += text[done:]
+        return self.document(ids, drawn[:asked], [spots[n] for n in range(min(asked, needles))])
 
     def _lines(self, dice: random.Random, room: int) -> list[int]:
         """At most `room` tokens of text, from the start of a line to the end of one."""
@@ -118,16 +122,15 @@ class Tasks:
         value that is right."""
         right = dict(zip(dice.sample(CITIES, SHOWN), dice.sample(LETTERS, SHOWN), strict=True))
         keys = [list(right)[number % SHOWN] for number in range(examples)]
-        wrong = {
-            city: [other for other in right.values() if other != letter]
-            for city, letter in right.items()
-        }
-        drawn = [
-            (key, right[key] if dice.random() < RELIABLE else dice.choice(wrong[key]))
-            for key in keys
-        ]
+        drawn = []
+        for key in keys:
+            letter = right[key]
+            if dice.random() >= RELIABLE:
+                letter = dice.choice([other for other in right.values() if other != letter])
+            drawn.append((key, letter))
         dice.shuffle(drawn)
-        return drawn, [(key, right[key]) for key in dice.sample(keys[:SHOWN], min(SHOWN, examples))]
+        asked = dice.sample(keys[:SHOWN], min(SHOWN, examples))
+        return drawn, [(key, right[key]) for key in asked]
 
     def listed(self, shown: Sequence[Record], asked: Sequence[Record]) -> Document:
         """Records in this order, then the questions with their answers."""
