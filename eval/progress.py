@@ -10,11 +10,15 @@ class Bar(tqdm):
     """tqdm's bar, with its arguments, or lines where standard error is no terminal."""
 
     def __init__(self, *args, **options):
-        self.is_log, self.tenth = not sys.stderr.isatty(), 0
-        layout = "{desc}: {percentage:3.0f} % {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-        super().__init__(
-            *args, **options, **({"mininterval": 1, "bar_format": layout} if self.is_log else {})
-        )
+        self.is_log = not sys.stderr.isatty()
+        self.tenth = 0
+        if self.is_log:
+            options["mininterval"] = 1
+            options["bar_format"] = (
+                "{desc}: {percentage:3.0f} % {n_fmt}/{total_fmt} "
+                "[{elapsed}<{remaining}, {rate_fmt}{postfix}]"
+            )
+        super().__init__(*args, **options)
 
     def display(self, msg=None, pos=None):
         if not self.is_log:
