@@ -13,7 +13,8 @@ in the picture's own pixels, and a drawing.
 
 import json
 import sys
-from collections.abc import Sequence
+from argparse import ArgumentParser
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -31,118 +32,121 @@ from model.processor import parse_boxes
 BATCH = 16  # prompts at a time
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def parser_of() -> ArgumentParser:
     parser = command_parser("eval.ask", __doc__)
     add_model_flags(parser)
+    texts = dict(nargs="+", metavar="TEXT")
     add_flag(parser, "--image", "pictures", [], nargs="+", metavar="FILE")
-    add_flag(parser, "--prompt", "prompts, all for each picture", [], nargs="+", metavar="TEXT")
-    add_flag(
-        parser,
-        "--question",
-        "questions, put into the prompt of the training",
-        [],
-        nargs="+",
-        metavar="TEXT",
-    )
-    add_flag(
-        parser,
-        "--chat",
-        "put the prompt into the turns that the language model was trained with",
-        False,
-    )
-    add_flag(
-        parser, "--max-new-tokens", "limit of an answer's tokens", 64, type=positive, metavar="N"
-    )
+    add_flag(parser, "--prompt", "prompts, all for each picture", [], **texts)
+    add_flag(parser, "--question", "questions, put into the prompt of the training", [], **texts)
+    turns = "put the prompt into the turns that the language model was trained with"
+    add_flag(parser, "--chat", turns, False)
+    limit = "limit of an answer's tokens"
+    add_flag(parser, "--max-new-tokens", limit, 64, type=positive, metavar="N")
     add_flag(parser, "--temperature", "0 is greedy", 0.0, type=float)
     add_flag(parser, "--top-p", "nucleus to sample from", 1.0, type=float)
     add_flag(parser, "--seed", "of sampling", 0, type=whole(0, 2**63 - 1))
-    add_flag(
-        parser,
-        "--draw",
-        "draw the boxes of all answers on their pictures",
-        type=Path,
-        metavar="OUT.png",
-    )
+    boxes = "draw the boxes of all answers on their pictures"
+    add_flag(parser, "--draw", boxes, type=Path, metavar="OUT.png")
     add_flag(parser, "--json", "print one JSON list", False)
-    args = parser.parse_args(argv)
-    check_options(args.max_new_tokens, args.temperature, args.top_p)
-    images = {name: load_image(name) for name in args.image}  # before a large model is read
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parser_of().parse_args(argv)
+
+    # 1. what can fail before a large model is read
+    names = ("max_new_tokens", "temperature", "top_p")
+    options = {name: getattr(args, name) for name in names}
+    check_options(**options)
+    images = {name: load_image(name) for name in args.image}
     if args.draw:
         figures.check_name(args.draw)
     subject = model_of(args)
-    prompts = args.prompt + [
-        fill_prompt(stored_prompt(subject), question) for question in args.question
-    ]
+    prompts = list(args.prompt)
+    for question in args.question:
+        prompts.append(fill_prompt(stored_prompt(subject), question))
     if not prompts:
         raise UserError("give a --prompt, such as 'caption en', or a --question")
+    name = shown(subject.name)
     is_text = kind_of(subject.source) == "text"
-    if is_text and (args.image or args.question or args.draw or subject.run):
-        raise UserError(
-            f"{shown(subject.name)} reads text alone: leave out --image, --question, --draw and "
-            "--adapter"
-        )
-    if not is_text and (args.chat or not args.image):
-        raise UserError(
-            f"{shown(subject.name)} answers about pictures: give --image FILE, and leave out --chat"
-        )
-    model, processor = open_model(args, subject, text=is_text)
-    generator = torch.Generator(next(model.parameters()).device).manual_seed(args.seed)
-    sampling = {"temperature": args.temperature, "top_p": args.top_p, "generator": generator}
+    if is_text and (images or args.question or args.draw or subject.run):
+        problem = "reads text alone: leave out --image, --question, --draw and --adapter"
+        raise UserError(f"{name} {problem}")
+    if not is_text and (args.chat or not images):
+        problem = "answers about pictures: give --image FILE, and leave out --chat"
+        raise UserError(f"{name} {problem}")
+
+    # 2. the answers
+    model, reader = open_model(args, subject, text=is_text)
+    device = next(model.parameters()).device
+    options["generator"] = torch.Generator(device).manual_seed(args.seed)
     if is_text:
-        texts = processor.ask(model, prompts, args.max_new_tokens, args.chat, **sampling)
-        answers = [
-            {"prompt": prompt, "answer": text} for prompt, text in zip(prompts, texts, strict=True)
-        ]
+        answers = ask_texts(model, reader, prompts, chat=args.chat, **options)
     else:
-        asked, answers = list(product(args.image, prompts)), []
-        for start in range(0, len(asked), BATCH):
-            names, texts = zip(*asked[start : start + BATCH], strict=True)
-            try:
-                said = ask(
-                    model,
-                    processor,
-                    [images[name] for name in names],
-                    texts,
-                    args.max_new_tokens,
-                    **sampling,
-                )
-            except NonFiniteError as error:
-                raise NonFiniteError(
-                    error.rows, f"question {shown(names[error.rows[0]])}"
-                ) from None
-            for name, prompt, text in zip(names, texts, said, strict=True):
-                boxes = parse_boxes(text, *images[name].size)
-                boxes = [
-                    {"label": label, "box": [round(side, 1) for side in box]}
-                    for label, box in boxes
-                ]
-                answers.append({"image": name, "prompt": prompt, "answer": text, "boxes": boxes})
+        answers = ask_pictures(model, reader, images, prompts, **options)
+
+    # 3. a drawing, and the text
     if args.draw:
-        drawn = []
-        for name in args.image:
-            boxes = [
-                box for answer in answers if answer["image"] == name for box in answer["boxes"]
-            ]
-            sides, labels = [box["box"] for box in boxes], [box["label"] for box in boxes]
-            drawn.append(figures.draw_boxes(images[name], sides, labels, least=448))
-        titles = [Path(name).name for name in args.image]
-        figures.save(
-            drawn[0] if len(drawn) == 1 else figures.contact_sheet(drawn, titles, size=448),
-            args.draw,
-        )
+        draw(images, answers, args.draw)
     # a call that fails says one line, and no more
-    print(f"{shown(subject.name)} answers{toy_note(subject)}", file=sys.stderr)
+    print(f"{name} answers{toy_note(subject)}", file=sys.stderr)
     if args.json:
         print(json.dumps(answers, ensure_ascii=False, indent=1))
-        return
+    else:
+        print_answers(answers)
+
+
+def ask_texts(model, reader, prompts: list[str], **options) -> list[dict]:
+    """The answer of a language model to each prompt."""
+    texts = reader.ask(model, prompts, **options)
+    pairs = zip(prompts, texts, strict=True)
+    return [{"prompt": prompt, "answer": text} for prompt, text in pairs]
+
+
+def ask_pictures(model, processor, images: Mapping, prompts: list[str], **options) -> list[dict]:
+    """The answer to each prompt about each picture, by name, with the boxes in it."""
+    answers = []
+    asked = list(product(images, prompts))
+    for start in range(0, len(asked), BATCH):
+        names, texts = zip(*asked[start : start + BATCH], strict=True)
+        pictures = [images[name] for name in names]
+        try:
+            said = ask(model, processor, pictures, texts, **options)
+        except NonFiniteError as error:
+            first = names[error.rows[0]]
+            raise NonFiniteError(error.rows, f"question {shown(first)}") from None
+        for name, prompt, text in zip(names, texts, said, strict=True):
+            boxes = []
+            for label, box in parse_boxes(text, *images[name].size):
+                boxes.append({"label": label, "box": [round(side, 1) for side in box]})
+            answers.append({"image": name, "prompt": prompt, "answer": text, "boxes": boxes})
+    return answers
+
+
+def draw(images: Mapping, answers: Sequence[Mapping], path: Path) -> None:
+    """Write the pictures with the boxes of all answers, several as one sheet."""
+    drawn = []
+    for name, image in images.items():
+        found = []
+        for answer in answers:
+            if answer["image"] == name:
+                found += answer["boxes"]
+        sides = [box["box"] for box in found]
+        labels = [box["label"] for box in found]
+        drawn.append(figures.draw_boxes(image, sides, labels, least=448))
+    sheet = drawn[0]
+    if len(drawn) > 1:
+        titles = [Path(name).name for name in images]
+        sheet = figures.contact_sheet(drawn, titles, size=448)
+    figures.save(sheet, path)
+
+
+def print_answers(answers: Sequence[Mapping]) -> None:
+    """A line for each answer, and one for each of its boxes."""
     for answer in answers:
-        print(
-            " | ".join(
-                shown(answer[name], 10_000)
-                for name in ("image", "prompt", "answer")
-                if name in answer
-            )
-        )
+        texts = [answer[name] for name in ("image", "prompt", "answer") if name in answer]
+        print(" | ".join(shown(text, 10_000) for text in texts))
         for box in answer.get("boxes", ()):
             left, top, right, bottom = box["box"]
             print(f"    {shown(box['label'])}: x {left} to {right}, y {top} to {bottom} pixels")
