@@ -52,40 +52,35 @@ def ask_all(
     prompt, is not asked again. left_out: gets, by id, why a question cannot be asked (a picture, a
     long prompt), whose answer is then None; without it that is a UserError. compiled: decodes the
     full batches."""
-    marks = (
-        [""] * len(questions)
-        if log is None
-        else marks_of(model, processor, questions, max_new_tokens)
-    )
-    with contextlib.nullcontext((None, {})) if log is None else open_log(log) as (file, logged):
-        answers: list[Answer | None] = [logged.get(mark) for mark in marks]
+    answers: list[Answer | None] = [None] * len(questions)
+    with contextlib.ExitStack() as stack:
+        # 1. what the log has
+        if log is not None:
+            marks = marks_of(model, processor, questions, max_new_tokens)
+            file, logged = stack.enter_context(open_log(log))
+            answers = [logged.get(mark) for mark in marks]
         for question, answer in zip(questions, answers, strict=True):
             if answer is not None and not question.takes(answer):
                 problem = f"{shown(log)}: the answer to {shown(question.id)} is {quoted(answer)}"
                 raise UserError(f"{problem}: delete the file to ask anew")
-        # questions of one picture stay together
-        left = sorted(
-            (n for n, answer in enumerate(answers) if answer is None),
-            key=lambda n: questions[n].key,
-        )
-        size, options = WINDOW * batch_size, (max_new_tokens, batch_size, compiled)
-        done = len(questions) - len(left)
-        with Bar(
-            total=len(questions), initial=done, desc=progress, disable=progress is None
-        ) as bar:
-            for start in range(0, len(left), size):
-                window = {number: questions[number] for number in left[start : start + size]}
-                for number, answer in ask_window(model, processor, window, left_out, *options):
-                    answers[number] = answer
-                    bar.update()
-                    if file is not None:
-                        record = {
-                            "id": questions[number].id,
-                            "answer": answer,
-                            "mark": marks[number],
-                        }
-                        file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-                        file.flush()
+        # 2. the others, those of one picture together
+        left = [number for number, answer in enumerate(answers) if answer is None]
+        left.sort(key=lambda number: questions[number].key)
+        total = len(questions)
+        size = WINDOW * batch_size
+        options = left_out, max_new_tokens, batch_size, compiled
+        bar = Bar(total=total, initial=total - len(left), desc=progress, disable=progress is None)
+        stack.enter_context(bar)
+        for start in range(0, len(left), size):
+            window = {number: questions[number] for number in left[start : start + size]}
+            for number, answer in ask_window(model, processor, window, *options):
+                answers[number] = answer
+                bar.update()
+                if log is not None:
+                    id_ = questions[number].id
+                    record = {"id": id_, "answer": answer, "mark": marks[number]}
+                    file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+                    file.flush()
     return answers
 
 
@@ -95,68 +90,74 @@ def ask_window(
 ) -> Iterator:
     """Encode the pictures of questions by number, each once, then ask in batches: numbers with
     their answers."""
-    features, ready = encode(model, processor, list(window.values()), batch_size), []
+    # 1. pictures and rows
+    features = encode(model, processor, list(window.values()), batch_size)
+    ready = []
     for number, question in window.items():
+        pictures = features[question.key]
         try:
-            if isinstance(pictures := features[question.key], UserError):
+            if isinstance(pictures, UserError):
                 raise pictures
-            row = layout(processor, question, 0 if pictures is None else len(pictures))
+            n_images = 0 if pictures is None else len(pictures)
+            row = layout(processor, question, n_images)
             ready.append((len(question.choices), row, number, question))
         except UserError as error:
             if left_out is None:
                 raise UserError(f"question {question.id}: {error}") from None
             left_out.setdefault(question.id, str(error))
+    # 2. batches of rows with as many choices, and of similar length
     ready.sort(key=lambda item: (item[0], len(item[1][0])))
     for choices, group in groupby(ready, key=lambda item: item[0]):
-        ordered, size = list(group), max(1, batch_size // max(1, choices))
+        ordered = list(group)
+        size = max(1, batch_size // max(1, choices))
         for start in range(0, len(ordered), size):
-            _, rows, numbers, asked = (
-                list(column) for column in zip(*ordered[start : start + size], strict=True)
-            )
+            _, rows, numbers, asked = zip(*ordered[start : start + size], strict=True)
             batch = processor.pad(rows).to(next(model.parameters()).device)
-            seen = [
-                features[question.key] for question in asked if features[question.key] is not None
-            ]
+            seen = [features[question.key] for question in asked]
+            seen = [pictures for pictures in seen if pictures is not None]
             pictures = {
                 "image_features": torch.cat(seen) if seen else None,
                 "image_index": batch.image_index,
             }
+            # another number of rows would compile anew
+            step = compiled if len(asked) == batch_size else None
             try:
                 if choices:
                     answers = choose(model, processor, asked, batch, pictures)
                 else:
-                    prompt = batch.input_ids, None, batch.token_type_ids, batch.attention_mask
-                    step = (
-                        compiled if len(asked) == batch_size else None
-                    )  # other numbers of rows would compile anew
-                    new = generate(model, *prompt, max_new_tokens, **pictures, compiled=step)
-                    answers = [processor.decode(row) for row in new]
+                    answers = decode(model, processor, batch, max_new_tokens, pictures, step)
             except NonFiniteError as error:
                 raise NonFiniteError(error.rows, f"question {asked[error.rows[0]].id}") from None
             yield from zip(numbers, answers, strict=True)
+
+
+def decode(model, processor, batch: Batch, limit: int, pictures: dict, step) -> list[str]:
+    """The greedy answer to each prompt."""
+    prompt = batch.input_ids, None, batch.token_type_ids, batch.attention_mask
+    new = generate(model, *prompt, limit, **pictures, compiled=step)
+    return [processor.decode(row) for row in new]
 
 
 def layout(processor: Processor, question: Question, n_images: int) -> TokenRow:
     """The row of a question, with the turns before it. Raises UserError, also where its longest
     choice is too long."""
     row = processor.row_of(n_images, [*question.before, (question.prefix, None)])
-    longest = max(
-        (len(processor.continuation(question.prefix, choice)) for choice in question.choices),
-        default=1,
-    )
-    if (length := len(row[0]) + longest - 1) > processor.max_length:
-        raise UserError(
-            f"{length} tokens with the longest choice, more than {processor.max_length}: lower "
-            "--shots"
-        )
+    choices = [processor.continuation(question.prefix, choice) for choice in question.choices]
+    longest = max(map(len, choices), default=1)
+    length = len(row[0]) + longest - 1
+    if length > processor.max_length:
+        problem = f"{length} tokens with the longest choice, more than {processor.max_length}"
+        raise UserError(f"{problem}: lower --shots")
     return row
 
 
 def encode(model, processor, questions: list[Question], batch_size: int) -> dict[str, Any]:
     """The features (pictures, I, H) of each key; None without pictures, or why these cannot be
     read."""
-    first, features = {question.key: question for question in reversed(questions)}, {}
-    keys, device = list(first), next(model.parameters()).device
+    first = {question.key: question for question in reversed(questions)}
+    keys = list(first)
+    device = next(model.parameters()).device
+    features = {}
 
     def prepare(key: str) -> torch.Tensor | UserError | None:
         try:
@@ -169,19 +170,18 @@ def encode(model, processor, questions: list[Question], batch_size: int) -> dict
         for start in range(0, len(keys), batch_size):
             part = keys[start : start + batch_size]
             features |= zip(part, pool.map(prepare, part), strict=True)
-            if pixels := {
-                key: features[key] for key in part if isinstance(features[key], torch.Tensor)
-            }:
-                chunks = torch.cat(list(pixels.values())).split(batch_size)
+            read = [key for key in part if isinstance(features[key], torch.Tensor)]
+            if read:
+                pixels = [features[key] for key in read]
+                chunks = torch.cat(pixels).split(batch_size)
                 encoded = torch.cat([model.encode_images(chunk.to(device)) for chunk in chunks])
-                features |= zip(
-                    pixels, encoded.split([len(of_key) for of_key in pixels.values()]), strict=True
-                )
+                counts = [len(of_key) for of_key in pixels]
+                features |= zip(read, encoded.split(counts), strict=True)
     return features
 
 
 def choose(
-    model, processor, questions: list[Question], batch: Batch, pictures: dict
+    model, processor, questions: Sequence[Question], batch: Batch, pictures: dict
 ) -> list[Answer]:
     """The likeliest choice of each question, or the log-probabilities of all; each has the same
     number of choices."""
@@ -189,8 +189,14 @@ def choose(
     for q in questions:
         end = [] if q.scored else [processor.config.eos_token_id]
         choices.append([processor.continuation(q.prefix, choice) + end for choice in q.choices])
-    pairs = zip(questions, log_likelihoods(model, batch, choices, **pictures), strict=True)
-    return [scores.tolist() if q.scored else q.choices[int(scores.argmax())] for q, scores in pairs]
+    scores = log_likelihoods(model, batch, choices, **pictures)
+    answers: list[Answer] = []
+    for q, of_choices in zip(questions, scores, strict=True):
+        if q.scored:
+            answers.append(of_choices.tolist())
+        else:
+            answers.append(q.choices[int(of_choices.argmax())])
+    return answers
 
 
 @torch.no_grad()
@@ -200,35 +206,50 @@ def log_likelihoods(
     """log p, in nats, of each row's choices (token ids, with or without the end token) after its
     picture and prefix. A prompt is read once into the cache, whose rows are then repeated for the
     choices; choices of one token need no more than the prompt. Raises NonFiniteError."""
-    owner = torch.tensor(
-        [row for row, of_row in enumerate(choices) for _ in of_row], device=batch.input_ids.device
-    )
-    targets = pad_sequence(
-        [torch.tensor(ids) for of_row in choices for ids in of_row], True, -100
-    ).to(owner)
+    # 1. a row for each choice, and the row of its prompt
+    device = batch.input_ids.device
+    counts = [len(of_row) for of_row in choices]
+    owner = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(device)
+    each = [torch.tensor(ids) for of_row in choices for ids in of_row]
+    targets = pad_sequence(each, batch_first=True, padding_value=-100).to(device)
+    is_target = targets != -100
+
+    # 2. the prompts, which predict the first tokens
     read = targets[:, :-1]  # the inputs that predict the rest of a choice
-    given = {
-        "cache": model.new_cache(batch.input_ids.shape[1] + read.shape[1]),
-        "pixel_values": None,
-    }
-    pictures = {"image_features": image_features, "image_index": image_index}
-    masks = {"token_type_ids": batch.token_type_ids, "attention_mask": batch.attention_mask}
-    last = last_valid(batch.attention_mask)
-    known = model(batch.input_ids, **given, **masks, **pictures, positions_to_keep=last)[owner]
+    cache = model.new_cache(batch.input_ids.shape[1] + read.shape[1])
+    known = model(
+        batch.input_ids,
+        pixel_values=None,
+        token_type_ids=batch.token_type_ids,
+        attention_mask=batch.attention_mask,
+        cache=cache,
+        image_features=image_features,
+        image_index=image_index,
+        positions_to_keep=last_valid(batch.attention_mask),
+    )[owner]
+
+    # 3. the choices, which predict the rest of themselves
     if read.shape[1]:
-        for layer in given["cache"]:
+        for layer in cache:
             pick_rows(layer, owner)
+        is_read = is_target[:, :-1]
         types = torch.cat((batch.token_type_ids[owner], torch.ones_like(read)), dim=1)
-        valid = torch.cat((batch.attention_mask[owner], (read != -100).long()), dim=1)
-        rest = model(read.clamp(min=0), **given, token_type_ids=types, attention_mask=valid)
-        known = torch.cat((known, torch.where((read == -100)[..., None], 0, rest)), dim=1)
+        valid = torch.cat((batch.attention_mask[owner], is_read.long()), dim=1)
+        rest = model(
+            read.clamp(min=0),
+            pixel_values=None,
+            token_type_ids=types,
+            attention_mask=valid,
+            cache=cache,
+        )
+        rest = torch.where(is_read[..., None], rest, 0)
+        known = torch.cat((known, rest), dim=1)
     finite = finite_rows(known)
     if not bool(finite.all()):
         raise NonFiniteError(owner[~finite].unique().tolist())
-    each = known.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-    return list(
-        each.masked_fill(targets == -100, 0).sum(1).split([len(of_row) for of_row in choices])
-    )
+    scores = known.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    sums = scores.masked_fill(~is_target, 0).sum(1)
+    return list(sums.split(counts))
 
 
 def pick_rows(memory, rows: torch.Tensor) -> None:
@@ -246,23 +267,20 @@ def marks_of(
 ) -> list[str]:
     """A hash for each question of all that decides its answer: the model and its LoRA strength, the
     tokens, the files of its pictures (a replaced file is another picture), its choices."""
-    strengths = [
-        [path, layer.alpha]
-        for path, layer in model.named_modules()
-        if isinstance(layer, LoRALinear)
-    ]
+    strengths = []
+    for path, layer in model.named_modules():
+        if isinstance(layer, LoRALinear):
+            strengths.append([path, layer.alpha])
     of_model = [exact_fingerprint(model), str(model.config), max_new_tokens, strengths]
     versions, marks = {}, []
     for q in questions:
         if q.key not in versions:
-            paths = [
-                path
-                for path in (*q.files, *q.pictures)
-                if isinstance(path, Path) and path.is_file()
-            ]
-            versions[q.key] = [
-                (str(p.absolute()), p.stat().st_size, p.stat().st_mtime_ns) for p in paths
-            ]
+            versions[q.key] = []
+            for path in (*q.files, *q.pictures):
+                if isinstance(path, Path) and path.is_file():
+                    file = path.stat()
+                    version = str(path.absolute()), file.st_size, file.st_mtime_ns
+                    versions[q.key].append(version)
         ids: list[int] = []
         with contextlib.suppress(UserError):  # a prompt that is refused is not answered, either
             ids = processor.encode(q.prefix)
@@ -282,13 +300,13 @@ def open_log(path: Path, anew: bool = False) -> Iterator[tuple[BinaryIO, dict[st
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(
-                f"{shown(path)}: another command writes its answers here: give another --out"
-            ) from None
+            problem = "another command writes its answers here: give another --out"
+            raise UserError(f"{shown(path)}: {problem}") from None
         if anew:
             file.truncate(0)
         file.seek(0)
-        content, answers = file.read(), {}
+        content = file.read()
+        answers = {}
         whole = content.rfind(b"\n") + 1
         file.truncate(whole)  # the process ended while it wrote the last line
         for number, line in enumerate(content[:whole].splitlines(), start=1):
