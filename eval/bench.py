@@ -52,7 +52,10 @@ class Row(NamedTuple):
     scores: Mapping[str, float]
 
 
-IDS = ("question_id", "questionId", "index", "id", "image")  # in files of answers
+# in files of answers
+IDS = ("question_id", "questionId", "index", "id", "image")
+ANSWERS = ("answer", "prediction", "text")
+BLIND = ", blind"  # the end of a title: the model, asked about gray pictures
 Results = dict[str, list[Row]]  # by the title of a model
 Summary = dict[str, dict[str, float | None]]  # the numbers of a table, by line and measure
 
@@ -82,11 +85,11 @@ class Benchmark:
     def rows(self, questions: Sequence[Question], answers: Sequence[Answer | None]) -> list[Row]:
         """A row for each answer; overridden where several questions are scored together."""
         pairs = zip(questions, answers, strict=True)
-        return [
-            Row(question, answer, self.score(question, answer))
-            for question, answer in pairs
-            if answer is not None
-        ]
+        rows = []
+        for question, answer in pairs:
+            if answer is not None:
+                rows.append(Row(question, answer, self.score(question, answer)))
+        return rows
 
     def blind(self, question: Question) -> Question:
         """The same question with every picture gray."""
@@ -94,9 +97,8 @@ class Benchmark:
 
     def summary(self, rows: Sequence[Row]) -> Summary:
         """By default the mean of every measure in percent, over all rows and by kind."""
-        return {"overall": means(rows)} | {
-            kind: means(of) for kind, of in by_kind(rows).items() if kind
-        }
+        kinds = {kind: means(of_kind) for kind, of_kind in by_kind(rows).items() if kind}
+        return {"overall": means(rows)} | kinds
 
     def baselines(self, rows: Sequence[Row]) -> Results:
         """The rows of answers that need no model, by title, to the questions of `rows`."""
@@ -111,9 +113,8 @@ class Benchmark:
 
     def write(self, rows: Sequence[Row], out: Path, subject: Any) -> None:
         """Write the files of one model, a `Subject`."""
-        write_records(
-            out / "results.json", [{"question_id": q.id, "answer": answer} for q, answer, _ in rows]
-        )
+        records = [{"question_id": row.question.id, "answer": row.answer} for row in rows]
+        write_records(out / "results.json", records)
 
 
 def write_records(path: Path, records: Sequence[Mapping]) -> None:
@@ -125,15 +126,15 @@ def read_answers(file: str | Path, questions: Sequence[Question]) -> list[Answer
     """The answer to each question, from {"question_id", "answer"} objects, or GQA's {"questionId",
     "prediction"}, MMBench's {"index", "prediction"} or VizWiz's {"image", "answer"}; without ids,
     as in POPE's files, in the order of the questions. Raises UserError."""
-    known, answers = {str(question.id): question for question in questions}, {}
+    known = {str(question.id): question for question in questions}
     in_order = iter(known)
+    answers = {}
 
     def add(record: dict) -> None:
-        names = [name for name in IDS if name in record]
-        id_ = str(record[names[0]]) if names else next(in_order, "one more")
-        answer = next(
-            (record[name] for name in ("answer", "prediction", "text") if name in record), None
-        )
+        ids = [record[name] for name in IDS if name in record]
+        id_ = str(ids[0]) if ids else next(in_order, "one more")
+        said = [record[name] for name in ANSWERS if name in record]
+        answer = said[0] if said else None
         check(id_ in known and id_ not in answers, f"id {shown(id_)} is unknown, or occurs twice")
         check(known[id_].takes(answer), f"answer is {quoted(answer)}")
         asked, text = known[id_].prefix, str(record.get("question", ""))
@@ -142,11 +143,10 @@ def read_answers(file: str | Path, questions: Sequence[Question]) -> list[Answer
         answers[id_] = answer
 
     read(file, add)
-    if lost := [id_ for id_ in known if id_ not in answers]:
-        raise UserError(
-            f"{shown(file)}: {len(lost)} questions have no answer ({some(lost)}): give an answer "
-            "to each"
-        )
+    lost = [id_ for id_ in known if id_ not in answers]
+    if lost:
+        problem = f"{len(lost)} questions have no answer ({some(lost)}): give an answer to each"
+        raise UserError(f"{shown(file)}: {problem}")
     return [answers[id_] for id_ in known]
 
 
@@ -160,9 +160,8 @@ def run(benchmark: Benchmark, argv: Sequence[str] | None = None) -> None:
     if not args.results:
         results = ask_models(benchmark, args)
     elif args.model or args.adapter or args.blind:
-        raise UserError(
-            "--results scores answers that are there: leave --model, --adapter and --blind out"
-        )
+        problem = "--results scores answers that are there"
+        raise UserError(f"{problem}: leave --model, --adapter and --blind out")
     else:
         args.template = getattr(args, "prompt", None) or PROMPT
         results = {file: benchmark.read(file, args) for file in dict.fromkeys(args.results)}
@@ -170,8 +169,8 @@ def run(benchmark: Benchmark, argv: Sequence[str] | None = None) -> None:
     values = values_of(benchmark, results)
     if args.json:
         print(json.dumps(values))
-    elif any(of["summary"] for of in values.values()):
-        print("\n".join(["", *summary_table(values), "", *comparison_table(values)]))
+    elif any(of_model["summary"] for of_model in values.values()):
+        print("", *summary_table(values), "", *comparison_table(values), sep="\n")
     else:
         print("no right answers are known: nothing is scored")
 
@@ -203,77 +202,91 @@ def flags_for(benchmark: Benchmark, args: Namespace, subject) -> Namespace:
     from eval.open import kind_of, stored_prompt
 
     wording = getattr(args, "wording", None)
-    kind = wording or (
-        kind_of(subject.source) if benchmark.prompts or "wording" in args else "paligemma"
-    )
-    prompt = benchmark.prompts.get(kind, PROMPT)
-    prompt = getattr(args, "prompt", None) or (
-        prompt if wording else stored_prompt(subject, prompt)
-    )
+    kind = wording or "paligemma"
+    if not wording and (benchmark.prompts or "wording" in args):
+        kind = kind_of(subject.source)
+    prompt = getattr(args, "prompt", None)
+    if not prompt:
+        prompt = benchmark.prompts.get(kind, PROMPT)
+        if not wording:
+            prompt = stored_prompt(subject, prompt)
     return Namespace(**vars(args) | {"template": check_prompt(prompt), "wording": kind})
 
 
 def ask_models(benchmark: Benchmark, args: Namespace) -> Results:
     """The rows of the models that the flags name, on gray pictures too with --blind, and of the
     baselines; writes the files of each model. Raises UserError."""
-    from eval.answer import ask_all, open_log
-    from eval.open import models_of, open_model, out_folder
-    from model.compiled import CompiledStep
+    from eval.open import models_of, out_folder
 
-    subjects, results, talk = models_of(args), {}, sys.stderr if args.json else sys.stdout
-    newest = (
-        "" if args.model or args.adapter else " (the newest run in ./runs; --adapter takes another)"
-    )
+    subjects = models_of(args)
+    talk = sys.stderr if args.json else sys.stdout
     for subject in subjects:
-        print(
-            f"{benchmark.name}: {shown(subject.name)}{newest * (subject.name != 'embedded')}",
-            file=talk,
-        )
+        note = ""
+        if not args.model and not args.adapter and subject.name != "embedded":
+            note = " (the newest run in ./runs; --adapter takes another)"
+        print(f"{benchmark.name}: {shown(subject.name)}{note}", file=talk)
+    results = {}
     for subject in subjects:
-        title, asked = subject.title, benchmark.questions(flags_for(benchmark, args, subject))
-        out = out_folder(
-            args.out / title if args.out and len(subjects) > 1 else args.out, title, benchmark.name
-        )
-        opened = open_model(args, subject, text="text" in benchmark.prompts)
-        with open_log(log := out / "answers.jsonl", anew=not args.resume):
-            pass
-        options = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size, "log": log}
-        options["compiled"], left_out, rows = (
-            CompiledStep(opened[0]) if args.compile else None,
-            {},
-            {},
-        )
-        for name in (title, f"{title}, blind")[: 1 + args.blind]:
-            shown_to = asked if name == title else [benchmark.blind(question) for question in asked]
-            answers = ask_all(
-                *opened,
-                shown_to,
-                progress=f"{benchmark.name}, {shown(name)}",
-                left_out=left_out,
-                **options,
-            )
-            if answers.count(None) == len(asked):
-                reason = next(iter(left_out.values()), "there are none")
-                raise UserError(
-                    f"{benchmark.name}: none of {len(asked)} questions could be asked: {reason}"
-                )
-            rows[name] = benchmark.rows(asked, answers)
-        del opened  # before the next model is read
+        # 1. its questions, and a folder of its own
+        title = subject.title
+        questions = benchmark.questions(flags_for(benchmark, args, subject))
+        path = args.out
+        if path and len(subjects) > 1:
+            path /= title
+        out = out_folder(path, title, benchmark.name)
+        # 2. its answers
+        left_out = {}
+        rows = ask_model(benchmark, args, subject, questions, out, left_out)
         for reason, count in Counter(left_out.values()).most_common(5):
-            print(
-                f"left out {count} of {len(asked)} questions: {shown(reason, 500)}", file=sys.stderr
-            )
+            problem = f"left out {count} of {len(questions)} questions: {shown(reason, 500)}"
+            print(problem, file=sys.stderr)
+        # 3. its files
         benchmark.write(rows[title], out, subject)
         rows |= benchmark.baselines(rows[title])
-        scores = {
-            "model": subject.name,
-            "left_out": left_out,
-            "results": values_of(benchmark, rows),
-        }
+        values = values_of(benchmark, rows)
+        scores = {"model": subject.name, "left_out": left_out, "results": values}
         write_text(out / "scores.json", json.dumps(scores, indent=1, ensure_ascii=False) + "\n")
         print(f"files: {shown(out)}", file=talk)
         results |= rows
     return results
+
+
+def ask_model(
+    benchmark: Benchmark, args: Namespace, subject, questions: Sequence[Question], out, left_out
+) -> Results:
+    """The rows of one model, which is in memory until then, on gray pictures too with --blind.
+    left_out: gets, by id, why a question cannot be asked. Raises UserError where none can."""
+    from eval.answer import ask_all, open_log
+    from eval.open import open_model
+    from model.compiled import CompiledStep
+
+    model, processor = open_model(args, subject, text="text" in benchmark.prompts)
+    log = out / "answers.jsonl"
+    with open_log(log, anew=not args.resume):
+        pass
+    compiled = CompiledStep(model) if args.compile else None
+    asked = {subject.title: questions}
+    if args.blind:
+        asked[subject.title + BLIND] = [benchmark.blind(question) for question in questions]
+    rows = {}
+    for name, shown_to in asked.items():
+        answers = ask_all(
+            model,
+            processor,
+            shown_to,
+            max_new_tokens=args.max_new_tokens,
+            batch_size=args.batch_size,
+            progress=f"{benchmark.name}, {shown(name)}",
+            log=log,
+            left_out=left_out,
+            compiled=compiled,
+        )
+        if answers.count(None) == len(answers):
+            reason = next(iter(left_out.values()), "there are none")
+            problem = f"none of {len(answers)} questions could be asked: {reason}"
+            raise UserError(f"{benchmark.name}: {problem}")
+        rows[name] = benchmark.rows(questions, answers)
+    return rows
 
 
 # From scores to tables
@@ -281,18 +294,19 @@ def ask_models(benchmark: Benchmark, args: Namespace) -> Results:
 
 def means(rows: Sequence[Row]) -> dict[str, float | None]:
     """The mean of every measure in percent, over the rows that have it."""
-    measures = dict.fromkeys(measure for row in rows for measure in row.scores)
-    values = {
-        measure: [row.scores[measure] for row in rows if measure in row.scores]
-        for measure in measures
-    }
-    return {measure: 100 * sum(of) / len(of) for measure, of in values.items()}
+    scores = {}
+    for row in rows:
+        for measure, score in row.scores.items():
+            scores.setdefault(measure, []).append(score)
+    return {measure: 100 * sum(of_rows) / len(of_rows) for measure, of_rows in scores.items()}
 
 
 def by_kind(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """The rows by the kind of their questions."""
-    kinds = dict.fromkeys(row.question.kind for row in rows)
-    return {kind: [row for row in rows if row.question.kind == kind] for kind in kinds}
+    kinds = {}
+    for row in rows:
+        kinds.setdefault(row.question.kind, []).append(row)
+    return kinds
 
 
 def values_of(benchmark: Benchmark, results: Results) -> dict[str, dict]:
@@ -301,27 +315,29 @@ def values_of(benchmark: Benchmark, results: Results) -> dict[str, dict]:
     a model on gray pictures to the model, else to the first."""
 
     def percent(rows: Sequence[Row], scores: Sequence[float]) -> dict[str, float]:
-        interval = bootstrap(scores, [row.question.group or row.question.key for row in rows])
-        return {name: 100 * value for name, value in interval._asdict().items()}
+        groups = [row.question.group or row.question.key for row in rows]
+        interval = bootstrap(scores, groups)._asdict()
+        return {name: 100 * value for name, value in interval.items()}
 
     values = {}
     for title, rows in results.items():
-        reference = (
-            title.removesuffix(", blind") if title.endswith(", blind") else next(iter(results))
-        )
-        other, measures = (
-            {row.question.id: row.scores for row in results[reference] if title != reference},
-            {},
-        )
+        # 1. the model that it is compared with
+        reference = next(iter(results))
+        if title.endswith(BLIND):
+            reference = title.removesuffix(BLIND)
+        other = {}
+        if title != reference:
+            other = {row.question.id: row.scores for row in results[reference]}
+        # 2. the measures, and their differences
+        measures = {}
         for measure in dict.fromkeys(measure for row in rows for measure in row.scores):
             scored = [row for row in rows if measure in row.scores]
-            found = percent(scored, [row.scores[measure] for row in scored]) | {
-                "questions": len(scored)
-            }
-            if both := [row for row in scored if measure in other.get(row.question.id, {})]:
-                found["difference"] = percent(
-                    both, [r.scores[measure] - other[r.question.id][measure] for r in both]
-                )
+            found = percent(scored, [row.scores[measure] for row in scored])
+            found["questions"] = len(scored)
+            both = [row for row in scored if measure in other.get(row.question.id, {})]
+            if both:
+                gaps = [row.scores[measure] - other[row.question.id][measure] for row in both]
+                found["difference"] = percent(both, gaps)
             measures[measure] = found
         values[title] = {"summary": benchmark.summary(rows), "measures": measures}
     return values
@@ -329,20 +345,22 @@ def values_of(benchmark: Benchmark, results: Results) -> dict[str, dict]:
 
 def summary_table(values: Mapping[str, Mapping]) -> list[str]:
     """Of `values_of`: a column for each model, or with several measures a table for each model."""
-    summaries = {title: of["summary"] for title, of in values.items()}
-    measures = list(
-        dict.fromkeys(
-            m for summary in summaries.values() for line in summary.values() for m in line
-        )
-    )
+    summaries = {title: of_model["summary"] for title, of_model in values.items()}
+    lines, measures = {}, {}
+    for summary in summaries.values():
+        for line, numbers in summary.items():
+            lines[line] = None
+            measures |= dict.fromkeys(numbers)
     if len(measures) > 1 and len(values) > 1:
-        return [text for title, of in values.items() for text in [*summary_table({title: of}), ""]]
+        tables = []
+        for title, of_model in values.items():
+            tables += [*summary_table({title: of_model}), ""]
+        return tables
+    cells = []
+    for line in lines:
+        numbers = [summary.get(line, {}) for summary in summaries.values()]
+        cells.append([line, *(cell(n.get(measure)) for n in numbers for measure in measures)])
     head = [*summaries, *measures] if len(summaries) == 1 else [*measures, *summaries]
-    lines = dict.fromkeys(line for summary in summaries.values() for line in summary)
-    cells = [
-        [line, *(cell(of.get(line, {}).get(m)) for of in summaries.values() for m in measures)]
-        for line in lines
-    ]
     return markdown_table([f"{head[0]}, %", *head[1:]], cells)
 
 
@@ -352,34 +370,41 @@ def cell(value: float | None) -> str:
 
 def comparison_table(values: Mapping[str, Mapping]) -> list[str]:
     """Of `values_of`: a line for each model, its measures with intervals, and its differences."""
-    compared = {title: of["measures"] for title, of in values.items()}
-    measures = list(dict.fromkeys(measure for of in compared.values() for measure in of))
-    counts = {
-        title: max((v["questions"] for v in of.values()), default=0)
-        for title, of in compared.items()
-    }
-    most, many, cells, notes = max(counts.values()), len(compared) > 1, [], []
-    for title, of in compared.items():
-        cells.append([title])
+    compared = {title: of_model["measures"] for title, of_model in values.items()}
+    measures = dict.fromkeys(measure for found in compared.values() for measure in found)
+    if not measures:
+        return []
+    has_differences = len(compared) > 1
+    counts = {}
+    cells, notes = [], []
+    # 1. a line for each model
+    for title, found in compared.items():
+        counts[title] = max((of_one["questions"] for of_one in found.values()), default=0)
+        line = [title]
         for measure in measures:
-            cells[-1] += [interval_text(of[measure]) if measure in of else "", *[""] * many]
-            if difference := of.get(measure, {}).get("difference"):
+            line.append(interval_text(found[measure]) if measure in found else "")
+            difference = found.get(measure, {}).get("difference")
+            verdict = ""
+            if difference:
                 verdict = "n.s." if difference["low"] <= 0 <= difference["high"] else "*"
-                cells[-1][-1] = f"{interval_text(difference, signed=True)} {verdict}"
-                if title.endswith(", blind") and difference["high"] >= 0:
+                verdict = f"{interval_text(difference, signed=True)} {verdict}"
+                if title.endswith(BLIND) and difference["high"] >= 0:
                     notes.append(f"{title}: not shown to use the picture: {measure}")
-    notes += [
-        f"{title} has answered {count} of them" for title, count in counts.items() if count < most
-    ]
-    note = (
-        "; differences to the first line, of blind ones to their model; * where the interval has "
-        "no 0" * many
-    )
-    head = ["%", *(name for measure in measures for name in (measure, *["difference"] * many))]
-    table = [
-        f"{most} questions, 95 % intervals over pictures{note}",
-        "",
-        *markdown_table(head, cells),
-        *map(shown, notes),
-    ]
-    return table if measures else []
+            if has_differences:
+                line.append(verdict)
+        cells.append(line)
+    # 2. what it counts, and the head
+    most = max(counts.values())
+    for title, count in counts.items():
+        if count < most:
+            notes.append(f"{title} has answered {count} of them")
+    caption = f"{most} questions, 95 % intervals over pictures"
+    if has_differences:
+        caption += (
+            "; differences to the first line, of blind ones to their model; * where the interval "
+            "has no 0"
+        )
+    head = ["%"]
+    for measure in measures:
+        head += [measure, "difference"] if has_differences else [measure]
+    return [caption, "", *markdown_table(head, cells), *map(shown, notes)]
