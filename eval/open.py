@@ -18,17 +18,19 @@ from model.source import EMBEDDED, local_path, preset_of, resolve
 from weights.load import load_model
 from weights.quantize import BF16_KINDS, KINDS
 
-TOY = ", a toy that knows forty emoji, and prompts such as 'answer en Where is the dog?', 'detect dog' and 'caption en'"
+TOY = (
+    ", a toy that knows forty emoji, and prompts such as 'answer en Where is the dog?', "
+    "'detect dog' and 'caption en'"
+)
 
 
 class Subject(NamedTuple):
-    """A model that is asked; title: in tables; run: that of its adapter; quantize: None as
-    --dtype."""
+    """A model that is asked."""
 
     source: str
-    run: Path | None
-    title: str
-    quantize: str | None = None
+    run: Path | None  # that of its adapter
+    title: str  # in tables
+    quantize: str | None = None  # None: as --dtype
 
     @property
     def name(self) -> str:
@@ -37,62 +39,58 @@ class Subject(NamedTuple):
 
 def add_model_flags(parser: ArgumentParser, many: bool = False) -> None:
     """--model, --adapter and how they compute. many: several models and adapters may be given."""
-    repeated, again = ({"action": "append"}, "; again to compare") if many else ({}, "")
-    source = f"a folder, hub id, preset or `embedded`{again} (default: the base of the adapter, else `embedded`)"
-    run = f"a run, or any folder with a PEFT adapter, or `none`{again} (default: without --model, the newest run"
-    run += "; for the embedded scenes the newest on them)"
+    repeated = {"action": "append"} if many else {}
+    again = "; again to compare" if many else ""
+    source = (
+        f"a folder, hub id, preset or `embedded`{again} (default: the base of the adapter, else "
+        "`embedded`)"
+    )
     add_flag(parser, "--model", source, metavar="SRC", **repeated)
+    run = (
+        f"a run, or any folder with a PEFT adapter, or `none`{again} (default: without --model, "
+        "the newest run; for the embedded scenes the newest on them)"
+    )
     add_flag(parser, "--adapter", run, metavar="RUN", **repeated)
-    add_flag(
-        parser,
-        "--quantize",
-        f"hold the weights in 8 or 4 bits{again}",
-        choices=["none", *KINDS],
-        **repeated,
-    )
-    add_flag(
-        parser,
-        "--dtype",
-        "of the weights (default: bf16 on CUDA or in few bits, else fp32)",
-        choices=[*DTYPES],
-    )
+    bits = f"hold the weights in 8 or 4 bits{again}"
+    add_flag(parser, "--quantize", bits, choices=["none", *KINDS], **repeated)
+    dtype = "of the weights (default: bf16 on CUDA or in few bits, else fp32)"
+    add_flag(parser, "--dtype", dtype, choices=[*DTYPES])
     add_flag(parser, "--device", "cpu, cuda, mps, … (default: cuda or mps if there is one)", "auto")
     add_flag(parser, "--threads", THREADS, type=whole(1, 1024), metavar="N")
-    add_flag(
-        parser,
-        "--max-length",
-        "limit of a prompt's tokens, pictures too",
-        8192,
-        type=positive,
-        metavar="N",
-    )
+    limit = "limit of a prompt's tokens, pictures too"
+    add_flag(parser, "--max-length", limit, 8192, type=positive, metavar="N")
 
 
 def model_of(args: Namespace, is_toy: bool = False) -> Subject:
     """The model that the flags name; without flags the newest run, or else the embedded base.
     is_toy: it is asked about the embedded scenes, see `last_run`. Raises UserError."""
-    source, run, kind = args.model, args.adapter, args.quantize
-    if source is None and run is None:
+    # 1. the run, and its title
+    source = args.model
+    run = args.adapter
+    if run is None and source is None:
         run = last_run(is_toy=is_toy)
     if run == "none":
         run = None
+    path = Path(run or source or EMBEDDED).absolute()
+    title = path.name
+    if title == "best":
+        title = f"{path.parent.name}-best"
+    elif title == "model":
+        title = path.parent.name
+    kind = args.quantize
     if kind == "none":
         kind = None
-    path = Path(run or source or EMBEDDED).absolute()
-    title = {"best": f"{path.parent.name}-best", "model": path.parent.name}.get(
-        path.name, path.name
-    )
-    title += f"-{kind}" if kind else ""
-    if run is None or not Path(run, "model").is_dir():
-        source = (
-            source or (run and adapter.read_config(run).get("base_model_name_or_path")) or EMBEDDED
-        )
-        return Subject(source, Path(run) if run else None, title, kind)
-    if source is not None:
-        raise UserError(
-            f"--adapter {shown(run)} is a whole model, written by --full: leave --model out"
-        )
-    return Subject(f"{run}/model", None, title, kind)
+    if kind:
+        title += f"-{kind}"
+    # 2. its source: the model that was trained whole, or the base
+    if run is not None and Path(run, "model").is_dir():
+        if source is not None:
+            problem = "is a whole model, written by --full: leave --model out"
+            raise UserError(f"--adapter {shown(run)} {problem}")
+        return Subject(f"{run}/model", None, title, kind)
+    if run and not source:
+        source = adapter.read_config(run).get("base_model_name_or_path")
+    return Subject(source or EMBEDDED, Path(run) if run else None, title, kind)
 
 
 def models_of(args: Namespace) -> list[Subject]:
@@ -100,24 +98,22 @@ def models_of(args: Namespace) -> list[Subject]:
     flags = product(args.model or [None], args.adapter or [None], args.quantize or [None])
     given = [vars(args).get(name) for name in ("data", "questions", "images", "image", "task")]
     is_toy = all(value in (None, EMBEDDED, "scenes") for value in given)
-    subjects = [
-        model_of(Namespace(model=model, adapter=run, quantize=kind), is_toy)
-        for model, run, kind in flags
-    ]
+    subjects = []
+    for model, run, kind in flags:
+        subjects.append(model_of(Namespace(model=model, adapter=run, quantize=kind), is_toy))
     titles = [subject.title for subject in subjects]
-    if twice := [title for title in titles if titles.count(title) > 1]:
-        raise UserError(
-            f"two models are named {shown(twice[0])}: give each once, or --results of two calls"
-        )
+    twice = [title for title in titles if titles.count(title) > 1]
+    if twice:
+        problem = f"two models are named {shown(twice[0])}"
+        raise UserError(f"{problem}: give each once, or --results of two calls")
     return subjects
 
 
 def last_run(folder: Path = Path("runs"), is_toy: bool = False) -> str | None:
     """The newest finished run on the embedded base, if there is one; a toy has learned from the
     embedded scenes alone."""
-    for file in sorted(
-        folder.glob("*/summary.json"), key=lambda file: file.stat().st_mtime, reverse=True
-    ):
+    finished = folder.glob("*/summary.json")
+    for file in sorted(finished, key=lambda file: file.stat().st_mtime, reverse=True):
         with suppress(UserError):  # a broken one is skipped
             made = read_json(file.with_name("config.json"))
             if made.get("base") == EMBEDDED and (not is_toy or made.get("data") == [EMBEDDED]):
@@ -154,14 +150,18 @@ def stored_prompt(subject: Subject, default: str = PROMPT) -> str:
     """The prompt template of a model's training; PROMPT for the embedded scenes, `default` if none
     is stored. That of a run's config.json counts for data that has questions: other data are
     complete prompts. Raises UserError."""
-    folder = subject.run or (
-        Path(subject.source).parent if Path(subject.source).name == "model" else None
-    )
-    for path in (folder / "config.json", folder / "adapter_config.json") if folder else ():
+    folder = subject.run
+    source = Path(subject.source)
+    if folder is None and source.name == "model":
+        folder = source.parent
+    if folder is None:
+        return default
+    for path in (folder / "config.json", folder / "adapter_config.json"):
         stored = read_json(path) if path.is_file() else {}
         sources = stored.get("data", ["vqav2:"])
         if not any(source.startswith("vqav2:") for source in sources):
-            return PROMPT if any(source.startswith(EMBEDDED) for source in sources) else default
+            is_embedded = any(source.startswith(EMBEDDED) for source in sources)
+            return PROMPT if is_embedded else default
         if "prompt" in stored:
             return check_prompt(str(stored["prompt"]))
     return default
@@ -188,9 +188,9 @@ def open_model(args: Namespace, subject: Subject, text: bool = False) -> tuple[A
 def load(args: Namespace, subject: Subject) -> Any:
     """The model of a subject with its adapter, in eval mode. Raises UserError."""
     device = choose_device(args.device)
-    dtype = args.dtype or (
-        "bf16" if device.type == "cpu" and subject.quantize in BF16_KINDS else None
-    )
+    dtype = args.dtype
+    if dtype is None and device.type == "cpu" and subject.quantize in BF16_KINDS:
+        dtype = "bf16"
     model = load_model(
         subject.source,
         dtype=choose_dtype(dtype, device),

@@ -34,7 +34,6 @@ MAX_NODES = {"model": 6.9, "lora": 7.6, "weights": 7.6, "eval": 7.9, "train": 7.
 MAX_FOLDED = {"model": 23, "lora": 1, "weights": 10, "eval": 81, "train": 87, "tests": 130}
 MAX_STATEMENTS = 40
 # to be shortened
-LONG_FUNCTIONS = ["export.py: export_model", "export.py: main", "ask.py: main", "align.py: align"]
 # tokens of a module and of all that it imports, inside functions too
 MAX_CLOSURE = {
     "model.generate": 18_000,
