@@ -28,12 +28,11 @@ FLOORS = {
     "train.reproduce": 9,
 }
 # tokens, see house.py
-MAX_TOKENS = {"main": 105_000, "aside": 52_000, "tests": 155_000}
-MAX_NODES = {"model": 6.9, "lora": 7.6, "weights": 7.6, "eval": 7.9, "train": 7.3, "tests": 8.4}
+MAX_TOKENS = {"main": 108_000, "aside": 52_000, "tests": 155_000}
+MAX_NODES = {"model": 6.5, "lora": 7.2, "weights": 7.0, "eval": 6.8, "train": 6.5, "tests": 8.4}
 # what is still folded, by room: only ever less
-MAX_FOLDED = {"model": 23, "lora": 1, "weights": 10, "eval": 81, "train": 87, "tests": 130}
+MAX_FOLDED = {"model": 11, "lora": 0, "weights": 2, "eval": 10, "train": 36, "tests": 125}
 MAX_STATEMENTS = 40
-# to be shortened
 # tokens of a module and of all that it imports, inside functions too
 MAX_CLOSURE = {
     "model.generate": 18_000,
@@ -130,7 +129,7 @@ def test_functions_stay_short():
         for file, function in house.functions("")
         if house.statements(function) > MAX_STATEMENTS
     ]
-    assert long == LONG_FUNCTIONS
+    assert not long
 
 
 def test_the_ruler_sees_what_is_folded():

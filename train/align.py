@@ -139,21 +139,13 @@ def align(
     tower, device = model.vision_tower, next(model.parameters()).device
     # no gradient is scaled here
     autocast = "none" if settings.autocast == "fp16" else settings.autocast
-    torch.manual_seed(settings.seed)
-    head = AnswerHead(model.config.text.hidden_size, COMMON + 1, COMMON).to(device)
-    heads = parameter_groups(head, [Rule(matching(head, ".*"), HEAD_LR)])
-    towers = parameter_groups(tower, [Rule(matching(tower, ".*"), MUON_LR)])
-    optimizer = MuonAdamW(towers, (0.9, 0.98), ADAMW_RATIO, heads)
+    head, optimizer = open_head(model, settings.seed)
     begin = progress.aligned
     if begin:
         load_checkpoint(run, progress, optimizer)
 
     # 2. the pictures of each step
-    rng = random.Random(f"align/{settings.seed}")
-    passes = min(MOST_PASSES, -(-settings.align * PICTURES // max(1, len(asked))))
-    order = [key for _ in range(passes) for key in rng.sample(sorted(asked), len(asked))]
-    steps = [order[start : start + PICTURES] for start in range(0, len(order), PICTURES)]
-    steps = steps[: settings.align]
+    steps = plan_pictures(sorted(asked), settings)
     side = model.config.vision.image_size
 
     @lru_cache(CACHED // (12 * side**2))  # every pass reads each picture
@@ -177,12 +169,8 @@ def align(
                 if not math.isfinite(losses[-1]):
                     problem = f"alignment, step {step}: the loss is {losses[-1]}"
                     raise UserError(f"{problem}: leave --align or --autocast out")
-                loss.backward()
-                nn.utils.clip_grad_norm_([*tower.parameters(), *head.parameters()], 1.0)
                 set_rates(optimizer, rate_factor(step, len(steps), 20, "cosine"))
-                optimizer.step()
-                optimizer.zero_grad()
-                model.zero_grad()  # the projector's too
+                update(loss, model, head, optimizer)
                 bar.set_postfix({"loss": f"{losses[-1]:.3f}"}, refresh=False)
             progress.aligned = step + 1
             if received or progress.aligned % settings.checkpoint_every == 0:
@@ -193,6 +181,37 @@ def align(
         for parameter in tower.parameters():
             dist.broadcast(parameter.detach(), 0)
     return losses
+
+
+def open_head(model: PaliGemma, seed: int) -> tuple[AnswerHead, MuonAdamW]:
+    """A new head, and an optimizer of it and of the vision tower."""
+    torch.manual_seed(seed)
+    head = AnswerHead(model.config.text.hidden_size, COMMON + 1, COMMON)
+    head.to(next(model.parameters()).device)
+    tower = model.vision_tower
+    heads = parameter_groups(head, [Rule(matching(head, ".*"), HEAD_LR)])
+    towers = parameter_groups(tower, [Rule(matching(tower, ".*"), MUON_LR)])
+    return head, MuonAdamW(towers, (0.9, 0.98), ADAMW_RATIO, heads)
+
+
+def plan_pictures(keys: Sequence[str], settings: Settings) -> list[list[str]]:
+    """The pictures of each step, by key; every pass has each once."""
+    rng = random.Random(f"align/{settings.seed}")
+    passes = min(MOST_PASSES, -(-settings.align * PICTURES // max(1, len(keys))))
+    order = []
+    for _ in range(passes):
+        order += rng.sample(keys, len(keys))
+    steps = [order[start : start + PICTURES] for start in range(0, len(order), PICTURES)]
+    return steps[: settings.align]
+
+
+def update(loss: torch.Tensor, model: PaliGemma, head: AnswerHead, optimizer: MuonAdamW) -> None:
+    """A step of tower and head; the projector's gradients are thrown away."""
+    loss.backward()
+    nn.utils.clip_grad_norm_([*model.vision_tower.parameters(), *head.parameters()], 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    model.zero_grad()
 
 
 def loss_of(

@@ -72,9 +72,8 @@ def export_model(
     texts: more files by name, which companions replace. Raises UserError for a folder that is not
     empty, a value that is not finite in the dtype, and as `plain_tensors`.
     """
-    from huggingface_hub import (
-        split_torch_state_dict_into_shards,
-    )  # slow to import, and not needed to load
+    # slow to import, and not needed to load
+    from huggingface_hub import split_torch_state_dict_into_shards
 
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -87,37 +86,27 @@ def export_model(
     specs = {name: tensors[ours].to("meta", dtype) for name, ours in names.items()}
     split = split_torch_state_dict_into_shards(specs, max_shard_size=int(max_shard_gb * 1e9))
     # older versions of transformers read torch_dtype only, newer ones both
-    config = model.config.to_dict() | {
-        "torch_dtype": str(next(iter(specs.values())).dtype).removeprefix("torch.")
-    }
+    stored = str(next(iter(specs.values())).dtype).removeprefix("torch.")
+    config = model.config.to_dict() | {"torch_dtype": stored}
+    written = {**(texts or {}), "config.json": json.dumps(config, indent=2) + "\n"}
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        written[INDEX_FILE] = json.dumps(index, indent=2) + "\n"
     with file_errors(folder):
         temporary.mkdir(parents=True)
         try:
             for file, part in split.filename_to_tensors.items():
-                cast = {
-                    name: tensors[names[name]].detach().to("cpu", specs[name].dtype).contiguous()
-                    for name in part
-                }
-                for name, tensor in cast.items():
-                    if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
-                        raise UserError(
-                            f"{name} holds NaN, infinity, or more than {tensor.dtype} can: not "
-                            "exported"
-                        )
+                cast = {}
+                for name in part:
+                    tensor = tensors[names[name]].detach()
+                    cast[name] = tensor.to("cpu", specs[name].dtype).contiguous()
+                check_tensors(cast)
                 save_tensors(cast, temporary / file, {"format": "pt"})
-            written = {**(texts or {}), "config.json": json.dumps(config, indent=2) + "\n"}
-            if split.is_sharded:
-                index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-                written[INDEX_FILE] = json.dumps(index, indent=2) + "\n"
             for file in companions:
                 if file.name.endswith("_config.json"):
-                    settings = read_json(file)
-                    for part in (settings, *settings.values()):
-                        if isinstance(part, dict):
-                            part.pop("auto_map", None)  # code that transformers would run
-                    written[file.name] = json.dumps(settings, indent=1)
+                    written[file.name] = without_code(file)
                 else:
-                    shutil.copyfile(file, temporary / file.name)
+                    shutil.copyfile(own_file(file), temporary / file.name)
             for name, text in written.items():
                 write_text(temporary / name, text)
             sync_files(temporary)
@@ -127,6 +116,24 @@ def export_model(
             sync_folder(temporary.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise UserError for a tensor that holds a value which is not finite."""
+    for name, tensor in tensors.items():
+        if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+            problem = f"{name} holds NaN, infinity, or more than {tensor.dtype} can"
+            raise UserError(f"{problem}: not exported")
+
+
+def without_code(file: Path) -> str:
+    """The text of a configuration without the names of code that transformers would run. Raises
+    UserError."""
+    settings = read_json(own_file(file))
+    for part in (settings, *settings.values()):
+        if isinstance(part, dict):
+            part.pop("auto_map", None)
+    return json.dumps(settings, indent=1)
 
 
 def plain_tensors(model: PaliGemma) -> dict[str, torch.Tensor]:
@@ -255,31 +262,25 @@ def processor_files(config: PaliGemmaConfig) -> dict[str, str]:
     }
 
 
-def main(argv: list[str] | None = None) -> None:
+def parser_of() -> Parser:
+    """The flags of the command."""
     parser = Parser(description="Write a model as safetensors that transformers opens.")
-    parser.add_argument("source", metavar="SRC", help="a run, folder, hub id, .npz, or 'embedded'")
-    parser.add_argument("out", metavar="OUT", type=Path, help="folder to make")
-    parser.add_argument(
-        "--revision", help="branch, tag or commit of a hub id (default: its main branch)"
-    )
-    dialects = "names of the tensors, see weights/mapping.py: A is opened by old and new transformers (default: A)"
-    parser.add_argument("--dialect", choices=DIALECTS, default="A", help=dialects)
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="dtype of the tensors (default: as in the source)"
-    )
-    parser.add_argument(
-        "--max-shard-gb", type=float, default=5, help="size of a file in 10^9 bytes (default: 5)"
-    )
-    parser.add_argument(
-        "--adapter",
-        metavar="RUN",
-        type=Path,
-        help="adapter folder to load onto SRC (default: none)",
-    )
-    parser.add_argument(
-        "--merge", action="store_true", help="merge the adapter, the only way to export it"
-    )
-    args = parser.parse_args(argv)
+    add = parser.add_argument
+    add("source", metavar="SRC", help="a run, folder, hub id, .npz, or 'embedded'")
+    add("out", metavar="OUT", type=Path, help="folder to make")
+    add("--revision", help="branch, tag or commit of a hub id (default: its main branch)")
+    dialects = "names of the tensors, see weights/mapping.py (default: A, which all versions open)"
+    add("--dialect", choices=DIALECTS, default="A", help=dialects)
+    add("--dtype", choices=DTYPES, help="dtype of the tensors (default: as in the source)")
+    add("--max-shard-gb", type=float, default=5, help="size of a file in 10^9 bytes (default: 5)")
+    update = "adapter folder to load onto SRC (default: none)"
+    add("--adapter", metavar="RUN", type=Path, help=update)
+    add("--merge", action="store_true", help="merge the adapter, the only way to export it")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parser_of().parse_args(argv)
     if not 0 < args.max_shard_gb < 1e9:
         raise UserError(f"--max-shard-gb {args.max_shard_gb}: expected a size above 0, such as 5")
     if args.merge != (args.adapter is not None):
@@ -288,9 +289,8 @@ def main(argv: list[str] | None = None) -> None:
         )
     origin = locate(args.source, args.adapter)
     checkpoint = examine(origin.source, args.revision)
-    stored = {
-        STORED_DTYPES.get(entry.dtype, torch.float32) for entry in checkpoint.entries.values()
-    }
+    entries = checkpoint.entries.values()
+    stored = {STORED_DTYPES.get(entry.dtype, torch.float32) for entry in entries}
     dtype = stored.pop() if len(stored) == 1 else torch.float32
     wanted = DTYPES.get(args.dtype, dtype)
     if origin.update is not None:  # merging rounds once; else nothing is cast before it is written
