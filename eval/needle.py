@@ -108,8 +108,8 @@ class Needle(Benchmark):
     def read(self, file, args):
         rows = []
         for record in read_responses(file):
-            id_ = record["id"]
-            question = Question(id_, str(id_), (), "", kind=Path(file).stem)
+            name = str(record["id"])
+            question = Question(record["id"], name, (), "", kind=Path(file).stem)
             rows.append(row_of(question, record))
         return rows
 
@@ -151,7 +151,9 @@ class Needle(Benchmark):
             needles, pictures = len(test.places), len(test.haystack)
             title = f"{needles} needle(s) in {pictures} picture(s) of {test.side}×{test.side}"
             title = scenes.NEEDLE_TITLES.get(kind, title)
-            grids[title] = grid_of(records, test.side)
+            grids[title] = [[math.nan] * test.side for _ in range(test.side)]
+            for (row, col), accuracy in accuracy_by_place(records).items():
+                grids[title][row - 1][col - 1] = accuracy
             if scored := [row for row in of_kind if row.scores]:
                 exact = 100 * score_responses(records)["exact"]
                 heading = f"{subject.title}, {title}: {exact:.1f} % exact (blue: the needle)"
@@ -172,8 +174,8 @@ def tests_of(args: Namespace) -> dict[str, list[NeedleTest]]:
         )
     if args.metadata:
         return official_tests(args)
-    is_plain = args.needles == 1 and not args.negatives
-    if (args.pictures, args.side) != (1, 2) or is_coco and not is_plain:
+    has_more = args.needles > 1 or args.negatives
+    if (args.pictures, args.side) != (1, 2) or is_coco and has_more:
         raise UserError(
             "--pictures, --side, and more or absent needles on COCO's pictures: give --metadata too"
         )
@@ -203,8 +205,10 @@ def embedded_tests(
         grid = {(row, col): f"{name}/{row}_{col}" for row, col in product(side, side)}
         places = tuple(ABSENT if absent else (0, *target) for target in drawn.targets)
         targets = tuple(grid.get(target, f"{name}/absent") for target in drawn.targets)
-        about = places, targets, drawn.captions, (drawn.scene.render,)
-        tests.append(NeedleTest(first_id + number, (tuple(grid.values()),), *about))
+        haystack = (tuple(grid.values()),)
+        pictures = (drawn.scene.render,)
+        about = haystack, places, targets, drawn.captions, pictures
+        tests.append(NeedleTest(first_id + number, *about))
     return tests
 
 
@@ -363,11 +367,11 @@ def respond(test: NeedleTest, answers: Sequence, protocol: str) -> str | None:
         for answer, of in zip(answers[at : at + len(words)], words, strict=True):
             said = answer.strip().lower()
             numbers.append(of.index(said) if said in of else -1)
-        if -1 in numbers:
-            places.append("-1")
-            continue
-        row, col = numbers if test.side == 2 else divmod(numbers[0], test.side)
-        places.append(f"1, {row + 1}, {col + 1}")
+        place = "-1"
+        if -1 not in numbers:
+            row, col = numbers if test.side == 2 else divmod(numbers[0], test.side)
+            place = f"1, {row + 1}, {col + 1}"
+        places.append(place)
     return "; ".join(places)
 
 
@@ -389,14 +393,6 @@ def evaluate_embedded(model, processor, kind: str, count: int, progress=None, *,
 # Figures
 
 
-def grid_of(records: Iterable[dict], side: int) -> list[list[float]]:
-    """Exact accuracy by row and column; NaN where no needle is."""
-    grid = [[math.nan] * side for _ in range(side)]
-    for (row, col), accuracy in accuracy_by_place(records).items():
-        grid[row - 1][col - 1] = accuracy
-    return grid
-
-
 def draw_sheet(rows: Sequence[Row], title: str) -> Image.Image:
     """A contact sheet of up to eight hits and eight misses: pictures with a frame around the
     needle, and answers."""
@@ -415,8 +411,8 @@ def draw_sheet(rows: Sequence[Row], title: str) -> Image.Image:
             if number == index:
                 boxes.append((col * size, row * size, (col + 1) * size, (row + 1) * size))
                 labels.append(caption)
-        has_labels = len(test.places) > 1
-        pictures.append(draw_boxes(picture, boxes, labels if has_labels else (), width=4))
+        labels = labels if len(test.places) > 1 else ()
+        pictures.append(draw_boxes(picture, boxes, labels, width=4))
         captions.append(f"said {', '.join(record['said'])} | {' | '.join(test.captions)}")
     are_hits = [True] * len(hits) + [False] * len(misses)
     return contact_sheet(pictures, captions, are_hits, title=title)
@@ -505,7 +501,7 @@ def score_responses(records: Iterable[dict]) -> dict[str, float]:
 def accuracy_by_place(records: Iterable[dict]) -> dict[tuple[int, int], float]:
     """Exact accuracy of the needles by their row and column, from 1. With one needle a test and
     side 2 these are the paper's quadrants, and their mean is its "index accuracy"."""
-    hits: dict[tuple[int, int], list[bool]] = defaultdict(list)
+    hits = defaultdict(list)
     for record in records:
         truth, given = answers_of(record)
         for at, part in enumerate(truth):
