@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from eval.bench import PROMPT_FLAG, Benchmark, Summary, run, write_records
+from eval.bench import PROMPT_FLAG, Benchmark, run, write_records
 from eval.data import scenes
 from eval.data.published import PROMPT, Annotation, fill_prompt, find_picture, read_vqa
 from eval.data.records import (
@@ -44,8 +44,8 @@ GUESS = "text-only guess"
 class Vqa(Benchmark):
     name = "vqa"
     scoring = "official"
-    # the text-only guess learns from them (of none: from the questions themselves)
-    known: Sequence[Question] | None = None
+    # questions that the text-only guess learns from (of none: from those asked); or no guess
+    known = None
     flags = {
         "--data": dict(
             help="jsonl:FILE, csv:FILE, vqav2:DIR or embedded (default: embedded)", metavar="SRC"
@@ -131,8 +131,16 @@ class Vqa(Benchmark):
         self.scoring = args.scoring or fitting
         if args.guess:
             self.known = []
-        if args.answerability:
-            questions += unsure_questions(questions, args.template)
+        if args.answerability:  # the same ones, for the probability of this answer
+            if any(q.truth.answerable is None for q in questions):
+                raise UserError(
+                    "--answerability: no annotation says which questions are answerable: give "
+                    "VizWiz's"
+                )
+            # as the prompt spells it
+            word = "Unanswerable" if "'Unanswerable'" in args.template else "unanswerable"
+            options = {"choices": (word,), "scored": True}
+            questions += [replace(q, id=f"{q.id}, {word}", **options) for q in questions]
         return questions
 
     def score(self, question, answer: Any):
@@ -145,7 +153,7 @@ class Vqa(Benchmark):
 
     def summary(self, rows):
         scored = [row for row in rows if row.scores]
-        lines: Summary = {}
+        lines = {}
         if scored and isinstance(scored[0].question.truth, Record):
             lines = super().summary(scored)
         elif scored:
@@ -221,17 +229,6 @@ def questions_of(
     return questions
 
 
-def unsure_questions(questions: Sequence[Question], template: str) -> list[Question]:
-    """The same ones, asked for how likely the answer "unanswerable" is, as the prompt spells it.
-    Raises UserError for annotations that do not tell."""
-    if any(q.truth.answerable is None for q in questions):
-        raise UserError(
-            "--answerability: no annotation says which questions are answerable: give VizWiz's"
-        )
-    word = "Unanswerable" if "'Unanswerable'" in template else "unanswerable"
-    return [replace(q, id=f"{q.id}, {word}", choices=(word,), scored=True) for q in questions]
-
-
 # Guesses, and the accuracies of a training run
 
 
@@ -266,8 +263,8 @@ def guess_accuracy(
     """{"overall": percent, answer type: percent, …} of text-only guesses by exact match; train:
     default embedded."""
     guesses = text_only_guesses(test, train or embedded(TRAIN_QUESTIONS, "train"))
-    scores = [(q.truth, guess == q.truth.answer) for q, guess in zip(test, guesses, strict=True)]
-    values = summarize(scores)
+    pairs = zip(test, guesses, strict=True)
+    values = summarize([(q.truth, guess == q.truth.answer) for q, guess in pairs])
     return {"overall": values["overall"]} | values["per_answer_type"]
 
 
