@@ -182,10 +182,13 @@ def paint(dice: Dice, squares: tuple[str, ...]) -> Scene:
         if name != NONE:
             size = SQUARE - dice.below(7)
             spare = SQUARE - size + 1
-            looks = dice.below(spare), dice.below(spare), dice.random() < 0.5, 109 + dice.below(33)
-            objects.append(Placed(square, name, size, *looks))
+            y, x = dice.below(spare), dice.below(spare)
+            mirrored = dice.random() < 0.5
+            brightness = 109 + dice.below(33)
+            objects.append(Placed(square, name, size, y, x, mirrored, brightness))
     # 112–168 ± 14 for the tint ± 2·36 for both rises: within 0–255
-    grey, down, across = 112 + dice.below(57), dice.below(61) - 30, dice.below(61) - 30
+    grey = 112 + dice.below(57)
+    down, across = dice.below(61) - 30, dice.below(61) - 30
     levels = (grey, 14), (down, 6), (across, 6)
     ground = []
     for base, most in levels:

@@ -47,7 +47,8 @@ def box(square: int) -> str:
     step = 1024 // GRID
     row, col = divmod(square, GRID)
     top, left = row * step, col * step
-    return "".join(f"<loc{value:04d}>" for value in (top, left, top + step - 1, left + step - 1))
+    sides = top, left, top + step - 1, left + step - 1
+    return "".join(f"<loc{side:04d}>" for side in sides)
 
 
 def plural(name: str) -> str:
@@ -121,6 +122,7 @@ KINDS = {
     "what": ("other", "what is in the", "What is in the {place}?"),
     "which": ("other", "which", "Which {thing} is in the image?"),
 }
+Fact = tuple[str, str, str]  # answer, thing, place
 ASKED_CATEGORIES = ("animal", "food", "vehicle")  # "thing" as a category would not be understood
 # Answer types of a picture's questions, near VQAv2's shares (38 % yes/no, 12 % number, 50 % other;
 # 5.4 a picture)
@@ -128,7 +130,7 @@ QUESTIONS = ("yes/no", "yes/no", "number", "other", "other", "other")
 
 
 @lru_cache(maxsize=16)
-def facts(squares: tuple[str, ...]) -> dict[str, list[tuple[str, str, str]]]:
+def facts(squares: tuple[str, ...]) -> dict[str, list[Fact]]:
     """All questions by kind: (answer, thing, place). None is ambiguous: "where" needs an object
     that occurs once, "what" a quadrant with one object, "which" a category with one kind of
     object."""
@@ -164,7 +166,7 @@ def facts(squares: tuple[str, ...]) -> dict[str, list[tuple[str, str, str]]]:
     return found
 
 
-def _balanced(dice: Dice, candidates: Iterable[tuple[str, str, str]]) -> tuple[str, str, str]:
+def _balanced(dice: Dice, candidates: Iterable[Fact]) -> Fact:
     """Draw an answer, then a question with that answer, since many more objects are absent than
     present."""
     by_answer = defaultdict(list)
@@ -189,7 +191,8 @@ def vqa_picture(split: str, image_id: int, seed: int = 0) -> tuple[Sample, ...]:
         kinds[answer_type].append(kind)
 
     def usable(squares: Sequence[str]) -> bool:
-        return sum(len(facts(squares)[kind]) for kind in kinds["other"]) >= QUESTIONS.count("other")
+        found = sum(len(facts(squares)[kind]) for kind in kinds["other"])
+        return found >= QUESTIONS.count("other")
 
     dice, squares = compose("vqa", split, seed, image_id, usable=usable)
     scene = paint(dice, squares)
@@ -264,7 +267,8 @@ def needle(
             inside[row // part, col // part].append(name)
     # 2. what is looked for in it
     if not negative:
-        others = dice.draw((place for place in range(n**2) if place != first), needles - 1)
+        elsewhere = [place for place in range(n**2) if place != first]
+        others = dice.draw(elsewhere, needles - 1)
         targets = [divmod(place, n) for place in (first, *others)]
         wanted = [inside[target] for target in targets]
     else:
@@ -303,11 +307,13 @@ def _stitched(dice: Dice, n: int, objects: int, first: int, filled: int) -> list
     one with that at `first`, and each of its two is shared by some other: no single object decides
     the place."""
     a, b, *names = dice.draw(NAMES, len(NAMES))
-    shared = [a, b, *(dice.pick((a, b)) for _ in range(n**2 - 3))]
+    elsewhere = [place for place in range(n**2) if place != first]
+    shared = [a, b, *(dice.pick((a, b)) for _ in elsewhere[2:])]
     groups = [[name] for name in names]
     if objects == 2:
-        groups = [[a, b], *zip(dice.draw(shared, n**2 - 1), names, strict=False)]
-    places = [first, *dice.draw((place for place in range(n**2) if place != first), n**2 - 1)]
+        shared = dice.draw(shared, len(elsewhere))
+        groups = [[a, b], *zip(shared, names, strict=False)]
+    places = [first, *dice.draw(elsewhere, len(elsewhere))]
     part = GRID // n
     placed = []
     for place, group in zip(places[:filled], groups, strict=False):
@@ -334,7 +340,8 @@ def pope(
     in random squares (None: up to 5 of an ordinary one, 3 kinds at least)."""
 
     def crowd(dice: Dice) -> Iterable[tuple[int, str]]:
-        return zip(dice.draw(range(GRID**2), objects), dice.draw(NAMES, objects), strict=True)
+        squares = dice.draw(range(GRID**2), objects)
+        return zip(squares, dice.draw(NAMES, objects), strict=True)
 
     def rank(present: str) -> Counter:
         """How often the objects are drawn as absent ones."""
@@ -364,11 +371,11 @@ def pope(
 
 
 @cache
-def object_statistics(scenes: int = 4000) -> tuple[Counter, dict[str, Counter]]:
-    """How many train scenes hold each object, and each pair of objects."""
+def object_statistics() -> tuple[Counter, dict[str, Counter]]:
+    """How many of 4000 train scenes hold each object, and each pair of objects."""
     frequency = Counter()
     company = {name: Counter() for name in NAMES}
-    for index in range(scenes):
+    for index in range(4000):
         _, squares = compose("statistics", "train", 0, index)
         there = count(squares)
         frequency.update(there.keys())
