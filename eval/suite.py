@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def words_of(args: Namespace) -> dict[str, list[str]]:
     """The flags of each task's command. Raises UserError for an unknown task, or files that are
     missing."""
-    tasks = list(dict.fromkeys(args.tasks.split(",")))
+    tasks = args.tasks.split(",")
     if unknown := [name for name in tasks if name not in FLAGS]:
         raise UserError(f"--tasks: {quoted(unknown[0])} is none of {', '.join(FLAGS)}")
     words, paths = {}, {}
