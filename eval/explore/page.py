@@ -33,62 +33,67 @@ def quantized(
     sums over picture, prompt (its first `prompt` keys) and answer, and the weight of the first key.
     slots (S,): the picture's keys."""
     is_prompt = ~slots & (np.arange(len(slots)) < prompt)
-    parts = [maps[..., keys] for keys in (slots, is_prompt, ~slots & ~is_prompt)]
+    # 1. the scales and the sums
     scales = [np.abs(maps[..., keys]).max(-1) for keys in (slots, ~slots)]
-    header = np.stack([*scales, *(part.sum(-1) for part in parts), maps[..., 0]], axis=-1).astype(
-        "<f4"
-    )
-    scale = np.where(slots, *(np.maximum(part, 1e-12)[..., None] for part in scales))
-    levels = np.rint(maps / scale * (127 if signed else 255))
-    return header.tobytes(), levels.astype(np.int8 if signed else np.uint8).tobytes()
+    sums = [maps[..., keys].sum(-1) for keys in (slots, is_prompt, ~slots & ~is_prompt)]
+    header = np.stack([*scales, *sums, maps[..., 0]], axis=-1)
+    # 2. the weights, in a byte each
+    of_picture, of_others = np.maximum(scales, 1e-12)[..., None]
+    shares = maps / np.where(slots, of_picture, of_others)
+    levels, kind = (127, np.int8) if signed else (255, np.uint8)
+    weights = np.rint(shares * levels).astype(kind)
+    return header.astype("<f4").tobytes(), weights.tobytes()
 
 
 def picture_url(image: Image.Image) -> str:
     """The picture as a data URL: small ones exact, larger ones scaled down."""
-    file, small, image = BytesIO(), max(image.size) <= 256, image.convert("RGB")
+    is_small = max(image.size) <= 256
+    image = image.convert("RGB")
     image.thumbnail((SIDE, SIDE))
-    image.save(file, "webp", lossless=small, quality=85)
+    file = BytesIO()
+    image.save(file, "webp", lossless=is_small, quality=85)
     return f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def model_entry(name: str, said: Said, maps: Maps) -> dict:
     """What the page knows of a model's answer, but for the maps."""
     prompt = said.batch.input_ids.shape[1]
-    _, *shape, keys = next(iter(maps.kinds.values())).shape
-    entry = {
+    _, layers, heads, keys = next(iter(maps.kinds.values())).shape
+    words = {str(position): text for position, text in said.words.items() if position < keys}
+    laws = {kind: np.round(100 * shares, 3).tolist() for kind, shares in maps.laws.items()}
+    factor = None if maps.factor is None else np.round(maps.factor, 4).tolist()
+    tokens = []
+    for number, chance in enumerate(maps.probabilities):
+        text = said.words[prompt + number]
+        tokens.append({"text": text, "p": round(float(chance), 4), "mean": None, "heads": None})
+    return {
         "name": name,
         "text": said.text,
         "kinds": sorted(maps.kinds),
-        "shape": [*shape, keys],
+        "shape": [layers, heads, keys],
         "prompt": prompt,
+        "words": words,
+        "laws": laws,
+        "apart": np.round(maps.apart, 2).tolist(),
+        "factor": factor,
+        "formula": maps.formula,
+        "tokens": tokens,
     }
-    entry["words"] = {
-        str(position): text for position, text in said.words.items() if position < keys
-    }
-    entry["laws"] = {kind: np.round(100 * values, 3).tolist() for kind, values in maps.laws.items()}
-    entry["apart"] = np.round(maps.apart, 2).tolist()
-    entry["factor"] = None if maps.factor is None else np.round(maps.factor, 4).tolist()
-    texts = [said.words[prompt + number] for number in range(len(maps.probabilities))]
-    chances = [round(float(chance), 4) for chance in maps.probabilities]
-    tokens = [
-        {"text": text, "p": p, "mean": None, "heads": None}
-        for text, p in zip(texts, chances, strict=True)
-    ]
-    return entry | {"formula": maps.formula, "tokens": tokens}
 
 
 def case_entry(case: Case) -> dict:
     """What the page knows of a question and its answers, but for the maps."""
-    slots = next(iter(case.answers.values()))[0].slots
-    models = [model_entry(name, *given) for name, given in case.answers.items()]
-    entry = {
+    first, _ = next(iter(case.answers.values()))
+    return {
         "prompt": case.prompt,
         "truth": " / ".join(dict.fromkeys(case.truths)),
         "hit": case.hit,
-        "models": models,
+        "models": [model_entry(name, *answer) for name, answer in case.answers.items()],
+        "image": picture_url(case.image),
+        "size": case.image.size,
+        "boxes": case.boxes,
+        "picture": [int(first.slots.argmax()), int(first.slots.sum())],
     }
-    entry |= {"image": picture_url(case.image), "size": case.image.size, "boxes": case.boxes}
-    return entry | {"picture": [int(slots.argmax()), int(slots.sum())]}
 
 
 def fill(title: str, entries: Sequence[dict]) -> str:
@@ -96,9 +101,8 @@ def fill(title: str, entries: Sequence[dict]) -> str:
     data = json.dumps({"title": title, "cases": entries}, ensure_ascii=False, separators=(",", ":"))
     # "<" is escaped: no text of a prompt or an answer can end the script element that holds it
     parts = {"title": html.escape(title), "data": data.replace("<", "\\u003c")}
-    parts |= {
-        name: (TEMPLATE / f"page.{name}").read_text(encoding="utf-8") for name in ("css", "js")
-    }
+    for name in ("css", "js"):
+        parts[name] = (TEMPLATE / f"page.{name}").read_text(encoding="utf-8")
     template = (TEMPLATE / "page.html").read_text(encoding="utf-8")
     return "".join(parts.get(part, part) for part in template.split("%%"))
 
@@ -106,32 +110,35 @@ def fill(title: str, entries: Sequence[dict]) -> str:
 def page(cases: Sequence[Case], title: str, most_bytes: int = MOST_BYTES) -> str:
     """The HTML of the cases. Single heads, then means, are left out where the file would be larger
     than the bound."""
+    # 1. all tokens, the first ones of all cases first
     entries = [case_entry(case) for case in cases]
-    answers = [answer for case in cases for answer in case.answers.values()]
-    models = zip((model for entry in entries for model in entry["models"]), answers, strict=True)
-    tokens = [
-        (n, token, *answer) for model, answer in models for n, token in enumerate(model["tokens"])
-    ]
+    tokens = []
+    for entry, case in zip(entries, cases, strict=True):
+        for model, answer in zip(entry["models"], case.answers.values(), strict=True):
+            for number, token in enumerate(model["tokens"]):
+                tokens.append((number, token, *answer))
+    tokens.sort(key=lambda token: token[0])
+    # 2. their maps, as many as fit
     room = most_bytes - len(fill(title, entries).encode())
     for part in ("mean", "heads"):
-        for n, token, said, maps in sorted(
-            tokens, key=lambda token: token[0]
-        ):  # the first tokens of all cases first
-            rows = {
-                kind: values[n].mean(1) if part == "mean" else values[n]
-                for kind, values in maps.kinds.items()
-            }
-            prompt = said.batch.input_ids.shape[1]
-            pairs = [
-                quantized(rows[kind], said.slots, prompt, signed=kind == "mix")
-                for kind in sorted(rows)
-            ]
-            raw = b"".join(
-                b"".join(parts) for parts in zip(*pairs, strict=True)
-            )  # all numbers, then all weights
-            coded = base64.b64encode(gzip.compress(raw, 6, mtime=0)).decode()
+        for number, token, said, maps in tokens:
+            coded = coded_maps(said, maps, number, part)
             room -= len(coded)
             if room < 0:
                 break
             token[part] = coded
     return fill(title, entries)
+
+
+def coded_maps(said: Said, maps: Maps, number: int, part: str) -> str:
+    """The maps of a token, `mean` over heads or all `heads`: all numbers, then all weights."""
+    prompt = said.batch.input_ids.shape[1]
+    headers, weights = b"", b""
+    for kind in sorted(maps.kinds):
+        rows = maps.kinds[kind][number]
+        if part == "mean":
+            rows = rows.mean(1)
+        header, levels = quantized(rows, said.slots, prompt, signed=kind == "mix")
+        headers += header
+        weights += levels
+    return base64.b64encode(gzip.compress(headers + weights, 6, mtime=0)).decode()

@@ -5,7 +5,7 @@ the rows of attention of the positions that decide its tokens, recorded in one f
 prompt and answer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,53 +31,51 @@ ONE_MAP = {
 
 @dataclass(frozen=True)
 class Said:
-    """An answer: the prompt's batch of one row, its new ids (T,), the texts of all tokens that are
-    not pictures, by position, and which keys are the picture's, (S,) bool."""
+    """An answer of T tokens."""
 
-    batch: Batch
-    new: torch.Tensor
+    batch: Batch  # of the prompt, one row
+    new: torch.Tensor  # the answer's ids (T,)
     text: str
-    words: dict[int, str]
-    slots: np.ndarray
+    words: dict[int, str]  # the text of each token that is no picture, by position
+    slots: np.ndarray  # (S,) bool, which keys are the picture's
 
 
 @dataclass(frozen=True)
 class Maps:
-    """Of T answer tokens, L layers, N heads, P patches and S keys. kinds: by name (T, L, N, S)
-    float32; `plain` or `A`, or A1 and A2 with `mix`, what is left of both. factor: (T, L, N), the
-    weight of the second map. laws: by name (L,), the share of the picture in the attention of all
-    queries, mean over heads. probabilities: (T,) of the tokens.
+    """Of T answer tokens, L layers, N heads, P patches and S keys.
 
-    apart: (L, P), how far the value of a patch is from the mean of all patches, beside the farthest
-    one. Heads with nothing to look for put most on an empty patch, a sink: there this is small, and
+    Heads with nothing to look for put most on an empty patch, a sink: there `apart` is small, and
     the answer hardly changes."""
 
+    # by name (T, L, N, S) float32: `plain` or `A`; or A1, A2 and `mix`, what is left of both
     kinds: dict[str, np.ndarray]
+    # by name (L,), the share of the picture in the attention of all queries, mean over heads
     laws: dict[str, np.ndarray]
-    probabilities: np.ndarray
+    probabilities: np.ndarray  # (T,) of the tokens
+    # (L, P), how far a patch's value is from the mean of all, beside the farthest one
     apart: np.ndarray
-    factor: np.ndarray | None = None
+    factor: np.ndarray | None = None  # (T, L, N), the weight of the second map
     formula: str = ""
 
 
 @dataclass
 class Case:
-    """One question about one picture: the answer and the maps of each model by its name. truths:
-    the right answers, none where nobody knows. Of the first model: hit, whether its answer is
-    right, and the boxes (left, top, right, bottom) in it, in pixels."""
+    """One question about one picture, and what each model says."""
 
     image: Image.Image
     prompt: str
-    truths: tuple[str, ...] = ()
-    answers: dict[str, tuple[Said, Maps]] = field(default_factory=dict)
-    hit: bool | None = None
+    truths: tuple[str, ...] = ()  # the right answers, none where nobody knows
+    answers: dict[str, tuple[Said, Maps]] = field(default_factory=dict)  # by the model's name
+    hit: bool | None = None  # whether the first model is right
+    # (left, top, right, bottom) in pixels, of the first model
     boxes: list[list[float]] = field(default_factory=list)
 
     def ask(self, title: str, model: PaliGemma, processor: Processor, limit: int) -> None:
         """Let a model answer in up to `limit` tokens, and keep its maps. Raises UserError."""
         said = answer(model, processor, self.image, self.prompt, limit)
         if not self.answers:
-            self.hit = exact_match(said.text, self.truths) if self.truths else None
+            if self.truths:
+                self.hit = exact_match(said.text, self.truths)
             self.boxes = [list(box) for _, box in parse_boxes(said.text, *self.image.size)]
         self.answers[title] = said, maps_of(model, said, quoted(self.prompt))
 
@@ -85,7 +83,8 @@ class Case:
         """The maps of the base model at the tokens that the model of this title said."""
         said, maps = self.answers[title]
         beside = maps_of(plain, said, quoted(self.prompt))
-        maps.kinds["plain"], maps.laws["plain"] = beside.kinds["A"], beside.laws["A"]
+        maps.kinds["plain"] = beside.kinds["A"]
+        maps.laws["plain"] = beside.laws["A"]
 
 
 def answer(
@@ -103,20 +102,24 @@ def answer(
     )[0]
     ids = torch.cat((batch.input_ids[0], new)).tolist()
     slots = np.array(ids) == processor.config.image_token_id
-    words = {int(number): spell_token(processor, ids[number]) for number in np.flatnonzero(~slots)}
+    words = {}
+    for position in np.flatnonzero(~slots).tolist():
+        words[position] = spell_token(processor, ids[position])
     return Said(batch, new, processor.decode(new.tolist()), words, slots[:-1])
 
 
 def spell_token(processor: Processor, id_: int) -> str:
     """The text of a token, its spaces included; names for those without one."""
     names = {processor.config.bos_token_id: "start", processor.config.eos_token_id: "end"}
-    if id_ in names or id_ >= processor.tokenizer.vocab_size():  # the embedding has a few rows more
+    # the embedding has a few rows more
+    if id_ in names or id_ >= processor.tokenizer.vocab_size():
         return f"‹{names.get(id_, id_)}›"
     return processor.tokenizer.id_to_piece(id_).replace(SPACE, " ")
 
 
 def decoder_layers(model: Any) -> list[Attention]:
-    return [m for path, m in attention_modules(model).items() if path.startswith("language_model.")]
+    modules = attention_modules(model)
+    return [modules[path] for path in modules if path.startswith("language_model.")]
 
 
 @torch.no_grad()
@@ -134,14 +137,13 @@ def decoder_maps(
     a decoder without attention, and NonFiniteError, which `name`s the question."""
     layers = decoder_layers(model)
     if not layers:
-        raise UserError(
-            f"{name}: the model has no attention in its decoder, and no maps: take a PaliGemma"
-        )
-    maps: dict[Attention, list] = {layer: [] for layer in layers}
-    taps = {
-        layer: lambda weights, kept=kept: kept.append(reduce(weights))
-        for layer, kept in maps.items()
-    }
+        problem = "the model has no attention in its decoder, and no maps: take a PaliGemma"
+        raise UserError(f"{name}: {problem}")
+    maps: dict[Attention, list] = {}
+    taps = {}
+    for layer in layers:
+        kept = maps[layer] = []
+        taps[layer] = lambda weights, kept=kept: kept.append(reduce(weights))
     with tapped(taps):
         logits = model(**batch, positions_to_keep=keep)
     check_finite(logits, name)
@@ -150,8 +152,10 @@ def decoder_maps(
 
 def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
     """The maps of all tokens of `said`. Raises UserError; NonFiniteError names `name`."""
-    count, slots, factors = len(said.new), torch.from_numpy(said.slots), {}
-    apart = []
+    count = len(said.new)
+    slots = torch.from_numpy(said.slots)
+    layers = decoder_layers(model)
+    factors, apart = {}, []
 
     def reduce(weights: torch.Tensor) -> tuple[np.ndarray, float]:
         weights = weights[0].float()  # (N, S, S)
@@ -159,7 +163,8 @@ def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
         return weights[:, -count:].transpose(0, 1).cpu().numpy(), float(share)
 
     def watch(layer: Differential, args) -> None:
-        factor = layer.factor(args[0]).expand(1, layer.num_heads, args[0].shape[1], 1)
+        x = args[0]
+        factor = layer.factor(x).expand(1, layer.num_heads, x.shape[1], 1)
         factors[layer] = factor[0, :, -count:, 0].T.cpu().numpy()
 
     def compare(projection, args, values: torch.Tensor) -> None:
@@ -167,35 +172,45 @@ def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
         lengths = (patches - patches.mean(0)).norm(dim=-1)
         apart.append((lengths / lengths.max()).cpu().numpy())
 
-    before, batch = (
-        said.new[None, :-1],
-        said.batch,
-    )  # up to the position that decides the last token
+    # 1. one pass, up to the position that decides the last token
+    batch = said.batch
+    before = said.new[None, :-1]
     ids = torch.cat((batch.input_ids, before), dim=1)
     types = torch.cat((batch.token_type_ids, torch.ones_like(before)), dim=1)
     inputs = {"input_ids": ids, "pixel_values": batch.pixel_values, "token_type_ids": types}
-    double = [m for m in decoder_layers(model) if isinstance(m, Differential) and m.maps == 2]
     with ExitStack() as hooks:
-        for layer in double:
-            hooks.enter_context(layer.register_forward_pre_hook(watch))
-        for layer in decoder_layers(model):
+        for layer in layers:
             hooks.enter_context(layer.v_proj.register_forward_hook(compare))
+            if isinstance(layer, Differential) and layer.maps == 2:
+                hooks.enter_context(layer.register_forward_pre_hook(watch))
         maps, logits = decoder_maps(model, reduce, name, keep=count, **inputs)
-    chosen = logits[0].float().softmax(-1).gather(-1, said.new[:, None])[:, 0].cpu().numpy()
-    # rows and shares of the first and of the last map; a layer without a second one has the first
-    # twice
-    (first, share), (second, other) = (
-        zip(*(kept[at] for kept in maps.values()), strict=True) for at in (0, -1)
-    )
-    first, second = (np.stack(rows, axis=1) for rows in (first, second))
-    known = chosen, np.stack(apart)
+    chances = logits[0].float().softmax(-1).gather(-1, said.new[:, None])[:, 0]
+    known = chances.cpu().numpy(), np.stack(apart)
+
+    # 2. one map a layer
+    first, share = stacked(kept[0] for kept in maps.values())
     if not factors:
-        formula = ONE_MAP.get(getattr(decoder_layers(model)[-1], "kind", ""), "")
-        return Maps({"A": first}, {"A": np.array(share)}, *known, formula=formula)
+        formula = ONE_MAP.get(getattr(layers[-1], "kind", ""), "")
+        return Maps({"A": first}, {"A": share}, *known, formula=formula)
+
+    # 3. two maps; a layer without a second one has the first twice
+    second, second_share = stacked(kept[-1] for kept in maps.values())
     none = np.zeros((count, first.shape[2]), np.float32)
-    factor = np.stack([factors.get(layer, none) for layer in maps], axis=1)
-    weight, kinds = factor[..., None], {"A1": first, "A2": second}
-    extrapolates = double[-1].extrapolates
-    kinds["mix"] = first + weight * (first - second) if extrapolates else first - weight * second
-    formula = "A₁ + μ(A₁ − A₂)" if extrapolates else "A₁ − λA₂"
-    return Maps(kinds, {"A1": np.array(share), "A2": np.array(other)}, *known, factor, formula)
+    factor = np.stack([factors.get(layer, none) for layer in layers], axis=1)
+    *_, last = factors
+    mix, formula = mixed(last, first, second, factor[..., None])
+    kinds = {"A1": first, "A2": second, "mix": mix}
+    return Maps(kinds, {"A1": share, "A2": second_share}, *known, factor, formula)
+
+
+def stacked(maps: Iterable[tuple[np.ndarray, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """The rows (T, L, N, S) and the shares (L,) of the layers' maps."""
+    rows, shares = zip(*maps, strict=True)
+    return np.stack(rows, axis=1), np.array(shares)
+
+
+def mixed(layer: Differential, first, second, weight) -> tuple[np.ndarray, str]:
+    """What is left of two maps, and its formula."""
+    if layer.extrapolates:
+        return first + weight * (first - second), "A₁ + μ(A₁ − A₂)"
+    return first - weight * second, "A₁ − λA₂"
