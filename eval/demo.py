@@ -1,12 +1,13 @@
-"""A local page to ask a model: drop a picture, ask, see the answer, its boxes, and where the model looked.
+"""A local page to ask a model: drop a picture, ask, see the answer, its boxes, and where the model
+looked.
 
     pip install gradio
-    python -m eval.demo                          the newest run, or the embedded base, with its scenes as examples
+    python -m eval.demo     the newest run, or the embedded base, with its scenes as examples
     python -m eval.demo --model google/paligemma-3b-pt-224 --adapter RUN
 
-In: a model. Out: a page on this machine alone (127.0.0.1), which no page from elsewhere can ask. It loads nothing from
-the network and reports to nobody. One question is answered at a time. Pictures are kept in a temporary folder, which
-is deleted at the end.
+In: a model. Out: a page on this machine alone (127.0.0.1), which no page from elsewhere can ask. It
+loads nothing from the network and reports to nobody. One question is answered at a time. Pictures
+are kept in a temporary folder, which is deleted at the end.
 """
 
 import html
@@ -33,16 +34,21 @@ from model.paligemma import PaliGemma
 from model.processor import Processor, parse_boxes
 from weights.load import load_model
 
-EXAMPLES = [
+EXAMPLES = [  # scenes of the test split, and prompts
     (192, "answer en Where is the dog?"),
     (192, "detect dog"),
-]  # scenes of the test split, and prompts
-EXAMPLES += [(193, "answer en How many objects are there in the image?"), (200, "caption en")]
+    (193, "answer en How many objects are there in the image?"),
+    (200, "caption en"),
+]
 STYLE = """
 .gradio-container { width: 100%; max-width: 1180px !important; margin: 0 auto !important; }
-.image-frame img { width: 100% !important; height: 100% !important; object-fit: contain !important; }
+.image-frame img {
+  width: 100% !important; height: 100% !important; object-fit: contain !important;
+}
 #answer textarea { font-size: 1.5rem; font-weight: 600; }
-#look iframe { width: 100%; height: 1180px; border: 1px solid var(--border-color-primary); border-radius: 14px; }
+#look iframe {
+  width: 100%; height: 1180px; border: 1px solid var(--border-color-primary); border-radius: 14px;
+}
 footer { display: none !important; }
 """
 
@@ -51,14 +57,22 @@ def explored(
     subject: Subject, model: PaliGemma, processor: Processor, limit: int, image, prompt: str
 ) -> str:
     """The explorer's page for a question, beside the base of an adapter. Raises UserError."""
-    case, weight = Case(image, prompt), next(model.parameters())
+    case = Case(image, prompt)
     case.ask(subject.title, model, processor, limit)
     if subject.run is not None:
+        weight = next(model.parameters())
+        device = str(weight.device)
         plain = load_model(
-            subject.source, dtype=weight.dtype, device=str(weight.device), quantize=subject.quantize
+            subject.source, dtype=weight.dtype, device=device, quantize=subject.quantize
         )
         case.add_plain(subject.title, plain)
     return page([case], f"{prompt} · {subject.title}")
+
+
+def framed(page: str) -> str:
+    """A page in a frame of its own, which cannot reach this one."""
+    flags = 'title="attention explorer" sandbox="allow-scripts"'
+    return f'<iframe {flags} srcdoc="{html.escape(page)}"></iframe>'
 
 
 def own_page(app: Callable) -> Callable:
@@ -131,23 +145,26 @@ def serve(
                 raise UserError("drop a picture and write a prompt first, such as 'caption en'")
             image = load_image(path)
             if is_explored:
-                look = html.escape(explored(subject, model, processor, limit, image, prompt))
-                return f'<iframe title="attention explorer" sandbox="allow-scripts" srcdoc="{look}"></iframe>'
+                return framed(explored(subject, model, processor, limit, image, prompt))
             (text,) = ask(model, processor, [image], [prompt], limit)
         except UserError as error:
             raise gradio.Error(str(error), print_exception=False) from None
-        if boxes := parse_boxes(text, *image.size):
+        boxes = parse_boxes(text, *image.size)
+        if boxes:
             names, sides = zip(*boxes, strict=True)
             image = figures.draw_boxes(image, sides, names, least=448)
         return text, gradio.update(value=image, visible=bool(boxes)), ""
 
+    def look_inside(path, prompt):
+        return answer(path, prompt, is_explored=True)
+
+    # 1. what is on the page
     with gradio.Blocks(
         title="Ask the model", analytics_enabled=False, delete_cache=(600, 1800)
     ) as blocks:
-        gradio.Markdown(
-            f"# Ask about a picture\n`{shown(subject.name)}` answers on this "
-            f"machine{toy_note(subject)}."
-        )
+        name = shown(subject.name)
+        note = f"`{name}` answers on this machine{toy_note(subject)}."
+        gradio.Markdown(f"# Ask about a picture\n{note}")
         with gradio.Row():
             with gradio.Column():
                 picture = gradio.Image(
@@ -157,9 +174,8 @@ def serve(
                     label="Picture",
                     height=380,
                 )
-                picture.preprocess = lambda payload: (
-                    payload and payload.path
-                )  # only `load_image` decodes it
+                # only `load_image` decodes it
+                picture.preprocess = lambda payload: payload and payload.path
                 prompt = gradio.Textbox(
                     label="Prompt",
                     value=rows[0][1] if rows else "",
@@ -175,23 +191,22 @@ def serve(
                 if rows:
                     gradio.Examples(rows, [picture, prompt])
         look = gradio.HTML(elem_id="look")
+        # 2. what its buttons do, one at a time
         options: dict[str, Any] = {
             "concurrency_id": "model",
             "concurrency_limit": 1,
             "api_visibility": "private",
         }
         prompt.submit(answer, [picture, prompt], [said, boxes, look], **options)
-        inside.click(
-            lambda path, prompt: answer(path, prompt, True), [picture, prompt], look, **options
-        )
-    theme = gradio.themes.Base(
-        font=["system-ui", "sans-serif"], font_mono=["monospace"]
-    )  # none of the network
-    local = dict(
-        server_name="127.0.0.1", server_port=port, share=False, max_file_size="20mb", ssr_mode=False
-    )
+        inside.click(look_inside, [picture, prompt], look, **options)
+    # 3. a server for this machine, with fonts that are here
+    theme = gradio.themes.Base(font=["system-ui", "sans-serif"], font_mono=["monospace"])
     blocks.queue(max_size=8).launch(
-        **local,
+        server_name="127.0.0.1",
+        server_port=port,
+        share=False,
+        max_file_size="20mb",
+        ssr_mode=False,
         quiet=True,
         prevent_thread_lock=True,
         theme=theme,
@@ -201,19 +216,23 @@ def serve(
     return blocks
 
 
+def save_examples(folder: Path) -> list[list[str]]:
+    """The examples, as files in the folder with their prompts."""
+    rows = []
+    for index, prompt in EXAMPLES:
+        path = folder / f"scene-{index}.png"
+        scenes.sample("vqa", "test", index).image.save(path)
+        rows.append([str(path), prompt])
+    return rows
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.demo", __doc__)
     add_model_flags(parser)
-    add_flag(
-        parser, "--max-new-tokens", "limit of an answer's tokens", 64, type=positive, metavar="N"
-    )
-    add_flag(
-        parser,
-        "--port",
-        "(default: the first free one from 7860)",
-        type=whole(1, 65535),
-        metavar="N",
-    )
+    limit = "limit of an answer's tokens"
+    add_flag(parser, "--max-new-tokens", limit, 64, type=positive, metavar="N")
+    port = "(default: the first free one from 7860)"
+    add_flag(parser, "--port", port, type=whole(1, 65535), metavar="N")
     args = parser.parse_args(argv)
     load_gradio()
     subject = model_of(args)

@@ -8,32 +8,26 @@ from typing import Any
 
 from eval.data.records import Picture, Record, gray_picture
 
-Answer = (
-    str | list[float]
-)  # a text; or, of a question whose choices are `scored`, their log-probabilities in nats
+# a text; or, of a question whose choices are `scored`, their log-probabilities in nats
+Answer = str | list[float]
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt about a picture or several, and what is known about the right answer. id: unique, as
-    in the data. key: questions with one key share their pictures, and the encoding. prefix: the
-    prompt. choices: if given, the answer is the likeliest of them, each with its end token; if also
-    `scored`, the list of their log-probabilities without it. Without choices the answer is decoded
-    greedily. files: those that a function among the pictures reads. before: earlier turns, prompts
-    with their answers. truth: what the benchmark's `score` needs. kind: a line of the benchmark's
-    table. group: questions of one group are not independent (default: key)."""
+    """A prompt about a picture or several, and what is known about the right answer. Without
+    choices the answer is decoded greedily."""
 
-    id: int | str
-    key: str
+    id: int | str  # unique, as in the data
+    key: str  # questions with one key share their pictures, and the encoding
     picture: Picture | Sequence[Picture]
-    prefix: str
-    choices: tuple[str, ...] = ()
-    files: Collection[Path] = ()
-    before: tuple[tuple[str, str], ...] = ()
-    scored: bool = False
-    truth: Any = None
-    kind: str = ""
-    group: str = ""
+    prefix: str  # the prompt
+    choices: tuple[str, ...] = ()  # the answer is the likeliest of them, with its end token
+    files: Collection[Path] = ()  # those that a function among the pictures reads
+    before: tuple[tuple[str, str], ...] = ()  # earlier turns, prompts with their answers
+    scored: bool = False  # the answer is the choices' log-probabilities, without the end token
+    truth: Any = None  # what the benchmark's `score` needs
+    kind: str = ""  # a line of the benchmark's table
+    group: str = ""  # questions of one group are not independent (default: key)
 
     @property
     def pictures(self) -> list[Any]:
@@ -47,20 +41,17 @@ class Question:
         """Whether an answer, of a file, has the form of one to this question."""
         if not self.scored:
             return isinstance(answer, str)
-        return (
-            isinstance(answer, list)
-            and [*map(type, answer)] == [float] * len(self.choices)
-            and sum(answer) < 1  # NaN is not
-        )
+        if not isinstance(answer, list) or len(answer) != len(self.choices):
+            return False
+        is_numbers = all(type(number) is float for number in answer)
+        return is_numbers and sum(answer) < 1  # NaN is not
 
     def blind(self) -> "Question":
         """The same question with every picture gray; all of them share one encoding."""
         count = len(self.pictures)
-        return (
-            replace(self, key=f"gray {count}", picture=(gray_picture,) * count, files=())
-            if count
-            else self
-        )
+        if not count:
+            return self
+        return replace(self, key=f"gray {count}", picture=(gray_picture,) * count, files=())
 
 
 def question_of(record: Record, **more: Any) -> Question:

@@ -1,12 +1,16 @@
-"""Where a model looks: one page with every map of an answer, by token, layer and head, to open in a browser.
+"""Where a model looks: one page with every map of an answer, by token, layer and head, to open in a
+browser.
 
     python -m eval.explore --image photo.jpg --prompt "answer en What is on the table?"
-    python -m eval.explore --image photo.jpg --prompt "…" --adapter RUN --adapter OTHER        # side by side, linked
-    python -m eval.explore --data jsonl:test.jsonl --limit 20                                  # hits and misses
+    python -m eval.explore --image photo.jpg --prompt "…" --adapter RUN --adapter OTHER
+                                                         side by side, linked
+    python -m eval.explore --data jsonl:test.jsonl --limit 20
+                                                         hits and misses
 
-In: a picture and a prompt, or examples with their answers. Out: one HTML file of less than 5 MB that needs neither a
-server nor the network: the picture and the words under the attention that decides each token of the answer; of a
-differential model both maps and what is left of them, beside the base model's.
+In: a picture and a prompt, or examples with their answers. Out: one HTML file of less than 5 MB
+that needs neither a server nor the network: the picture and the words under the attention that
+decides each token of the answer; of a differential model both maps and what is left of them, beside
+the base model's.
 """
 
 import argparse
@@ -29,10 +33,11 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
     if not args.data:
         return [Case(load_image(args.image), args.prompt)]
     records = one_picture_records(args.data, args.limit, args.images)
-    pairs = [
-        (r, () if r.detection else (*r.answers, r.suffix)) for r in records
-    ]  # boxes are not judged
-    return [Case(load_image(record.pictures[0]), record.prefix, truth) for record, truth in pairs]
+    cases = []
+    for record in records:
+        truths = () if record.detection else (*record.answers, record.suffix)  # boxes: not judged
+        cases.append(Case(load_image(record.pictures[0]), record.prefix, truths))
+    return cases
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -40,30 +45,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_model_flags(parser, many=True)
     add_flag(parser, "--image", "a picture", metavar="FILE")
     add_flag(parser, "--prompt", "such as 'answer en Where is the dog?'", metavar="TEXT")
-    data = "in place of both: embedded, jsonl:FILE, csv:FILE, vqav2:DIR or coco:FILE; shows hits and misses"
+    data = (
+        "in place of both: embedded, jsonl:FILE, csv:FILE, vqav2:DIR or coco:FILE; shows hits and "
+        "misses"
+    )
     add_flag(parser, "--data", data, metavar="SRC")
-    add_flag(
-        parser,
-        "--images",
-        "folder of the pictures of --data (default: that of its file)",
-        metavar="DIR",
-    )
+    images = "folder of the pictures of --data (default: that of its file)"
+    add_flag(parser, "--images", images, metavar="DIR")
     add_flag(parser, "--limit", "examples of --data, the first N", 12, type=positive, metavar="N")
-    add_flag(
-        parser, "--max-new-tokens", "limit of an answer's tokens", 32, type=positive, metavar="N"
-    )
-    add_flag(
-        parser,
-        "--out",
-        "the page (default: runs/eval/MODEL/explore.html)",
-        type=Path,
-        metavar="FILE.html",
-    )
+    limit = "limit of an answer's tokens"
+    add_flag(parser, "--max-new-tokens", limit, 32, type=positive, metavar="N")
+    out = "the page (default: runs/eval/MODEL/explore.html)"
+    add_flag(parser, "--out", out, type=Path, metavar="FILE.html")
     args = parser.parse_args(argv)
-    subjects, cases = models_of(args), cases_of(args)
+
+    # 1. the questions, and the place of the page
+    subjects = models_of(args)
+    cases = cases_of(args)
     out = args.out or out_folder(None, subjects[0].title) / "explore.html"
     out_folder(out.parent)
-    for subject in subjects:  # one model is in memory at a time
+    # 2. the answers; one model is in memory at a time
+    for subject in subjects:
         model, processor = open_model(args, subject)
         for case in cases:
             case.ask(subject.title, model, processor, args.max_new_tokens)
@@ -72,11 +74,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             plain = load(args, subject._replace(run=None))
             for case in cases:
                 case.add_plain(subject.title, plain)
-    title = (
-        f"hits and misses · {args.data}"
-        if args.data
-        else f"{args.prompt} · {', '.join(cases[0].answers)}"
-    )
+    # 3. the page
+    title = f"hits and misses · {args.data}"
+    if not args.data:
+        title = f"{args.prompt} · {', '.join(cases[0].answers)}"
     write_text(out, page(cases, title))
     for case in cases:
         for name, (said, _) in case.answers.items():
