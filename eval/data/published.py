@@ -42,17 +42,15 @@ WRONG = (
     RecursionError,
     csv.Error,
 )
-Places = list[
-    tuple[str, Any]
-]  # records with their places in a file: ":12" for a line, "[3]" in a list
+# records with their places in a file: ":12" for a line, "[3]" in a list
+Places = list[tuple[str, Any]]
 
 
 def check_prompt(template: str) -> str:
     """The template. Raises UserError if the text {question} is not in it, or it is not UTF-8."""
     if "{question}" not in check_text(template):
-        raise UserError(
-            f"prompt template {quoted(template)}: must contain {{question}}, such as {PROMPT!r}"
-        )
+        problem = f"must contain {{question}}, such as {PROMPT!r}"
+        raise UserError(f"prompt template {quoted(template)}: {problem}")
     return template
 
 
@@ -76,13 +74,9 @@ def read(
     made, problems = [], []
     for place, record in records_in(path) if records is None else records:
         try:
-            made.append(
-                make(
-                    json.loads(record, object_pairs_hook=once)
-                    if isinstance(record, bytes)
-                    else record
-                )
-            )
+            if isinstance(record, bytes):
+                record = json.loads(record, object_pairs_hook=once)
+            made.append(make(record))
         except WRONG as error:
             problems.append(f"{shown(path)}{place}: {problem_of(error)}")
             if refuse is None:
@@ -90,11 +84,9 @@ def read(
             made.append(refuse(problem_of(error)))
     if len(problems) < len(made):
         return made
-    problem = (
-        f"none of its {len(made)} records can be used: {problems[0]}"
-        if problems
-        else "holds no records"
-    )
+    problem = "holds no records"
+    if problems:
+        problem = f"none of its {len(made)} records can be used: {problems[0]}"
     raise UserError(f"{shown(path)}: {problem}: check that this is the right file")
 
 
@@ -103,13 +95,17 @@ def records_in(path: str | Path) -> Places:
     UserError."""
     content = read_bytes(path).removeprefix(b"\xef\xbb\xbf")
     if content.lstrip().startswith(b"["):
-        return [
-            (f"[{number}]", record)
-            for number, record in enumerate(parse_json(content, shown(path)))
-        ]
-    return [
-        (f":{number}", line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip()
-    ]
+        return placed(parse_json(content, shown(path)))
+    places = []
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            places.append((f":{number}", line))
+    return places
+
+
+def placed(records: Iterable, where: str = "") -> Places:
+    """The records of a list, with their places in it."""
+    return [(f"{where}[{number}]", record) for number, record in enumerate(records)]
 
 
 def rows_in(path: str | Path, delimiter: str = ",") -> Places:
@@ -129,17 +125,14 @@ def problems_at(path: str | Path) -> Iterator[None]:
     try:
         yield
     except WRONG as error:
-        raise UserError(
-            f"{shown(path)}: {problem_of(error)}: check that this is the right file"
-        ) from None
+        problem = problem_of(error)
+        raise UserError(f"{shown(path)}: {problem}: check that this is the right file") from None
 
 
 def problem_of(error: BaseException) -> str:
-    return (
-        f"{quoted(error.args[0])} is missing"
-        if isinstance(error, KeyError)
-        else shown(str(error), 500)
-    )
+    if isinstance(error, KeyError):
+        return f"{quoted(error.args[0])} is missing"
+    return shown(str(error), 500)
 
 
 def check(is_right: bool, problem: str) -> None:
@@ -149,14 +142,16 @@ def check(is_right: bool, problem: str) -> None:
 
 def text(record: Mapping, name: str) -> str:
     """record[name]. Raises KeyError, and ValueError for another type."""
-    check(isinstance(record[name], str), f"{name} is {quoted(record[name])}, expected a text")
-    record[name].encode()  # half of a surrogate pair has no code: ValueError
-    return record[name]
+    value = record[name]
+    check(isinstance(value, str), f"{name} is {quoted(value)}, expected a text")
+    value.encode()  # half of a surrogate pair has no code: ValueError
+    return value
 
 
 def id_of(record: Mapping) -> int | str:
     """The id of a question. VizWiz has one question per picture and no other id."""
-    value = record["image" if "image" in record and "question_id" not in record else "question_id"]
+    has_name = "image" in record and "question_id" not in record
+    value = record["image" if has_name else "question_id"]
     check(isinstance(value, int | str), f"the id is {quoted(value)}, expected a number or a text")
     return value
 
@@ -164,16 +159,19 @@ def id_of(record: Mapping) -> int | str:
 def check_unique(ids: Iterable[int | str], where: str | Path) -> None:
     """Raise UserError that names the ids which occur more than once; 1 and "1" are the same id in a
     log or a result."""
-    if repeated := [id_ for id_, count in Counter(map(str, ids)).items() if count > 1]:
-        raise UserError(
-            f"{shown(where)}: {len(repeated)} duplicate id(s) ({some(repeated)}): keep one record "
-            "of each"
-        )
+    counts = Counter(map(str, ids))
+    repeated = [id_ for id_, count in counts.items() if count > 1]
+    if repeated:
+        problem = f"{len(repeated)} duplicate id(s) ({some(repeated)}): keep one record of each"
+        raise UserError(f"{shown(where)}: {problem}")
 
 
 def some(ids: Sequence) -> str:
     """The first few of `ids`, for a message."""
-    return ", ".join(map(quoted, ids[:5])) + (", …" if len(ids) > 5 else "")
+    names = [quoted(id_) for id_ in ids[:5]]
+    if len(ids) > 5:
+        names.append("…")
+    return ", ".join(names)
 
 
 def find_image(folder: str | Path, name: str) -> Path:
@@ -189,9 +187,8 @@ def find_picture(folder: str | Path, name: str) -> Path:
     """The path of a picture. Raises UserError if it is looked for and absent."""
     path = find_image(folder, name)
     if LOOKED_FOR.get() and not path.is_file():
-        raise UserError(
-            f"picture {quoted(name)} is not in {shown(folder)}: give its folder (--images DIR)"
-        )
+        problem = f"picture {quoted(name)} is not in {shown(folder)}"
+        raise UserError(f"{problem}: give its folder (--images DIR)")
     return path
 
 
@@ -200,18 +197,17 @@ def find_picture(folder: str | Path, name: str) -> Path:
 
 @dataclass(frozen=True)
 class Annotation:
-    """A question and its answers as published: an object for each annotator, of a test split none.
-    answer: the most frequent one. image: the name of the picture in its folder."""
+    """A question and its answers as published."""
 
     question_id: int | str
-    answers: tuple[dict, ...] = ()
-    answer: str = ""
-    answer_type: str | None = None
-    question_type: str | None = None
+    answers: tuple[dict, ...] = ()  # an object for each annotator, of a test split none
+    answer: str = ""  # the most frequent one
+    answer_type: str | None = None  # such as yes/no, number, other
+    question_type: str | None = None  # such as its first words
     balanced: bool = True  # GQA scores only its balanced questions
     answerable: int | None = None  # 0 or 1, of VizWiz
     question: str = ""
-    image: str = ""
+    image: str = ""  # the name of the picture in its folder
 
 
 def read_vqa(
@@ -223,28 +219,23 @@ def read_vqa(
     answers have no ids only by position, as TextVQA is. Raises UserError, also for an id that
     occurs twice and for a question without its annotation."""
     source = annotations or questions
-    (_, subset, asked), (layout, _, answered) = (
-        records_of(questions, "questions"),
-        records_of(source, "annotations"),
-    )
+    _, subset, asked = records_of(questions, "questions")
+    layout, _, answered = records_of(source, "annotations")
     truths = {truth.question_id: truth for truth in read(source, annotation, answered)}
 
     def question(record: dict) -> Annotation:
         truth = truths.get(id_of(record), Annotation(id_of(record)))
-        check(
-            truth.answers or not annotations,
-            f"question {quoted(truth.question_id)} has no answers in {source}",
-        )
+        if annotations and not truth.answers:
+            raise ValueError(f"question {quoted(truth.question_id)} has no answers in {source}")
         return replace(truth, question=text(record, "question"), image=image_of(record, subset))
 
     made = read(questions, question, asked)
     for path, records in ((questions, asked), (source, answered)):
         check_unique((id_of(record) for _, record in records), path)
-    if all(len(a.answers) == 1 for a in made):
+    answers = [answer for one in made for answer in one.answers]
+    if all(len(one.answers) == 1 for one in made):
         layout = "gqa"
-    elif layout == "official" and not any(
-        "answer_id" in answer for a in made for answer in a.answers
-    ):
+    elif layout == "official" and not any("answer_id" in answer for answer in answers):
         layout = "textvqa"
     return layout, made
 
@@ -255,20 +246,15 @@ def records_of(path: str | Path, key: str) -> tuple[str, str, Places]:
     value = read_json(path, object)
     with problems_at(path):
         if isinstance(value, list):
-            return "vizwiz", "", [(f"[{number}]", record) for number, record in enumerate(value)]
+            return "vizwiz", "", placed(value)
         subset = text({"data_subtype": ""} | value, "data_subtype")
         for part, layout in ((key, "official"), ("questions", "official"), ("data", "textvqa")):
             if part in value:
-                return (
-                    layout,
-                    subset,
-                    [(f": {part}[{number}]", record) for number, record in enumerate(value[part])],
-                )
-        return (
-            "gqa",
-            "",
-            [(f": {shown(id_)}", record | {"question_id": id_}) for id_, record in value.items()],
-        )
+                return layout, subset, placed(value[part], f": {part}")
+        places = []
+        for id_, record in value.items():
+            places.append((f": {shown(id_)}", record | {"question_id": id_}))
+        return "gqa", "", places
 
 
 def image_of(record: Mapping, subset: str) -> str:
@@ -283,28 +269,29 @@ def image_of(record: Mapping, subset: str) -> str:
 
 
 def annotation(record: dict) -> Annotation:
-    if (
-        "answer" in record
-    ):  # GQA's own evaluation splits structural types into open (query) and binary (the others)
-        answer, structural = text(record, "answer"), text(record["types"], "structural")
-        kinds = "open" if structural == "query" else "binary", structural
-        return Annotation(
-            id_of(record), ({"answer": answer},), answer, *kinds, record.get("isBalanced", True)
-        )
+    if "answer" in record:  # GQA
+        answer = text(record, "answer")
+        # its own evaluation splits structural types into open (query) and binary (the others)
+        structural = text(record["types"], "structural")
+        kind = "open" if structural == "query" else "binary"
+        balanced = record.get("isBalanced", True)
+        answers = ({"answer": answer},)
+        return Annotation(id_of(record), answers, answer, kind, structural, balanced)
     if "answers" not in record:
         return Annotation(id_of(record))
     check(isinstance(record["answers"], list), "answers is no list")
-    answers = tuple(
-        {"answer": a} if isinstance(a, str) else a for a in record["answers"]
-    )  # TextVQA: bare texts
-    most = Counter(text(answer, "answer") for answer in answers).most_common(1)[0][0]
+    answers = []
+    for answer in record["answers"]:  # TextVQA: bare texts
+        answers.append({"answer": answer} if isinstance(answer, str) else answer)
+    counts = Counter(text(answer, "answer") for answer in answers)
+    most = counts.most_common(1)[0][0]
     answer = text({"multiple_choice_answer": most} | record, "multiple_choice_answer")
-    kind, first = (
+    types = [
         text(record, name) if name in record else None for name in ("answer_type", "question_type")
-    )
+    ]
     answerable = record.get("answerable")
     check(answerable in (None, 0, 1), "answerable is neither 0 nor 1")
-    return Annotation(id_of(record), answers, answer, kind, first, answerable=answerable)
+    return Annotation(id_of(record), tuple(answers), answer, *types, answerable=answerable)
 
 
 # MMNeedle
@@ -312,19 +299,15 @@ def annotation(record: dict) -> Annotation:
 
 @dataclass(frozen=True)
 class NeedleTest:
-    """M haystack pictures of N×N sub-images, and the K needles to find in them. `haystack` holds,
-    for each of the M pictures, its N² sub-images' names, row-major; `places` the (index, row, col)
-    of each needle, counted from 0, or `ABSENT`; `targets` and `captions` the needles' own pictures
-    and their descriptions; `pictures` functions that give the M pictures, and `files` those that
-    they read."""
+    """M haystack pictures of N×N sub-images, and the K needles to find in them."""
 
     id: int
-    haystack: tuple[tuple[str, ...], ...]
-    places: tuple[tuple[int, int, int], ...]
-    targets: tuple[str, ...]
-    captions: tuple[str, ...]
-    pictures: tuple[Callable, ...] = ()
-    files: tuple[Path, ...] = ()
+    haystack: tuple[tuple[str, ...], ...]  # of each picture, its N² sub-images' names, row-major
+    places: tuple[tuple[int, int, int], ...]  # (index, row, col) of each needle, or `ABSENT`
+    targets: tuple[str, ...]  # the needles' own pictures
+    captions: tuple[str, ...]  # the needles' descriptions
+    pictures: tuple[Callable, ...] = ()  # functions that give the M pictures
+    files: tuple[Path, ...] = ()  # those that these functions read
 
     @property
     def side(self) -> int:
@@ -340,11 +323,11 @@ def read_captions(path: str | Path) -> dict[str, str]:
         if "annotations" not in value:
             return {name: text(value, name) for name in value}
         last = {record["image_id"]: text(record, "caption") for record in value["annotations"]}
-        return {
-            text(record, "file_name"): last[record["id"]]
-            for record in value["images"]
-            if record["id"] in last
-        }
+        named = {}
+        for record in value["images"]:
+            if record["id"] in last:
+                named[text(record, "file_name")] = last[record["id"]]
+        return named
 
 
 def read_needle_tests(
@@ -352,7 +335,10 @@ def read_needle_tests(
 ) -> list[NeedleTest]:
     """Tests from MMNeedle's `N_N.json`, `annotations_M_N_N.json` (K > 1: `K_annotations_…`) and a
     caption file. Raises UserError, also where the files contradict each other."""
-    described, stitched, grids = read_captions(captions), read_json(metadata), {}
+    # 1. the sub-images of each picture
+    described = read_captions(captions)
+    stitched = read_json(metadata)
+    grids = {}
     with problems_at(metadata):
         for name, images in stitched.items():
             side = range(isqrt(len(images)))
@@ -365,29 +351,31 @@ def read_needle_tests(
 
     def test(record: dict) -> NeedleTest:
         haystack = tuple(grids[Path(name).name] for name in listed(record["image_ids"]))
-        targets, names = tuple(listed(record["target"])), {}
+        targets = tuple(listed(record["target"]))
+        names = {}
         for index, grid in enumerate(haystack):
-            names |= {(index, *divmod(at, isqrt(len(grid)))): name for at, name in enumerate(grid)}
-        places = tuple(zip(*(listed(record[key]) for key in ("index", "row", "col")), strict=True))
+            for at, name in enumerate(grid):
+                row, column = divmod(at, isqrt(len(grid)))
+                names[index, row, column] = name
+        axes = [listed(record[key]) for key in ("index", "row", "col")]
+        places = tuple(zip(*axes, strict=True))
         for place, target in zip(places, targets, strict=True):
             is_whole = {*map(type, place)} == {int}
             check(is_whole, f"index, row, col are {quoted(place)}, expected whole numbers")
-            is_there = (
-                target not in names.values() if place == ABSENT else names.get(place) == target
-            )
-            check(
-                is_there,
-                f"{quoted(target)} is not at {place}, take metadata and annotations of one release",
-            )
-            check(
-                Path(target).name in described,
-                f"{shown(captions)} lacks a caption of {quoted(target)}",
-            )
-        check(type(record["id"]) is int, f"id is {quoted(record['id'])}, expected a number")
-        return NeedleTest(
-            record["id"], haystack, places, targets, tuple(described[Path(t).name] for t in targets)
-        )
+            if place == ABSENT:
+                is_there = target not in names.values()
+            else:
+                is_there = names.get(place) == target
+            remedy = "take metadata and annotations of one release"
+            check(is_there, f"{quoted(target)} is not at {place}, {remedy}")
+            has_caption = Path(target).name in described
+            check(has_caption, f"{shown(captions)} lacks a caption of {quoted(target)}")
+        id_ = record["id"]
+        check(type(id_) is int, f"id is {quoted(id_)}, expected a number")
+        of_targets = tuple(described[Path(target).name] for target in targets)
+        return NeedleTest(id_, haystack, places, targets, of_targets)
 
+    # 2. the tests, which are to agree with them
     tests = read(annotations, test)
     check_unique((test.id for test in tests), annotations)
     return tests
