@@ -29,19 +29,15 @@ from model.turns import SLOT, check_turns
 
 QUESTIONS_FILE = "v2_OpenEnded_mscoco_train2014_questions.json"
 ANNOTATIONS_FILE = "v2_mscoco_train2014_annotations.json"
-EMBEDDED_TASKS = (
-    "vqa",
-    "n2o1",
-    "vqa",
-    "n2o2",
-)  # in turn; without questions the model forgets how to answer them
+# in turn; without questions the model forgets how to answer them
+EMBEDDED_TASKS = ("vqa", "n2o1", "vqa", "n2o2")
 ROLES = ("human", "gpt")  # of LLaVA's conversations, in turn
 # of messages, in these words
 SPEAKERS = {"user": "human", "assistant": "gpt", "developer": "system"}
 DIALOGUES = (
-    ("conversations", "from", "value"),
-    ("messages", "role", "content"),
-)  # LLaVA's; TRL's and ms-swift's
+    ("conversations", "from", "value"),  # LLaVA's
+    ("messages", "role", "content"),  # TRL's and ms-swift's
+)
 # Whether a turn is learned, in ms-swift, Axolotl, and OpenAI's files
 MARKS = ("loss", "loss_scale", "loss_weight", "train", "training", "weight", "kto_tag")
 # What else these and TRL learn from or show: media, boxes, tools, thoughts, preferences, parts
@@ -51,7 +47,8 @@ UNREAD = (
 )
 FILE_NAME = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?)$", re.IGNORECASE)
 LAYOUTS = (
-    '{"image", "prefix", "suffix"}, {"image", "conversations": [{"from": "human", "value"}, {"from": "gpt", …}]} or '
+    '{"image", "prefix", "suffix"}, '
+    '{"image", "conversations": [{"from": "human", "value"}, {"from": "gpt", …}]} or '
     '{"images", "messages": [{"role": "user", "content"}, {"role": "assistant", …}]}'
 )
 SOURCES = (
@@ -60,12 +57,10 @@ SOURCES = (
     "conversations, or messages as TRL's and ms-swift's), csv:FILE (image,prefix,suffix), "
     "coco:FILE (boxes to detect)"
 )
-Picture = (
-    Path | Image.Image | Callable[[], Any]
-)  # a file, an image, or a function that draws or opens one
-gray_picture = partial(
-    Image.new, "RGB", (64, 64), (127, 127, 127)
-)  # of whatever size, a model sees the same
+# a file, an image, or a function that draws or opens one
+Picture = Path | Image.Image | Callable[[], Any]
+# of whatever size, a model sees the same
+gray_picture = partial(Image.new, "RGB", (64, 64), (127, 127, 127))
 
 
 @dataclass(frozen=True)
@@ -85,10 +80,8 @@ class Box:
         """Raise TypeError or ValueError for what a file may hold that is no box."""
         label, *numbers, is_crowd = vars(self).values()
         is_sound = math.isfinite(sum(numbers)) and min(numbers[2:]) >= 0
-        check(
-            is_sound and isinstance(label, str) and is_crowd in (0, 1),
-            f"{quoted(self, 200)}: a name, a number or is_crowd is none",
-        )
+        is_sound = is_sound and isinstance(label, str) and is_crowd in (0, 1)
+        check(is_sound, f"{quoted(self, 200)}: a name, a number or is_crowd is none")
 
 
 @dataclass(frozen=True)
@@ -104,23 +97,19 @@ class Detection:
 class Record:
     """One example: pictures, then one or several turns of a prompt and its answer.
 
-    name: unique, for messages. key: names the pictures; records with the same key share them, and
-    their encoding. pictures: in the order in which they are shown; none for text alone. turns:
-    (prompt, answer) pairs; `<image>` in a prompt marks the place of a picture. A record without
-    turns stands for data that cannot be used: its picture raises the UserError that says why.
-    answers: of the last turn where the data give several, one by each annotator. sampled: each
-    epoch learns one of `answers`, drawn anew. detection: the objects to be found. kind: of the
-    question, for a line of a table.
+    A record without turns stands for data that cannot be used: its picture raises the UserError
+    that says why.
     """
 
-    name: str
-    key: str
-    pictures: tuple[Picture, ...]
+    name: str  # unique, for messages
+    key: str  # names the pictures; records with the same key share them, and their encoding
+    pictures: tuple[Picture, ...]  # in the order in which they are shown; none for text alone
+    # (prompt, answer) pairs; `<image>` in a prompt marks the place of a picture
     turns: tuple[tuple[str, str], ...]
-    answers: tuple[str, ...] = ()
-    sampled: bool = False
-    detection: Detection | None = None
-    kind: str = ""
+    answers: tuple[str, ...] = ()  # of the last turn where there are several, one by annotator
+    sampled: bool = False  # each epoch learns one of `answers`, drawn anew
+    detection: Detection | None = None  # the objects to be found
+    kind: str = ""  # of the question, for a line of a table
 
     @property
     def prefix(self) -> str:
@@ -170,11 +159,13 @@ def embedded_records(
     twice as often."""
     from eval.data import scenes
 
-    drawn = {task: itertools.count() for task in tasks}
-    asked = itertools.islice(itertools.cycle(tasks), count)
-    return [
-        sample_record(scenes.sample(task, split, next(drawn[task]), seed), split) for task in asked
-    ]
+    drawn = Counter()
+    records = []
+    for task in itertools.islice(itertools.cycle(tasks), count):
+        sample = scenes.sample(task, split, drawn[task], seed)
+        drawn[task] += 1
+        records.append(sample_record(sample, split))
+    return records
 
 
 def sample_record(s: Any, split: str) -> Record:
@@ -182,15 +173,18 @@ def sample_record(s: Any, split: str) -> Record:
     squares."""
     from eval.data.pictures import GRID, SIDE
 
-    truth, side = None, SIDE // GRID
+    truth = None
     if s.task == "detect":
-        name = s.prefix.removeprefix("detect ")
-        places = [
-            divmod(number, GRID) for number, shown in enumerate(s.scene.squares) if shown == name
-        ]
-        boxes = tuple(Box(name, x * side, y * side, side, side, side * side) for y, x in places)
-        truth = Detection(SIDE, SIDE, boxes)
-    name, key = f"{s.task}/{split}/{s.question_id}", f"{s.task}/{s.image_id}"
+        label = s.prefix.removeprefix("detect ")
+        side = SIDE // GRID
+        boxes = []
+        for number, name in enumerate(s.scene.squares):
+            if name == label:
+                row, column = divmod(number, GRID)
+                boxes.append(Box(label, column * side, row * side, side, side, side * side))
+        truth = Detection(SIDE, SIDE, tuple(boxes))
+    name = f"{s.task}/{split}/{s.question_id}"
+    key = f"{s.task}/{s.image_id}"
     return Record(name, key, (s.scene.render,), ((s.prefix, s.suffix),), detection=truth)
 
 
@@ -199,17 +193,21 @@ def one_picture_records(source: str, limit: int, images: str | Path | None = Non
     each embedded scene one. Raises UserError if there are none."""
     from eval.data import scenes
 
+    records = []
     if source == "embedded":
-        samples = [scenes.vqa_picture("test", n)[n % len(scenes.QUESTIONS)] for n in range(limit)]
-        return [sample_record(sample, "test") for sample in samples]
-    records = [r for r in read_data(source, images) if len(r.pictures) == 1 and r.turns]
-    records = [r for r in records if not any(SLOT in prompt for prompt, _ in r.turns[1:])][:limit]
+        for number in range(limit):
+            samples = scenes.vqa_picture("test", number)
+            records.append(sample_record(samples[number % len(scenes.QUESTIONS)], "test"))
+        return records
+    for record in read_data(source, images):
+        later = record.turns[1:]
+        has_more = any(SLOT in prompt for prompt, _ in later)
+        if len(records) < limit and len(record.pictures) == 1 and record.turns and not has_more:
+            answers = () if later else record.answers
+            records.append(replace(record, turns=record.turns[:1], answers=answers))
     if not records:
         raise UserError(f"--data {source}: no example has one picture: give some that have")
-    return [
-        replace(r, turns=r.turns[:1], answers=r.answers if len(r.turns) == 1 else ())
-        for r in records
-    ]
+    return records
 
 
 def vqav2_records(
@@ -218,13 +216,13 @@ def vqav2_records(
     """Questions of VQAv2's train2014, in their official layout under `folder`; pictures there or
     under `images`. prompt: a template with {question}. The suffix is multiple_choice_answer. Raises
     UserError."""
-    records, find = [], cache(partial(published.find_image, images or folder))
     published.check_prompt(prompt)
-    for q in published.read_vqa(folder / QUESTIONS_FILE, folder / ANNOTATIONS_FILE)[1]:
-        turn, answers = (
-            (published.fill_prompt(prompt, q.question), q.answer),
-            tuple(a["answer"] for a in q.answers),
-        )
+    find = cache(partial(published.find_image, images or folder))
+    _, asked = published.read_vqa(folder / QUESTIONS_FILE, folder / ANNOTATIONS_FILE)
+    records = []
+    for q in asked:
+        turn = published.fill_prompt(prompt, q.question), q.answer
+        answers = tuple(answer["answer"] for answer in q.answers)
         records.append(Record(str(q.question_id), q.image, (find(q.image),), (turn,), answers))
     return records
 
@@ -251,20 +249,18 @@ def rows_of(path: str | Path) -> published.Places:
     if not {"prefix", "suffix"} <= named.keys() or max(named.values()) > 1:
         problem = f"its columns are {quoted(names, 400)}"
         raise UserError(f"{shown(path)}: {problem}: expected image,prefix,suffix, each once")
-    return [
-        (place, {name: cell for name, cell in itertools.zip_longest(names, row) if cell})
-        for place, row in rows
-    ]
+    places = []
+    for place, row in rows:
+        cells = itertools.zip_longest(names, row)
+        places.append((place, {name: cell for name, cell in cells if cell}))
+    return places
 
 
 def name_of(picture: Picture) -> str:
     """The path of a picture; of an open one a fingerprint."""
-    is_open = isinstance(picture, Image.Image)
-    return (
-        sha256(f"{picture.width} ".encode() + picture.tobytes()).hexdigest()
-        if is_open
-        else str(picture)
-    )
+    if not isinstance(picture, Image.Image):
+        return str(picture)
+    return sha256(f"{picture.width} ".encode() + picture.tobytes()).hexdigest()
 
 
 def read_records(
@@ -272,15 +268,16 @@ def read_records(
 ) -> list[Record]:
     """The records of a file, with names by their places and keys by their pictures, also of what
     cannot be used."""
-    records = published.read(
-        path, make, places, lambda problem: Record("", "", (Refusal(problem),), ())
-    )
-    keys = ["\n".join(map(name_of, record.pictures)) for record in records]
-    named = zip(records, keys, (place for place, _ in places), strict=True)
-    return [
-        replace(r, name=f"{Path(path).name}{place}", key=key or f"{path}{place}")
-        for r, key, place in named
-    ]
+
+    def refuse(problem: str) -> Record:
+        return Record("", "", (Refusal(problem),), ())
+
+    records = []
+    made = published.read(path, make, places, refuse)
+    for (place, _), record in zip(places, made, strict=True):
+        key = "\n".join(map(name_of, record.pictures)) or f"{path}{place}"
+        records.append(replace(record, name=f"{Path(path).name}{place}", key=key))
+    return records
 
 
 def record_of(example: Mapping, folder: str | Path = ".") -> Record:
@@ -290,9 +287,10 @@ def record_of(example: Mapping, folder: str | Path = ".") -> Record:
     "type" is a kind of question. Raises LookupError, TypeError, ValueError.
     """
     check(None not in example, "more cells than columns: a text with a comma stands between quotes")
-    pictures, (turns, answers) = picture_names(example), read_turns(example)
-    check_turns(len(pictures), turns)
-    pictures = tuple(picture_of(picture, folder) for picture in pictures)
+    names = picture_names(example)
+    turns, answers = read_turns(example)
+    check_turns(len(names), turns)
+    pictures = tuple(picture_of(name, folder) for name in names)
     return Record("", "", pictures, turns, answers, kind=str(example.get("type") or ""))
 
 
@@ -301,13 +299,11 @@ def picture_of(picture: Any, folder: str | Path) -> Picture:
     ValueError."""
     from model.images import load_image
 
-    picture = picture["url"] if isinstance(picture, Mapping) else picture
-    is_path = isinstance(picture, str | PathLike)
-    return (
-        find_picture(folder, str(picture).removeprefix("file://"))
-        if is_path
-        else load_image(picture)
-    )
+    if isinstance(picture, Mapping):
+        picture = picture["url"]
+    if isinstance(picture, str | PathLike):
+        return find_picture(folder, str(picture).removeprefix("file://"))
+    return load_image(picture)
 
 
 def picture_names(record: Mapping) -> list[Any]:
@@ -316,30 +312,36 @@ def picture_names(record: Mapping) -> list[Any]:
     without its picture."""
     named = [key for key in ("image", "images") if record.get(key) is not None]
     check_read(record, UNREAD if named else f"{UNREAD}|image|img|picture|photo")
-    parts = [part for _, said in dialogue(record) if isinstance(said, list) for part in said]
-    own = [
-        part[k]
-        for part in parts
-        for k in ("image", "image_url", "url", "path")
-        if part.get(k) is not None
-    ]
-    order = [part["index"] for part in parts if part.get("index") is not None]
-    check(
-        order == [*range(len(order))],
-        "its messages show the pictures in another order than 'images'",
-    )
-    lists = [*(record[key] for key in named), *[own] * bool(own)]
+    # 1. the parts of its messages that show a picture
+    shown_in, order = [], []
+    for _, said in dialogue(record):
+        for part in said if isinstance(said, list) else ():
+            for key in ("image", "image_url", "url", "path"):
+                if part.get(key) is not None:
+                    shown_in.append(part[key])
+            if part.get("index") is not None:
+                order.append(part["index"])
+    in_order = order == list(range(len(order)))
+    check(in_order, "its messages show the pictures in another order than 'images'")
+    # 2. the one place that names them
+    lists = [record[key] for key in named]
+    if shown_in:
+        lists.append(shown_in)
     check(len(lists) < 2, "names its pictures in two places")
-    files = [key for key, value in record.items() if FILE_NAME.search(str(value))]
-    check(bool(lists or not files), f"{published.some(files)} is no 'image' or 'images': rename it")
-    return list(lists[0]) if lists and isinstance(lists[0], list | tuple) else lists
+    if not lists:
+        files = [key for key, value in record.items() if FILE_NAME.search(str(value))]
+        check(not files, f"{published.some(files)} is no 'image' or 'images': rename it")
+    if lists and isinstance(lists[0], list | tuple):
+        return list(lists[0])
+    return lists
 
 
 def check_read(entry: Mapping, unread: str = UNREAD, role: str = ROLES[1]) -> None:
     """Raise ValueError if a record, or a turn of `role`, has something under an `unread` key, a
     pattern, or a mark that its answer is not learned, or its prompt is."""
+    is_learned = role == ROLES[1]
     strange = [key for key in entry if re.match(unread, key, re.IGNORECASE) and entry[key]]
-    strange += [key for key in MARKS if entry.get(key) not in (None, role == ROLES[1])]
+    strange += [key for key in MARKS if entry.get(key) not in (None, is_learned)]
     remedy = "each answer is learned, nothing else; 'image' or 'images' names the pictures"
     check(not strange, f"has {published.some(strange)}: {remedy}")
 
@@ -366,22 +368,23 @@ def read_turns(record: Mapping) -> tuple[tuple[tuple[str, str], ...], tuple[str,
     layouts = [key for key in ("conversations", "messages", "prefix") if record.get(key)]
     check(len(layouts) < 2, f"has {published.some(layouts)}: give one of them")
 
+    # 1. who says what
     said = dialogue(record)
     if not said:
-        check(
-            "prefix" in record,
-            f"has {published.some(list(record))}, which is none of the layouts {LAYOUTS}",
-        )
-        most = {"suffix": Counter(answers).most_common(1)[0][0]} if answers else {}
-        said = list(
-            zip(ROLES, (text(record, "prefix"), text(most | dict(record), "suffix")), strict=True)
-        )
+        keys = published.some(list(record))
+        check("prefix" in record, f"has {keys}, which is none of the layouts {LAYOUTS}")
+        prefix = text(record, "prefix")
+        suffix = {"suffix": Counter(answers).most_common(1)[0][0]} if answers else {}
+        said = [(ROLES[0], prefix), (ROLES[1], text(suffix | dict(record), "suffix"))]
+    # 2. system texts belong to the first prompt
     system = [text_of(record.get("system") or "")]
     while said and said[0][0] == "system":
         system.append(text_of(said.pop(0)[1]))
     if said and said[0][0] == ROLES[1]:
         del said[0]
-    takes_turns = len(said) > 0 and [role for role, _ in said] == list(ROLES) * (len(said) // 2)
+    # 3. pairs of a prompt and its answer
+    roles = [role for role, _ in said]
+    takes_turns = len(said) > 0 and roles == list(ROLES) * (len(said) // 2)
     check(takes_turns, "human (user) and gpt (assistant) take turns, and the last one is gpt's")
     texts = [text_of(content) for _, content in said]
     texts[0] = "\n".join([*filter(None, system), texts[0]])
@@ -393,10 +396,8 @@ def text_of(content: Any) -> str:
     ValueError."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     kinds = [part["type"] for part in parts]
-    check(
-        {"text", "image", "image_url"}.issuperset(kinds),
-        f"has parts {published.some(kinds)}: give text and image",
-    )
+    is_known = {"text", "image", "image_url"}.issuperset(kinds)
+    check(is_known, f"has parts {published.some(kinds)}: give text and image")
     return "".join(text(part, "text") if part["type"] == "text" else SLOT for part in parts)
 
 
@@ -407,85 +408,84 @@ def read_coco(path: str | Path, images: str | Path | None = None) -> list[Record
     """COCO's detection annotations: one record for each picture with an object, `detect a ; b` and
     its boxes. Crowds are not part of the answer, but of `detection`. Pictures are in the order of
     their ids, which in COCO's scorer decides between boxes of one score. Raises UserError."""
-    value, folder, objects = read_json(path), Path(images or Path(path).parent), defaultdict(list)
+    value = read_json(path)
+    folder = Path(images or Path(path).parent)
+    # 1. names, and objects by picture
+    objects = defaultdict(list)
+    places = []
     with published.problems_at(path):
-        labels = {
-            entry["id"]: " ".join(text(entry, "name").split()) for entry in value["categories"]
-        }
+        labels = {}
+        for entry in value["categories"]:
+            labels[entry["id"]] = " ".join(text(entry, "name").split())
         strange = [label for label in labels.values() if not label or set(";<>") & set(label)]
-        check(
-            not strange,
-            f"names {published.some(strange)}: ; < > stand between the names of an answer",
-        )
+        remedy = "; < > stand between the names of an answer"
+        check(not strange, f"names {published.some(strange)}: {remedy}")
         for part in ("categories", "images"):
             published.check_unique((entry["id"] for entry in value[part]), path)
         for entry in value["annotations"]:
             objects[entry["image_id"]].append(entry)
         lost = objects.keys() - {entry["id"] for entry in value["images"]}
-        check(
-            not lost, f"annotations are of pictures that are not listed: {published.some([*lost])}"
-        )
-        places = [(f":images[{number}]", entry) for number, entry in enumerate(value["images"])]
-        places = [
-            pair
-            for pair in places
-            if not all(entry.get("iscrowd") == 1 for entry in objects[pair[1]["id"]])
-        ]
+        problem = f"annotations are of pictures that are not listed: {published.some([*lost])}"
+        check(not lost, problem)
+        for place, entry in published.placed(value["images"], ":images"):
+            if not all(annotated.get("iscrowd") == 1 for annotated in objects[entry["id"]]):
+                places.append((place, entry))
         places.sort(key=lambda pair: pair[1]["id"])
 
     def detection(entry: dict) -> Record:
-        size, boxes = (entry["width"], entry["height"]), []
-        for annotated in objects[entry["id"]]:
-            category, (x, y, width, height) = annotated["category_id"], annotated["bbox"]
-            check(category in labels, f"category_id {quoted(category)} is not among the categories")
-            is_within = (
-                min(x + width, y + height) >= 0
-                and x <= size[0] < math.inf
-                and y <= size[1] < math.inf
-            )
-            check(
-                is_within,
-                f"bbox {quoted(annotated['bbox'])} is outside of the picture, {size[0]}×{size[1]} "
-                "pixels",
-            )
-            area = annotated.get("area", width * height)
-            is_crowd = annotated.get("iscrowd") or False
-            boxes.append(Box(labels[category], x, y, width, height, area, is_crowd))
-        truth, path = Detection(*size, tuple(boxes)), find_picture(folder, text(entry, "file_name"))
-        with (
-            suppress(OSError, SyntaxError, Image.DecompressionBombError),
-            Image.open(path) as image,
-        ):  # says so later
-            is_turned = (
-                image.format == "JPEG" and image.getexif().get(ExifTags.Base.Orientation, 1) > 4
-            )  # by 90°
-            check(
-                not is_turned or image.size != size or size == size[::-1],
-                f"{path} is turned by EXIF, its boxes not",
-            )
-        return Record(
-            "", "", (path,), (detection_turn(truth, list(labels.values())),), detection=truth
-        )
+        width, height = entry["width"], entry["height"]
+        boxes = [box_of(annotated, labels, width, height) for annotated in objects[entry["id"]]]
+        truth = Detection(width, height, tuple(boxes))
+        file = find_picture(folder, text(entry, "file_name"))
+        check_upright(file, width, height)
+        turn = detection_turn(truth, list(labels.values()))
+        return Record("", "", (file,), (turn,), detection=truth)
 
+    # 2. the records
     records = read_records(path, detection, places)
-    boxes = [
-        (box, record.detection)
-        for record in records
-        if record.detection
-        for box in record.detection.boxes
-    ]
-    are_shares = all(max(box.x, box.y, box.width, box.height) <= 1 for box, _ in boxes)
-    reach_out = any(
-        box.x + box.width > of.width + 1 or box.y + box.height > of.height + 1 for box, of in boxes
-    )
-    if (
-        are_shares
-        or reach_out
-        and all(box.width >= box.x and box.height >= box.y for box, _ in boxes)
-    ):
+    check_unit(path, [record.detection for record in records if record.detection])
+    return records
+
+
+def box_of(annotated: Mapping, labels: Mapping, width: int, height: int) -> Box:
+    """An object of a picture of width × height pixels. Raises LookupError, TypeError and
+    ValueError."""
+    category = annotated["category_id"]
+    x, y, across, down = annotated["bbox"]
+    check(category in labels, f"category_id {quoted(category)} is not among the categories")
+    is_within = min(x + across, y + down) >= 0 and x <= width < math.inf and y <= height < math.inf
+    picture = f"outside of the picture, {width}×{height} pixels"
+    check(is_within, f"bbox {quoted(annotated['bbox'])} is {picture}")
+    area = annotated.get("area", across * down)
+    is_crowd = annotated.get("iscrowd") or False
+    return Box(labels[category], x, y, across, down, area, is_crowd)
+
+
+def check_upright(file: Path, width: int, height: int) -> None:
+    """Raise ValueError for a picture that EXIF turns by 90°, away from its boxes."""
+    unreadable = OSError, SyntaxError, Image.DecompressionBombError  # says so later
+    with suppress(*unreadable), Image.open(file) as image:
+        is_turned = False
+        if image.format == "JPEG":
+            is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) > 4
+        fits = image.size != (width, height) or width == height
+        check(not is_turned or fits, f"{file} is turned by EXIF, its boxes not")
+
+
+def check_unit(path: str | Path, detections: Sequence[Detection]) -> None:
+    """Raise UserError where boxes are no [x, y, width, height] in pixels."""
+    are_shares = are_corners = True
+    reach_out = False
+    for detection in detections:
+        for box in detection.boxes:
+            are_shares = are_shares and max(box.x, box.y, box.width, box.height) <= 1
+            are_corners = are_corners and box.width >= box.x and box.height >= box.y
+            is_out = box.x + box.width > detection.width + 1
+            is_out = is_out or box.y + box.height > detection.height + 1
+            reach_out = reach_out or is_out
+    if are_shares or (reach_out and are_corners):
         unit = "shares of the sides" if are_shares else "[x1, y1, x2, y2]"
         raise UserError(f"{shown(path)}: boxes are {unit}: give [x, y, width, height] in pixels")
-    return records
 
 
 def detection_turn(detection: Detection, order: list[str]) -> tuple[str, str]:
@@ -493,17 +493,20 @@ def detection_turn(detection: Detection, order: list[str]) -> tuple[str, str]:
     Boxes go by class in this `order`, then from top to bottom and left to right. A coordinate v, a
     share of the side, is the bin round(1023·v), within 0 … 1023 (big_vision,
     pp/proj/paligemma/segmentation.py)."""
-    boxes = sorted(
-        (b for b in detection.boxes if not b.is_crowd),
-        key=lambda b: (order.index(b.label), b.y, b.x),
-    )
+    boxes = [box for box in detection.boxes if not box.is_crowd]
+    boxes.sort(key=lambda box: (order.index(box.label), box.y, box.x))
     parts = []
     for box in boxes:
-        y1, y2 = (v / detection.height for v in (box.y, box.y + box.height))
-        x1, x2 = (v / detection.width for v in (box.x, box.x + box.width))
-        places = (min(max(round(1023 * v), 0), 1023) for v in (y1, x1, y2, x2))
+        shares = (
+            box.y / detection.height,
+            box.x / detection.width,
+            (box.y + box.height) / detection.height,
+            (box.x + box.width) / detection.width,
+        )
+        places = [min(max(round(1023 * share), 0), 1023) for share in shares]
         parts.append("".join(f"<loc{place:04d}>" for place in places) + f" {box.label}")
-    return "detect " + " ; ".join(dict.fromkeys(box.label for box in boxes)), " ; ".join(parts)
+    labels = dict.fromkeys(box.label for box in boxes)
+    return "detect " + " ; ".join(labels), " ; ".join(parts)
 
 
 # Splits, and pictures in gray
@@ -522,24 +525,29 @@ def split_records(
     held_out = round(len(names) * validation)
     used = held_out + round((len(names) - held_out) * fraction)
     chosen = set(names[:held_out] if split == "validation" else names[held_out:used])
-    return [r for r in records if (groups[r.name] in chosen if r.turns else split == "train")]
+    kept = []
+    for record in records:
+        is_kept = groups[record.name] in chosen if record.turns else split == "train"
+        if is_kept:
+            kept.append(record)
+    return kept
 
 
 def groups_of(records: Sequence[Record]) -> dict[str, str]:
     """The group of each record that can be used, by name: the smallest key of records with pictures
     in common, whatever their names, or of the same text without one."""
     usable = [record for record in records if record.turns]
-    root: dict[
-        tuple, tuple
-    ] = {}  # of each key and each picture, a smaller one of its group, or itself
+    # of each key and each picture, a smaller one of its group, or itself
+    root: dict[tuple, tuple] = {}
 
     def find(link: tuple) -> tuple:
         while root.setdefault(link, link) != link:
-            root[link] = link = root[root[link]]
+            root[link] = root[root[link]]
+            link = root[link]
         return link
 
     for record, pictures in zip(usable, contents_of(usable), strict=True):
-        links = [("", record.key), *(("picture", content) for content in pictures)]
+        links = [("", record.key)] + [("picture", content) for content in pictures]
         first, *others = sorted({find(link) for link in links})
         root |= dict.fromkeys(others, first)
     return {record.name: find(("", record.key))[1] for record in usable}
@@ -553,7 +561,8 @@ def contents_of(records: Sequence[Record]) -> list[set[str]]:
     for file in {picture for record in records for picture in record.pictures}:
         with suppress(OSError, AttributeError):  # absent, or no file
             sizes[file] = file.stat().st_size
-    count, contents = Counter(sizes.values()), {}
+    count = Counter(sizes.values())
+    contents = {}
     for file, size in sizes.items():
         contents[file] = str(size)
         if count[size] > 1:
@@ -569,9 +578,10 @@ def contents_of(records: Sequence[Record]) -> list[set[str]]:
 def blind(records: Sequence[Record]) -> list[Record]:
     """The records with every picture gray, one for all: a model that answers them as well does not
     use the pictures."""
-    counts = zip(
-        records, [len(record.pictures) if record.turns else 0 for record in records], strict=True
-    )
-    return [
-        replace(r, key=f"gray {n}", pictures=(gray_picture,) * n) if n else r for r, n in counts
-    ]
+    made = []
+    for record in records:
+        count = len(record.pictures)
+        if record.turns and count:
+            record = replace(record, key=f"gray {count}", pictures=(gray_picture,) * count)
+        made.append(record)
+    return made
