@@ -185,8 +185,8 @@ def test_an_interrupted_run_goes_on(source, workplace, capsys, monkeypatch):
 def test_answers_of_another_model_prompt_or_picture_are_not_taken(
     model, processor, tmp_path, monkeypatch
 ):
-    """The log of one model is scored as another's, or that of another tokenizer, strength of LoRA
-    or picture."""
+    """The log of one model is scored as another's, or that of another tokenizer, strength of LoRA,
+    picture, choices or earlier turns."""
     log, file = tmp_path / "log.jsonl", tmp_path / "a.png"
     noise(3).save(file)
     asked = [Question(n, str(n), file, f"count {'dog ' * n}cat") for n in range(2)]
@@ -216,6 +216,9 @@ def test_answers_of_another_model_prompt_or_picture_are_not_taken(
     noise(7).save(file)
     answer.ask_all(model, processor, asked, max_new_tokens=2, log=log)
     assert sum(sizes) == 3 * len(calls) + 3
+    changes = ({}, {"choices": ("a", "b")}, {"choices": ("a",)}, {"before": (("a", "b"),)})
+    variants = [replace(asked[0], **change) for change in (*changes, {"scored": True})]
+    assert len({*answer.marks_of(model, processor, variants, 2)}) == len(variants)
 
 
 def test_a_log_has_one_writer_and_is_no_other_file(model, processor, source, tmp_path):

@@ -187,7 +187,8 @@ def test_rare_questions_share_a_number_and_rare_answers_are_left_out(monkeypatch
         Record("t", "t", (), (("p", "a"),)),
         Record("s", "s", ("x", "y"), (("p", "a"),)),
     )
-    asked = alignment.examples([*given, text_only, several])
+    boxes = [Record(f"b{i}", f"b{i}", ("x",), (("p", "<loc0001> a"),)) for i in range(5)]
+    asked = alignment.examples([*given, *boxes, text_only, several])
     assert asked == {"0": [(1, 0)], "1": [(1, 0)], "2": [(0, 0)]}
 
 

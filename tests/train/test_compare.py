@@ -150,13 +150,22 @@ def test_data_on_disk_are_part_of_a_cell(tmp_path):
     """Breaks when a changed answer or question of a user's file is answered from finished cells."""
     model = load_base(BASE, CPU)
 
-    def key(answer="yes", asked="yes"):
+    def key(answer="yes", asked="yes", **change):
         base = replace(BASE, data=(write_jsonl(tmp_path, 10, asked),), validation=0.3)
-        tasks = {"test": {"VQA": vqa_task(base, "test", 10)}}
+        task = vqa_task(base, "test", 10)
+        task = replace(task, asks=[replace(question, **change) for question in task.asks])
+        tasks = {"test": {"VQA": task}}
         write_jsonl(tmp_path, 10, answer)
         return training.key_of([base], model, tasks)
 
-    assert key() == key() and len({key(), key(answer="no"), key(asked="no")}) == 3
+    keys = {
+        key(),
+        key(answer="no"),
+        key(asked="no"),
+        key(choices=("a", "b")),
+        key(before=(("a",),)),
+    }
+    assert key() == key() and len(keys) == 5
 
 
 def test_own_examples_are_asked_and_scored_in_full(tmp_path):
