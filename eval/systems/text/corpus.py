@@ -108,8 +108,10 @@ def library_texts() -> dict[str, str]:
 
 
 def _decoded(path: Path) -> str:
-    with suppress(UnicodeDecodeError, OSError):
-        return read_bytes(path).decode().replace("\r\n", "\n")
+    """The text of a file; "" for one that is not there, or not UTF-8."""
+    if path.is_file():
+        with suppress(UnicodeDecodeError):
+            return read_bytes(path).decode().replace("\r\n", "\n")
     return ""
 
 
