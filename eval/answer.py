@@ -52,7 +52,7 @@ def ask_all(
     prompt, is not asked again. left_out: gets, by id, why a question cannot be asked (a picture, a
     long prompt), whose answer is then None; without it that is a UserError. compiled: decodes the
     full batches."""
-    answers: list[Answer | None] = [None] * len(questions)
+    answers = [None] * len(questions)
     with contextlib.ExitStack() as stack:
         # 1. what the log has
         if log is not None:
@@ -69,7 +69,8 @@ def ask_all(
         total = len(questions)
         size = WINDOW * batch_size
         options = left_out, max_new_tokens, batch_size, compiled
-        bar = Bar(total=total, initial=total - len(left), desc=progress, disable=progress is None)
+        done = total - len(left)
+        bar = Bar(total=total, initial=done, desc=progress, disable=progress is None)
         stack.enter_context(bar)
         for start in range(0, len(left), size):
             window = {number: questions[number] for number in left[start : start + size]}
@@ -91,6 +92,7 @@ def ask_window(
     """Encode the pictures of questions by number, each once, then ask in batches: numbers with
     their answers."""
     # 1. pictures and rows
+    device = next(model.parameters()).device
     features = encode(model, processor, list(window.values()), batch_size)
     ready = []
     for number, question in window.items():
@@ -100,19 +102,20 @@ def ask_window(
                 raise pictures
             n_images = 0 if pictures is None else len(pictures)
             row = layout(processor, question, n_images)
-            ready.append((len(question.choices), row, number, question))
+            ready.append((len(question.choices), len(row[0]), row, number, question))
         except UserError as error:
             if left_out is None:
                 raise UserError(f"question {question.id}: {error}") from None
             left_out.setdefault(question.id, str(error))
     # 2. batches of rows with as many choices, and of similar length
-    ready.sort(key=lambda item: (item[0], len(item[1][0])))
+    ready.sort(key=lambda item: item[:2])
     for choices, group in groupby(ready, key=lambda item: item[0]):
         ordered = list(group)
         size = max(1, batch_size // max(1, choices))
         for start in range(0, len(ordered), size):
-            _, rows, numbers, asked = zip(*ordered[start : start + size], strict=True)
-            batch = processor.pad(rows).to(next(model.parameters()).device)
+            part = ordered[start : start + size]
+            _, _, rows, numbers, asked = zip(*part, strict=True)
+            batch = processor.pad(rows).to(device)
             seen = [features[question.key] for question in asked]
             seen = [pictures for pictures in seen if pictures is not None]
             pictures = {
@@ -131,7 +134,7 @@ def ask_window(
             yield from zip(numbers, answers, strict=True)
 
 
-def decode(model, processor, batch: Batch, limit: int, pictures: dict, step) -> list[str]:
+def decode(model, processor, batch: Batch, limit, pictures, step) -> list[str]:
     """The greedy answer to each prompt."""
     prompt = batch.input_ids, None, batch.token_type_ids, batch.attention_mask
     new = generate(model, *prompt, limit, **pictures, compiled=step)
@@ -190,7 +193,7 @@ def choose(
         end = [] if q.scored else [processor.config.eos_token_id]
         choices.append([processor.continuation(q.prefix, choice) + end for choice in q.choices])
     scores = log_likelihoods(model, batch, choices, **pictures)
-    answers: list[Answer] = []
+    answers = []
     for q, of_choices in zip(questions, scores, strict=True):
         if q.scored:
             answers.append(of_choices.tolist())
@@ -247,7 +250,8 @@ def log_likelihoods(
     finite = finite_rows(known)
     if not bool(finite.all()):
         raise NonFiniteError(owner[~finite].unique().tolist())
-    scores = known.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    chosen = targets.clamp(min=0)[..., None]
+    scores = known.log_softmax(-1).gather(-1, chosen)[..., 0]
     sums = scores.masked_fill(~is_target, 0).sum(1)
     return list(sums.split(counts))
 
@@ -285,7 +289,8 @@ def marks_of(
         with contextlib.suppress(UserError):  # a prompt that is refused is not answered, either
             ids = processor.encode(q.prefix)
         parts = [of_model, q.key, versions[q.key], q.prefix, ids, q.choices, q.before, q.scored]
-        marks.append(hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16])
+        digest = hashlib.sha256(json.dumps(parts).encode())
+        marks.append(digest.hexdigest()[:16])
     return marks
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from eval import figures
-from eval.command import add_flag, command_parser, positive, whole
+from eval.command import add_flag, add_limit, command_parser, whole
 from eval.data.published import fill_prompt
 from eval.open import add_model_flags, kind_of, model_of, open_model, stored_prompt, toy_note
 from model.common import UserError, run_command, shown
@@ -41,8 +41,7 @@ def parser_of() -> ArgumentParser:
     add_flag(parser, "--question", "questions, put into the prompt of the training", [], **texts)
     turns = "put the prompt into the turns that the language model was trained with"
     add_flag(parser, "--chat", turns, False)
-    limit = "limit of an answer's tokens"
-    add_flag(parser, "--max-new-tokens", limit, 64, type=positive, metavar="N")
+    add_limit(parser, 64)
     add_flag(parser, "--temperature", "0 is greedy", 0.0, type=float)
     add_flag(parser, "--top-p", "nucleus to sample from", 1.0, type=float)
     add_flag(parser, "--seed", "of sampling", 0, type=whole(0, 2**63 - 1))

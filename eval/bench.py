@@ -16,7 +16,7 @@ from contextvars import copy_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eval.command import add_flag, command_parser, positive
+from eval.command import add_flag, add_limit, command_parser, positive
 from eval.data.published import LOOKED_FOR, PROMPT, check, check_prompt, read, some
 from eval.question import Answer, Question
 from eval.report import bootstrap, interval_text, markdown_table
@@ -137,7 +137,8 @@ def read_answers(file: str | Path, questions: Sequence[Question]) -> list[Answer
         answer = said[0] if said else None
         check(id_ in known and id_ not in answers, f"id {shown(id_)} is unknown, or occurs twice")
         check(known[id_].takes(answer), f"answer is {quoted(answer)}")
-        asked, text = known[id_].prefix, str(record.get("question", ""))
+        asked = known[id_].prefix
+        text = str(record.get("question", ""))
         is_asked = text.strip().lower() in asked.lower()
         check(is_asked, f"{quoted(text)} is not {quoted(asked)}: see --prompt and --wording")
         answers[id_] = answer
@@ -164,7 +165,9 @@ def run(benchmark: Benchmark, argv: Sequence[str] | None = None) -> None:
         raise UserError(f"{problem}: leave --model, --adapter and --blind out")
     else:
         args.template = getattr(args, "prompt", None) or PROMPT
-        results = {file: benchmark.read(file, args) for file in dict.fromkeys(args.results)}
+        results = {}
+        for file in dict.fromkeys(args.results):
+            results[file] = benchmark.read(file, args)
         results |= benchmark.baselines(results[args.results[0]])
     values = values_of(benchmark, results)
     if args.json:
@@ -181,16 +184,11 @@ def parser_of(benchmark: Benchmark) -> ArgumentParser:
 
     module = sys.modules[type(benchmark).__module__]
     parser = command_parser(module.__spec__.name, module.__doc__)
-    limits = {
-        "--limit": dict(help=benchmark.limit, type=positive, metavar="N"),
-        "--max-new-tokens": dict(
-            help="limit of an answer's tokens",
-            default=benchmark.max_new_tokens,
-            type=positive,
-            metavar="N",
-        ),
-    }
-    for name, options in {**benchmark.flags, **limits, **FLAGS}.items():
+    limit = {"--limit": dict(help=benchmark.limit, type=positive, metavar="N")}
+    for name, options in {**benchmark.flags, **limit}.items():
+        add_flag(parser, name, **options)
+    add_limit(parser, benchmark.max_new_tokens)
+    for name, options in FLAGS.items():
         add_flag(parser, name, **options)
     add_model_flags(parser, many=True)
     return parser
@@ -334,9 +332,13 @@ def values_of(benchmark: Benchmark, results: Results) -> dict[str, dict]:
             scored = [row for row in rows if measure in row.scores]
             found = percent(scored, [row.scores[measure] for row in scored])
             found["questions"] = len(scored)
-            both = [row for row in scored if measure in other.get(row.question.id, {})]
+            both, gaps = [], []
+            for row in scored:
+                scores = other.get(row.question.id, {})
+                if measure in scores:
+                    both.append(row)
+                    gaps.append(row.scores[measure] - scores[measure])
             if both:
-                gaps = [row.scores[measure] - other[row.question.id][measure] for row in both]
                 found["difference"] = percent(both, gaps)
             measures[measure] = found
         values[title] = {"summary": benchmark.summary(rows), "measures": measures}
@@ -358,9 +360,14 @@ def summary_table(values: Mapping[str, Mapping]) -> list[str]:
         return tables
     cells = []
     for line in lines:
-        numbers = [summary.get(line, {}) for summary in summaries.values()]
-        cells.append([line, *(cell(n.get(measure)) for n in numbers for measure in measures)])
-    head = [*summaries, *measures] if len(summaries) == 1 else [*measures, *summaries]
+        row = [line]
+        for summary in summaries.values():
+            numbers = summary.get(line, {})
+            row += [cell(numbers.get(measure)) for measure in measures]
+        cells.append(row)
+    head = [*measures, *summaries]
+    if len(summaries) == 1:
+        head = [*summaries, *measures]
     return markdown_table([f"{head[0]}, %", *head[1:]], cells)
 
 
@@ -379,7 +386,8 @@ def comparison_table(values: Mapping[str, Mapping]) -> list[str]:
     cells, notes = [], []
     # 1. a line for each model
     for title, found in compared.items():
-        counts[title] = max((of_one["questions"] for of_one in found.values()), default=0)
+        scored = [of_measure["questions"] for of_measure in found.values()]
+        counts[title] = max(scored, default=0)
         line = [title]
         for measure in measures:
             line.append(interval_text(found[measure]) if measure in found else "")

@@ -32,6 +32,12 @@ def command_parser(name: str, doc: str | None) -> ArgumentParser:
     return Parser(f"python -m {name}", description=doc, formatter_class=RawDescriptionHelpFormatter)
 
 
+def add_limit(parser: ArgumentParser, default: int) -> None:
+    """--max-new-tokens."""
+    limit = "limit of an answer's tokens"
+    add_flag(parser, "--max-new-tokens", limit, default, type=positive, metavar="N")
+
+
 def add_flag(
     parser: ArgumentParser, name: str, help: str, default: Any = None, **argument: Any
 ) -> None:

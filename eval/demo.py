@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from eval import figures
-from eval.command import add_flag, command_parser, positive, whole
+from eval.command import add_flag, add_limit, command_parser, whole
 from eval.data import scenes
 from eval.data.published import read
 from eval.explore.page import page
@@ -229,8 +229,7 @@ def save_examples(folder: Path) -> list[list[str]]:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.demo", __doc__)
     add_model_flags(parser)
-    limit = "limit of an answer's tokens"
-    add_flag(parser, "--max-new-tokens", limit, 64, type=positive, metavar="N")
+    add_limit(parser, 64)
     port = "(default: the first free one from 7860)"
     add_flag(parser, "--port", port, type=whole(1, 65535), metavar="N")
     args = parser.parse_args(argv)

@@ -132,7 +132,8 @@ def row_of(record: dict) -> Row:
     check(is_finite and min(truth.width, truth.height) > 0, "a score or a side is no number")
     parts = len(answer.split(";"))
     check(len(scores) in (0, parts), "scores: give one for each part of the answer, or none")
-    return Row(Question(id_, id_, (), prefix, truth=truth), (answer, scores), {})
+    question = Question(id_, id_, (), prefix, truth=truth)
+    return Row(question, (answer, scores), {})
 
 
 def boxes_of(row: Row) -> tuple[list[Found], Counter]:
@@ -155,7 +156,8 @@ def boxes_of(row: Row) -> tuple[list[Found], Counter]:
             problem = "" if name else "a name that was not asked for"
             if right <= left or bottom <= top:
                 problem = "an empty box"
-            found.append(Found(name or label, left, top, right - left, bottom - top, score))
+            size = right - left, bottom - top
+            found.append(Found(name or label, left, top, *size, score))
         if problem is not None:
             problems[problem] += 1
     return found, problems
@@ -192,9 +194,7 @@ def labelled(boxes: Sequence, label: str) -> list:
     return [box for box in boxes if box.label == label]
 
 
-def corners(
-    boxes: Sequence[Box | Found], image, size: Detection
-) -> list[tuple[float, float, float, float]]:
+def corners(boxes: Sequence[Box | Found], image, size: Detection) -> list[tuple[float, ...]]:
     """The boxes as (left, top, right, bottom) in the pixels of `image`, which may have another size
     than annotated."""
     x = image.width / size.width
@@ -227,7 +227,8 @@ def score_boxes(truths: Sequence[Sequence[Box]], found: Sequence[Sequence[Found]
     # 1. by class, the truths and the best detections of each picture
     pairs = {truth.label: [] for of_picture in truths for truth in of_picture}
     for of_picture, detections in zip(truths, found, strict=True):
-        for label in {box.label for box in (*of_picture, *detections)} & pairs.keys():
+        labels = {box.label for box in (*of_picture, *detections)}
+        for label in labels & pairs.keys():
             best = sorted(labelled(detections, label), key=lambda box: -box.score)[:MOST]
             pairs[label].append((labelled(of_picture, label), best))
     # 2. the measures by size
@@ -246,7 +247,8 @@ def score_boxes(truths: Sequence[Sequence[Box]], found: Sequence[Sequence[Found]
         if not size:
             result["AP50"] = mean(precision[:, 0])
             result["AP75"] = mean(precision[:, 5])
-            by_class = dict(zip(pooled, precision.mean(axis=1).tolist(), strict=True))
+            means = precision.mean(axis=1).tolist()
+            by_class = dict(zip(pooled, means, strict=True))
         for most in (MOST,) if size else (1, 10, MOST):
             recalls = []
             for matches in pooled.values():
@@ -289,7 +291,8 @@ def match(
             hit[at, number] = not ignored[best]
             neither[at, number] = ignored[best]
     scores = np.array([box.score for box in found], np.float64)
-    return Matches(scores, np.arange(len(found)), hit, neither, int((~ignored).sum()))
+    to_find = int((~ignored).sum())
+    return Matches(scores, np.arange(len(found)), hit, neither, to_find)
 
 
 def overlaps(found: Sequence[Found], truths: Sequence[Box]) -> np.ndarray:

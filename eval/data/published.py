@@ -286,12 +286,11 @@ def annotation(record: dict) -> Annotation:
     counts = Counter(text(answer, "answer") for answer in answers)
     most = counts.most_common(1)[0][0]
     answer = text({"multiple_choice_answer": most} | record, "multiple_choice_answer")
-    types = [
-        text(record, name) if name in record else None for name in ("answer_type", "question_type")
-    ]
+    named = [name for name in ("answer_type", "question_type") if name in record]
+    types = {name: text(record, name) for name in named}
     answerable = record.get("answerable")
     check(answerable in (None, 0, 1), "answerable is neither 0 nor 1")
-    return Annotation(id_of(record), tuple(answers), answer, *types, answerable=answerable)
+    return Annotation(id_of(record), tuple(answers), answer, answerable=answerable, **types)
 
 
 # MMNeedle
@@ -346,7 +345,7 @@ def read_needle_tests(
             is_square = 0 < len(images) == len(side) ** 2
             check(is_square, f"{quoted(name)} is no square of sub-images")
 
-    def listed(value: Any) -> list:
+    def listed(value) -> list:
         return value if isinstance(value, list) else [value]
 
     def test(record: dict) -> NeedleTest:

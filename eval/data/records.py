@@ -59,6 +59,7 @@ SOURCES = (
 )
 # a file, an image, or a function that draws or opens one
 Picture = Path | Image.Image | Callable[[], Any]
+Turns = tuple[tuple[str, str], ...]  # (prompt, answer) pairs
 # of whatever size, a model sees the same
 gray_picture = partial(Image.new, "RGB", (64, 64), (127, 127, 127))
 
@@ -104,8 +105,7 @@ class Record:
     name: str  # unique, for messages
     key: str  # names the pictures; records with the same key share them, and their encoding
     pictures: tuple[Picture, ...]  # in the order in which they are shown; none for text alone
-    # (prompt, answer) pairs; `<image>` in a prompt marks the place of a picture
-    turns: tuple[tuple[str, str], ...]
+    turns: Turns  # `<image>` in a prompt marks the place of a picture
     answers: tuple[str, ...] = ()  # of the last turn where there are several, one by annotator
     sampled: bool = False  # each epoch learns one of `answers`, drawn anew
     detection: Detection | None = None  # the objects to be found
@@ -144,7 +144,8 @@ def read_data(source: str, images: str | Path | None = None, prompt: str = PROMP
 def source_parts(source: str) -> tuple[str, Path]:
     """The kind of a source and its path. Raises UserError."""
     kind, _, path = source.partition(":")
-    if source != "embedded" and not (kind in ("vqav2", "jsonl", "csv", "coco") and path):
+    is_file = kind in ("vqav2", "jsonl", "csv", "coco") and path
+    if source != "embedded" and not is_file:
         raise UserError(f"{quoted(source)} does not say what kind of data it is: give {SOURCES}")
     return kind, Path(path)
 
@@ -196,18 +197,19 @@ def one_picture_records(source: str, limit: int, images: str | Path | None = Non
     records = []
     if source == "embedded":
         for number in range(limit):
-            samples = scenes.vqa_picture("test", number)
-            records.append(sample_record(samples[number % len(scenes.QUESTIONS)], "test"))
+            sample = scenes.vqa_picture("test", number)[number % len(scenes.QUESTIONS)]
+            records.append(sample_record(sample, "test"))
         return records
     for record in read_data(source, images):
         later = record.turns[1:]
-        has_more = any(SLOT in prompt for prompt, _ in later)
-        if len(records) < limit and len(record.pictures) == 1 and record.turns and not has_more:
+        if not record.turns or len(record.pictures) != 1:
+            continue
+        if not any(SLOT in prompt for prompt, _ in later):
             answers = () if later else record.answers
             records.append(replace(record, turns=record.turns[:1], answers=answers))
     if not records:
         raise UserError(f"--data {source}: no example has one picture: give some that have")
-    return records
+    return records[:limit]
 
 
 def vqav2_records(
@@ -223,7 +225,8 @@ def vqav2_records(
     for q in asked:
         turn = published.fill_prompt(prompt, q.question), q.answer
         answers = tuple(answer["answer"] for answer in q.answers)
-        records.append(Record(str(q.question_id), q.image, (find(q.image),), (turn,), answers))
+        pictures = (find(q.image),)
+        records.append(Record(str(q.question_id), q.image, pictures, (turn,), answers))
     return records
 
 
@@ -238,7 +241,8 @@ def read_examples(
     for a file without any usable entry."""
     is_table = kind == "csv" or Path(path).suffix == ".csv"
     places = rows_of(path) if is_table else published.records_in(path)
-    return read_records(path, partial(record_of, folder=images or Path(path).parent), places)
+    folder = images or Path(path).parent
+    return read_records(path, partial(record_of, folder=folder), places)
 
 
 def rows_of(path: str | Path) -> published.Places:
@@ -358,7 +362,7 @@ def dialogue(record: Mapping) -> list[tuple[str, Any]]:
     return said
 
 
-def read_turns(record: Mapping) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+def read_turns(record: Mapping) -> tuple[Turns, tuple[str, ...]]:
     """The turns of a record, and all right answers of the last one where it gives several. System
     texts stand before the first prompt; a first turn of the model is left out, as in LLaVA. Raises
     LookupError, TypeError and ValueError for another layout."""
@@ -434,8 +438,9 @@ def read_coco(path: str | Path, images: str | Path | None = None) -> list[Record
 
     def detection(entry: dict) -> Record:
         width, height = entry["width"], entry["height"]
-        boxes = [box_of(annotated, labels, width, height) for annotated in objects[entry["id"]]]
-        truth = Detection(width, height, tuple(boxes))
+        there = objects[entry["id"]]
+        boxes = tuple(box_of(annotated, labels, width, height) for annotated in there)
+        truth = Detection(width, height, boxes)
         file = find_picture(folder, text(entry, "file_name"))
         check_upright(file, width, height)
         turn = detection_turn(truth, list(labels.values()))
@@ -453,7 +458,8 @@ def box_of(annotated: Mapping, labels: Mapping, width: int, height: int) -> Box:
     category = annotated["category_id"]
     x, y, across, down = annotated["bbox"]
     check(category in labels, f"category_id {quoted(category)} is not among the categories")
-    is_within = min(x + across, y + down) >= 0 and x <= width < math.inf and y <= height < math.inf
+    is_within = min(x + across, y + down) >= 0
+    is_within = is_within and x <= width < math.inf and y <= height < math.inf
     picture = f"outside of the picture, {width}×{height} pixels"
     check(is_within, f"bbox {quoted(annotated['bbox'])} is {picture}")
     area = annotated.get("area", across * down)
@@ -524,7 +530,9 @@ def split_records(
     random.Random(f"split/{seed}").shuffle(names)
     held_out = round(len(names) * validation)
     used = held_out + round((len(names) - held_out) * fraction)
-    chosen = set(names[:held_out] if split == "validation" else names[held_out:used])
+    chosen = set(names[held_out:used])
+    if split == "validation":
+        chosen = set(names[:held_out])
     kept = []
     for record in records:
         is_kept = groups[record.name] in chosen if record.turns else split == "train"

@@ -17,7 +17,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.command import add_flag, command_parser, positive
+from eval.command import add_flag, add_limit, command_parser, positive
 from eval.data.records import one_picture_records
 from eval.explore.page import page
 from eval.explore.record import Case
@@ -53,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     images = "folder of the pictures of --data (default: that of its file)"
     add_flag(parser, "--images", images, metavar="DIR")
     add_flag(parser, "--limit", "examples of --data, the first N", 12, type=positive, metavar="N")
-    limit = "limit of an answer's tokens"
-    add_flag(parser, "--max-new-tokens", limit, 32, type=positive, metavar="N")
+    add_limit(parser, 32)
     out = "the page (default: runs/eval/MODEL/explore.html)"
     add_flag(parser, "--out", out, type=Path, metavar="FILE.html")
     args = parser.parse_args(argv)

@@ -65,7 +65,8 @@ def model_entry(name: str, said: Said, maps: Maps) -> dict:
     tokens = []
     for number, chance in enumerate(maps.probabilities):
         text = said.words[prompt + number]
-        tokens.append({"text": text, "p": round(float(chance), 4), "mean": None, "heads": None})
+        p = round(float(chance), 4)
+        tokens.append({"text": text, "p": p, "mean": None, "heads": None})
     return {
         "name": name,
         "text": said.text,
@@ -98,7 +99,8 @@ def case_entry(case: Case) -> dict:
 
 def fill(title: str, entries: Sequence[dict]) -> str:
     """The template with its style, script and data in it."""
-    data = json.dumps({"title": title, "cases": entries}, ensure_ascii=False, separators=(",", ":"))
+    known = {"title": title, "cases": entries}
+    data = json.dumps(known, ensure_ascii=False, separators=(",", ":"))
     # "<" is escaped: no text of a prompt or an answer can end the script element that holds it
     parts = {"title": html.escape(title), "data": data.replace("<", "\\u003c")}
     for name in ("css", "js"):

@@ -91,7 +91,8 @@ def answer(
     model: PaliGemma, processor: Processor, image: Image.Image, prompt: str, limit: int
 ) -> Said:
     """The greedy answer of up to `limit` tokens. Raises UserError."""
-    batch = processor([image], [prompt]).to(next(model.parameters()).device)
+    device = next(model.parameters()).device
+    batch = processor([image], [prompt]).to(device)
     new = generate(
         model,
         batch.input_ids,
@@ -105,7 +106,8 @@ def answer(
     words = {}
     for position in np.flatnonzero(~slots).tolist():
         words[position] = spell_token(processor, ids[position])
-    return Said(batch, new, processor.decode(new.tolist()), words, slots[:-1])
+    text = processor.decode(new.tolist())
+    return Said(batch, new, text, words, slots[:-1])
 
 
 def spell_token(processor: Processor, id_: int) -> str:
@@ -177,15 +179,23 @@ def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
     before = said.new[None, :-1]
     ids = torch.cat((batch.input_ids, before), dim=1)
     types = torch.cat((batch.token_type_ids, torch.ones_like(before)), dim=1)
-    inputs = {"input_ids": ids, "pixel_values": batch.pixel_values, "token_type_ids": types}
     with ExitStack() as hooks:
         for layer in layers:
             hooks.enter_context(layer.v_proj.register_forward_hook(compare))
             if isinstance(layer, Differential) and layer.maps == 2:
                 hooks.enter_context(layer.register_forward_pre_hook(watch))
-        maps, logits = decoder_maps(model, reduce, name, keep=count, **inputs)
-    chances = logits[0].float().softmax(-1).gather(-1, said.new[:, None])[:, 0]
-    known = chances.cpu().numpy(), np.stack(apart)
+        maps, logits = decoder_maps(
+            model,
+            reduce,
+            name,
+            keep=count,
+            input_ids=ids,
+            pixel_values=batch.pixel_values,
+            token_type_ids=types,
+        )
+    chances = logits[0].float().softmax(-1)
+    chances = chances.gather(-1, said.new[:, None])[:, 0].cpu().numpy()
+    known = chances, np.stack(apart)
 
     # 2. one map a layer
     first, share = stacked(kept[0] for kept in maps.values())
