@@ -184,8 +184,9 @@ def parser_of(benchmark: Benchmark) -> ArgumentParser:
 
     module = sys.modules[type(benchmark).__module__]
     parser = command_parser(module.__spec__.name, module.__doc__)
-    limit = {"--limit": dict(help=benchmark.limit, type=positive, metavar="N")}
-    for name, options in {**benchmark.flags, **limit}.items():
+    flags = dict(benchmark.flags)
+    flags.setdefault("--limit", dict(help=benchmark.limit, type=positive, metavar="N"))
+    for name, options in flags.items():
         add_flag(parser, name, **options)
     add_limit(parser, benchmark.max_new_tokens)
     for name, options in FLAGS.items():

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from eval import answer, needle
+from eval.bench import parser_of
 from eval.data import scenes
 from model.processor import Processor
 from tests.files import write_mmneedle
@@ -85,6 +86,12 @@ def test_the_embedded_accuracy_of_a_training_run(model, processor):
             )
             == accuracy
         )
+
+
+def test_the_number_of_tests_is_its_own_flag():
+    """Breaks when the benchmarks' --limit hides this one's, and a call without flags has no
+    number."""
+    assert parser_of(needle.Needle()).parse_args([]).limit == needle.LIMIT
 
 
 @pytest.fixture
