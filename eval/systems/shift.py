@@ -32,6 +32,7 @@ from model.common import run_command, shown, write_text
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.systems.configs import WingsConfig
+from model.systems.processors import SlotProcessor
 from model.turns import SLOT
 
 GROUPS = ("text before", "picture", "text after")
@@ -82,9 +83,11 @@ def measure(model: PaliGemma, processor: Processor, examples: Sequence[tuple[Any
         """What each key gets from all queries, the mean over heads."""
         return weights[0].float().mean(0).sum(0)
 
+    # the mark stays where it is: a PaliGemma that is asked reads its picture first
+    if type(processor) is Processor:
+        processor = SlotProcessor(processor.config, processor.tokenizer, processor.max_length)
     laws, queries = [], []
     for number, (picture, prompt) in enumerate(examples, start=1):
-        # the slot stays where it is: a PaliGemma that is asked reads its picture first
         row = processor.row_of(1, [(prompt, None)])
         batch = processor.pad([row], [picture]).to(next(model.parameters()).device)
         is_picture = batch.input_ids[0] == model.config.image_token_id

@@ -46,7 +46,9 @@ def test_a_run_is_asked_as_it_was_trained(data, stored, prompt, workplace, monke
     a whole model."""
     asked, layout = set(), Processor.layout
     monkeypatch.setattr(
-        Processor, "layout", lambda self, n, *text: asked.add(text[0]) or layout(self, n, *text)
+        Processor,
+        "layout",
+        lambda self, n, turns, marks: asked.add(turns[-1][0]) or layout(self, n, turns, marks),
     )
     model, run, file = (
         load_model("embedded"),

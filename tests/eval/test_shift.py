@@ -12,6 +12,7 @@ from eval.systems import shift
 from eval.systems.shift import GROUPS, Shift, measure, put_slot
 from model.attention import attention_modules
 from model.differential import graft
+from model.systems.processors import SlotProcessor
 from model.systems.wings import attach
 from tests.model.test_wings import randomized
 from weights.export import companions, export_model
@@ -36,7 +37,8 @@ def test_laws_are_sums_of_the_attention_weights(processor, kind):
         graft(model, "twin")
     found = measure(model, processor, EXAMPLES)
     assert found.laws.shape == (2, 4, 3) and found.shares.sum(-1) == pytest.approx([100] * 4)
-    batch = processor.pad([processor.row_of(1, [(EXAMPLES[0][1], None)])], [PICTURE])
+    inside = SlotProcessor(processor.config, processor.tokenizer)
+    batch = inside.pad([inside.row_of(1, [(EXAMPLES[0][1], None)])], [PICTURE])
     start = batch.input_ids[0].tolist().index(processor.config.image_token_id)
     assert start > 3  # the words before the picture
     spans, maps = (slice(0, start), slice(start, start + 16), slice(start + 16, None)), []
