@@ -16,7 +16,7 @@ from model.common import UserError
 
 ROOT = Path(__file__).parent.parent
 LINES = {
-    "README.md": 170,
+    "README.md": 180,
     "BENCHMARKS.md": 60,
     "CONTRIBUTING.md": 50,
     "CHANGELOG.md": 45,

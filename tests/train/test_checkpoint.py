@@ -104,6 +104,16 @@ def test_what_is_no_safetensors_is_one_line(name, raw, tmp_path):
     refused(lambda: load_checkpoint(tmp_path, Progress(step=1), optimizer), "step-1")
 
 
+def test_a_file_that_is_lost_or_strange_is_named(tmp_path):
+    """Breaks when the manifest is compared where both have a file alone."""
+    model, optimizer = make()
+    step(model, optimizer)
+    save_checkpoint(tmp_path, Progress(step=1), model, optimizer, WORLD)
+    moments = tmp_path / "checkpoints/step-1/optimizer.safetensors"
+    moments.rename(moments.with_stem("other"))
+    refused(lambda: newest_progress(tmp_path), "optimizer.safetensors, other.safetensors: missing")
+
+
 def test_the_newest_are_kept_in_numeric_order(tmp_path):
     """Breaks when old checkpoints pile up, or step 9 counts as newer than step 10."""
     model, optimizer = make()

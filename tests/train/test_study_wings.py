@@ -12,12 +12,15 @@ from model.systems.wings import attach, route
 from tests.reference import relative_error
 from tests.runs import stage_settings
 from train.optim import count, matching, trainable
+from train.studies.cells import Job
 from train.systems.studies import wings
+from train.systems.studies.stages import read_stages
 from train.systems.studies.wings import (
     DECODER,
     LEARNERS,
     PROJECTOR,
     ROWS,
+    VISUAL,
     lora_rank,
     open_first,
     share_named,
@@ -93,6 +96,25 @@ def test_the_miniature_starts_from_the_text_base_of_its_seed(tmp_path):
         m(batch.input_ids, None, torch.ones_like(batch.input_ids)) for m in (model, text.eval())
     ]
     assert relative_error(*logits) == 0
+
+
+def test_stage_1_trains_the_visual_learners_of_rows_that_have_some(tmp_path, monkeypatch):
+    """Breaks when a row starts stage 2 with learners that have seen no picture."""
+    stages = read_stages(wings.Options, "wings", f"--base embedded {SMALL}".split(), "", {})
+    learned = {}
+
+    def stop(model, processor, records, settings, factors, folder):
+        learned[row] = {*factors}
+        raise InterruptedError
+
+    monkeypatch.setattr(wings, "learn", stop)
+    for row, factors in ROWS.items():
+        with pytest.raises(InterruptedError):
+            wings.make(stages, {}, Job(row, tuple(factors.items()), 1.0, 0), tmp_path, tmp_path)
+    both = {PROJECTOR, VISUAL}
+    assert learned == dict.fromkeys(("visual", "wings", "learners"), both) | dict.fromkeys(
+        ("full", "lora"), {PROJECTOR}
+    )
 
 
 @pytest.mark.long
