@@ -104,7 +104,7 @@ def fit(
             # 1. the step
             step = progress.step
             tokens = count_records(micros, progress, order.most_bad, world)
-            record, signals = update(step, micros, tokens, len(received))
+            record, signals = update(step, micros, tokens, received)
             progress.step += 1
 
             # 2. the log, with scores of held-out examples
@@ -143,10 +143,10 @@ class Update:
         reconnect(optimizer, model)
 
     def __call__(
-        self, step: int, micros: Sequence, tokens: int, signals: int
+        self, step: int, micros: Sequence, tokens: int, received: Sequence[int]
     ) -> tuple[dict[str, float], int]:
         """Update the weights from micro-batches with so many supervised tokens, those of all
-        processes; returns the metrics of the step, and the signals that any process has received.
+        processes; returns the metrics of the step, and how many signals all have received so far.
 
         Without tokens nothing changes: momentum and decay would move the weights all the same.
         """
@@ -162,7 +162,7 @@ class Update:
 
         # 2. what all processes know; a scaler leaves infinite steps out itself
         *losses, norm = read_numbers(*losses, gathered(norm))
-        loss_sum, signals = self.world.sums(sum(losses), signals)
+        loss_sum, signals = self.world.sums(sum(losses), len(received))
         known_norm = 0.0 if self.scaler.is_enabled() else norm
         check_finite(loss_sum, losses, step, micros, self.world, known_norm)
 

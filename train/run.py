@@ -27,7 +27,7 @@ from typing import IO
 import torch
 
 from eval.data.records import Record
-from model.common import UserError, atomic_path, file_errors, quoted, shown, write_text
+from model.common import UserError, atomic_path, check_text, file_errors, quoted, shown, write_text
 from model.device import processor_name
 from train.checkpoint import Progress, checkpoints, file_digest
 from train.distributed import World
@@ -39,23 +39,23 @@ FREE = "workers device threads checkpoint_every keep evaluate eval_limit max_bad
 
 
 class Interrupted(Exception):
-    """A signal, its first argument, asked the run to end; the run has been saved."""
+    """A signal, its first argument, asked the run to end; within `fit` the run has been saved."""
 
     def end_program(self, advice: str) -> None:
-        print(f"\nsaved; {advice}", file=sys.stderr)
+        print(f"\ninterrupted: {advice}", file=sys.stderr)
         sys.exit(128 + self.args[0])
 
 
 @contextlib.contextmanager
-def catch_signals() -> Iterator[list[int]]:
-    """SIGTERM and Ctrl-C are put into the yielded list instead of ending the process; a second
-    signal ends it."""
+def catch_signals(least: int = 2) -> Iterator[list[int]]:
+    """SIGTERM and Ctrl-C are put into the yielded list instead of ending the process; the signal
+    number `least` of the block raises Interrupted."""
     received: list[int] = []
 
     def handler(number, frame):
-        if received:
-            raise KeyboardInterrupt
         received.append(number)
+        if len(received) >= least:
+            raise Interrupted(number)
 
     before = {}
     with contextlib.suppress(ValueError):  # not the main thread
@@ -85,8 +85,8 @@ def run_folder(
     """The folder of a run for the block, locked: the resumed one, or a new `--out` or
     runs/STEM-NUMBER.
 
-    If the block raises before learned weights are written, the new folder is deleted. Interrupted
-    ends the program, with advice. Raises UserError if another process writes to the folder, if it
+    If the block raises before learned weights are written, the new folder is deleted. A signal ends
+    the program, with advice. Raises UserError if another process writes to the folder, if it
     is not empty, and as `lock_folder`.
     """
     run = None
@@ -98,7 +98,7 @@ def run_folder(
             or arguments.out
             or next(path for path in numbered if not path.exists())
         )
-        with file_errors(run):
+        with file_errors(check_text(str(run))):
             run.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(run)
         sweep(run)
@@ -109,13 +109,16 @@ def run_folder(
         if world.is_first and not arguments.resume:
             write_text(run / RUN_CONFIG, json.dumps(asdict(settings), indent=1) + "\n")
         run = world.gather(run)[0]
-        yield run
-    except Interrupted as interrupted:
-        interrupted.end_program(f"go on with: python -m {program} --resume {run}")
-    except BaseException:
-        if world.is_first and not arguments.resume and not has_learned(run):
+        with catch_signals(least=1):
+            yield run
+    except BaseException as error:
+        is_kept = arguments.resume or not world.is_first or has_learned(run)
+        if not is_kept:
             lock.close()
             shutil.rmtree(run, ignore_errors=True)
+        if isinstance(error, Interrupted):
+            advice = f"saved; go on with: python -m {program} --resume {shown(run)}"
+            error.end_program(advice if is_kept else "nothing was learned yet")
         raise
 
 

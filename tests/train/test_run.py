@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import Mock
@@ -237,6 +238,28 @@ def test_a_run_that_learns_nothing_leaves_no_folder(run, monkeypatch):
     refused(lambda: train(FLAGS, "--epochs 1 --out deep/new"), "2 records", "more than 1", ".bmp")
     refused(lambda: train(FLAGS, "--max-bad 3 --out deep/new"), "4 records", "more than 3", ".bmp")
     assert not Path("deep/new").exists()
+
+
+@pytest.mark.parametrize(
+    ("place", "said", "is_kept"), [("load_start", "nothing", False), ("write_trained", "new", True)]
+)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_or_after_the_steps_is_said(
+    number, place, said, is_kept, run, monkeypatch, capsys
+):
+    """Breaks when a signal while a base is read leaves a folder, or one after the last step does
+    not say how to go on."""
+    monkeypatch.setattr(finetune, place, lambda *_: os.kill(os.getpid(), number))
+    with pytest.raises(SystemExit) as ended:
+        train(FLAGS, "--epochs 1 --out new")
+    assert ended.value.code == 128 + number and Path("new").exists() == is_kept
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_path_that_is_not_utf_8_is_refused_before_training(run):
+    """Breaks when the weights of a finished training cannot be written."""
+    refused(lambda: finetune.main([*words(FLAGS), "--out", "caf\udce9"]), "udce9", "UTF-8")
+    assert not Path("caf\udce9").exists()
 
 
 def test_a_run_with_too_many_known_bad_records_does_not_start(run, monkeypatch):
