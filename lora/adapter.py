@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from model.common import UserError, atomic_path, quoted, read_json, shown, write_text
+from model.config import config_errors
 from model.differential import Differential, graft, new_parameters
 from model.gemma import Adaptable
 from model.lowrank import LowRank
@@ -378,24 +379,17 @@ def load(model: Adaptable, folder: str | Path, *, force: bool = False) -> list[s
             f"{folder}: the model has an adapter already: load this one onto a plain base"
         )
     config, file = read_config(folder), open_tensors(folder / TENSOR_FILE)
-    try:
+    with config_errors(folder):
         for call in config.get("differential", []):
             graft(model, **call)
-        expected, actual = (
-            (file.metadata() or {}).get("base_fingerprint"),
-            fingerprint(model),
-        )  # PEFT leaves none
-        if expected and expected != actual and not force:
-            base = shown(config.get("base_model_name_or_path", "a base without a name"))
-            problem = (
-                f"was trained on another base, {base} ({shown(expected, 80)}), this is {actual}"
-            )
-            raise UserError(f"{folder}: {problem}: load that one, or force the adapter onto this")
+    expected = (file.metadata() or {}).get("base_fingerprint")  # PEFT leaves none
+    actual = fingerprint(model)
+    if expected and expected != actual and not force:
+        base = shown(config.get("base_model_name_or_path", "a base without a name"))
+        problem = f"was trained on another base, {base} ({shown(expected, 80)}), this is {actual}"
+        raise UserError(f"{folder}: {problem}: load that one, or force the adapter onto this")
+    with config_errors(folder):
         tensors = _put_lora(model, config, {name: file.get_tensor(name) for name in file.keys()})
-    except (TypeError, AttributeError, OverflowError, re.error) as error:
-        raise UserError(
-            f"{shown(folder / CONFIG_FILE)}: cannot be used ({shown(str(error))}): correct it"
-        ) from None
     parameters = adapter_parameters(model)
     problems = [f"missing {name}" for name in parameters.keys() - tensors.keys()]
     problems += [f"unexpected {shown(name)}" for name in tensors.keys() - parameters.keys()]
@@ -442,7 +436,7 @@ def _put_lora(
             if path in layers:
                 spelt[path], name = match[1], f"{PEFT}{HF}{path}.{match[2]}.weight"
         if name in renamed:
-            raise UserError(f"the adapter has {name} twice, in two spellings: delete one of them")
+            raise UserError(f"holds {name} twice, in two spellings")
         renamed[name] = tensor
     named = config.get("target_modules")
     if isinstance(named, list) and not config.keys() & {"exclude_modules", "layers_to_transform"}:
@@ -454,8 +448,8 @@ def _put_lora(
         default."""
         for key, given in config.get(patterns, {}).items():
             if not SIMPLE.fullmatch(key):
-                problem = f"the pattern {quoted(key)} may take hours to match"
-                raise UserError(f"{patterns}: {problem}: write the names of layers")
+                problem = f"{quoted(key)} is neither a name nor simple, and may take hours to match"
+                raise UserError(f"{patterns}: {problem}")
             if re.fullmatch(rf"(.*\.)?({key})", path):
                 return given
         return config.get(default, 8)

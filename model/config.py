@@ -15,6 +15,7 @@ pixels.
 """
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -33,8 +34,10 @@ _GEMMA2_ONLY = (
     "final_logit_softcapping",
     "sliding_window",
 )
-_SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
-_SIZES = _SIZES.split()  # which every published file of Gemma 1 has
+# sizes that every published file of Gemma 1 has
+_SIZES = (
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+).split()
 # layers or heads: far beyond any published model; a damaged number would take hours to build
 MAX_COUNT = 1024
 
@@ -57,6 +60,7 @@ def config_errors(path: str | Path) -> Iterator[None]:
         RecursionError,
         TypeError,
         ValueError,
+        re.error,
     ) as error:
         what = "" if isinstance(error, UserError) else f"{type(error).__name__} "
         raise UserError(

@@ -468,6 +468,8 @@ def graft(
             "'both'"
         )
     defaults = options_of(kind)
+    if not fits(seed, int) or abs(seed) >= 2**63:
+        raise UserError(f"seed {quoted(seed)}: expected a number of less than 64 bits")
     parameters = inspect.signature(KINDS[kind]).parameters
     for name, value in options.items():
         if name not in defaults or not fits(value, parameters[name].annotation):

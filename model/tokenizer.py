@@ -21,9 +21,7 @@ from model.config import config_errors
 from model.source import EMBEDDED, preset_of, resolve
 from model.turns import SLOT
 
-# files that name tokens, too, and what the callers read
-BESIDE = ["added_tokens.json", "tokenizer_config.json"]
-READ = ["config.json", "processor_config.json", "preprocessor_config.json", *BESIDE]
+BESIDE = ["added_tokens.json", "tokenizer_config.json"]  # files that name tokens, too
 SPACE = "\u2581"  # stands for a space in sentencepiece's pieces
 # of GPT-NeoX and Qwen, in place of all four control tokens
 END = "<|endoftext|>"
@@ -59,7 +57,9 @@ class JsonTokenizer:
             self.tokenizer.post_processor = None
             self.tokenizer.no_padding()
             self.tokenizer.no_truncation()
-            self.encode("\U0010ffff")  # raises, where nothing stands for what is unknown
+            # this raises, too, where nothing stands for what is unknown
+            if not self.encode("a\U0010ffff"):
+                raise ValueError("it leaves nothing of a text")
         except ImportError:
             raise UserError(
                 f"{path}: is read by a package that is not installed: pip install tokenizers"
@@ -115,8 +115,9 @@ def find_tokenizer(source: str | Path, revision: str | None = None) -> Path:
     """The tokenizer.model of a model, or else its tokenizer.json, which need not exist; the
     embedded one for a preset. Downloads from the hub the small files beside it, too."""
     source = EMBEDDED if preset_of(source) else source
-    folder = resolve(source, ["tokenizer.model", "tokenizer.json", *READ], revision)
-    file = folder / "tokenizer.model"
+    names = ["tokenizer.model", "tokenizer.json", *BESIDE]
+    names += ["config.json", "processor_config.json", "preprocessor_config.json"]  # of the callers
+    file = resolve(source, names, revision) / "tokenizer.model"
     return file if file.exists() else file.with_suffix(".json")
 
 
@@ -127,7 +128,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not (path := Path(path)).is_file():
         remedy = "copy either from the model that this one was made from, such as google/paligemma-3b-pt-224"
         raise UserError(f"{path}: not found, nor a tokenizer.model: {remedy}")
-    if path.suffix == ".json":
+    whole = path.with_suffix(".json")
+    if path == whole:
         tokenizer = JsonTokenizer(path)
     else:
         tokenizer = sentencepiece.SentencePieceProcessor()
@@ -137,8 +139,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             raise UserError(
                 f"{path}: not a sentencepiece model ({error}): download the file again"
             ) from None
-        if lacking(tokenizer, path.with_suffix(".json")):
-            tokenizer = JsonTokenizer(path.with_suffix(".json"))
+        if lacking(tokenizer, whole):
+            tokenizer = JsonTokenizer(whole)
     for name in BESIDE:
         if tokens := lacking(tokenizer, path.with_name(name)):
             problem = f"names {quoted(tokens[0])}, which the tokenizer lacks or has elsewhere"

@@ -36,13 +36,18 @@ def model_card(
     config: PaliGemmaConfig, count: int, title: str, base: str, run: Path | None = None, step="last"
 ) -> str:
     """The card of a model of `count` parameters, without paths. base: what the `run` trained up to
-    its last or best `step`, or what was exported as it is. Raises UserError, which names the run,
-    for damaged files of it."""
+    its last or best `step`, or what was exported as it is. Raises UserError for damaged files
+    of the run."""
     is_public = HUB_ID.fullmatch(base) and not Path(base).exists()
     public = base if is_public else _plain(Path(base).name)
     # 1. what the hub reads
-    lines = ["---", "library_name: transformers", "pipeline_tag: image-text-to-text"]
-    lines += ["tags:", "- paligemma"]
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: image-text-to-text",
+        "tags:",
+        "- paligemma",
+    ]
     if is_public:
         lines.append(f"base_model: {base}")
     if base.startswith("google/paligemma"):
@@ -54,49 +59,51 @@ def model_card(
     lines += ["---", "", f"# {_plain(title)}", "", f"PaliGemma {version}, {size}"]
     if run is None:
         return "\n".join([*lines, f"Base: {public}.", USE.replace("PROMPT", DEFAULT_PROMPT)]) + "\n"
-    with config_errors(run):
-        # 2. what it was trained on and scores
-        settings = read_json_if(own_file(run / "config.json"))
-        summary = read_json_if(own_file(run / "summary.json"))
-        data = _plain(settings.get("data", ""))
-        lines.append(f"Trained from {public} on {data} to its {step} step.")
-        scores, held_out = {}, summary.get("held_out", {})
+    # 2. what it was trained on and scores
+    settings = read_json_if(own_file(run / "config.json"))
+    summary = read_json_if(own_file(run / "summary.json"))
+    data = _plain(settings.get("data", ""))
+    lines.append(f"Trained from {public} on {data} to its {step} step.")
+    scores, held_out = {}, summary.get("held_out", {})
+    with config_errors(run / "summary.json"):
         for name in SCORES:
             scores[name] = _numbers({"held-out": held_out.get(name)} | summary.get(name, {}))
         if scores["start"] == scores["before"]:
             del scores["start"]
         rows = [f"| {n} | {_plain(m)} | {v:.4g} |" for n in scores for m, v in scores[n]]
-        if rows:
-            lines += ["", "## Scores", "", "| model | measure | score |", "|---|---|---:|", *rows]
-        # 3. how it is asked and was trained
-        lines.append(USE.replace("PROMPT", _prompt(run / "answers.jsonl")))
-        unused = [*SILENT]
-        if settings.get("full"):
-            unused += ["r", "alpha", "dropout", "targets"]
-        if EMBEDDED not in data:
-            unused += ["samples", "tasks"]
-        if "vqav2:" not in data:
-            unused += ["prompt", "answers"]
-        rows = [
-            f"| {_plain(name)} | {_plain(value)} |"
-            for name, value in settings.items()
-            if name not in unused and value not in (None, False, [], "")
-        ]
-        if rows:
-            lines += ["", "## Settings", "", "| setting | value |", "|---|---|", *rows]
+    if rows:
+        lines += ["", "## Scores", "", "| model | measure | score |", "|---|---|---:|", *rows]
+    # 3. how it is asked and was trained
+    lines.append(USE.replace("PROMPT", _prompt(run / "answers.jsonl")))
+    unused = [*SILENT]
+    if settings.get("full"):
+        unused += ["r", "alpha", "dropout", "targets"]
+    if EMBEDDED not in data:
+        unused += ["samples", "tasks"]
+    if "vqav2:" not in data:
+        unused += ["prompt", "answers"]
+    rows = [
+        f"| {_plain(name)} | {_plain(value)} |"
+        for name, value in settings.items()
+        if name not in unused and value not in (None, False, [], "")
+    ]
+    if rows:
+        lines += ["", "## Settings", "", "| setting | value |", "|---|---|", *rows]
     return "\n".join(lines) + "\n"
 
 
 def _prompt(file: Path) -> str:
     """A question of a run as Python writes it, if it can be one with a right answer."""
     prompt = DEFAULT_PROMPT
-    for line in read_text(own_file(file)).split("\n") if file.is_file() else ():
-        with contextlib.suppress(UserError):  # the last line is cut, where the run was stopped
-            asked = parse_json(line, "")
-            text = "<image>" + asked["question"].replace("<image>", "").strip()
-            prompt = shown(json.dumps(text, ensure_ascii=False), 10_000)
-            if asked["right"]:
-                break
+    text = read_text(own_file(file)) if file.is_file() else ""
+    with config_errors(file):
+        for line in text.split("\n"):
+            with contextlib.suppress(UserError):  # the last line of a run that was stopped is cut
+                asked = parse_json(line, "")
+                question = "<image>" + asked["question"].replace("<image>", "").strip()
+                prompt = shown(json.dumps(question, ensure_ascii=False), 10_000)
+                if asked["right"]:
+                    break
     return prompt
 
 

@@ -105,13 +105,12 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[st
 def find_files(folder: Path) -> list[Path]:
     """model.safetensors, or the files that its index names, or an .npz. Raises UserError, also for
     both of the former."""
-    is_single = (folder / SINGLE_FILE).exists()
-    if (index := folder / INDEX_FILE).exists():
+    is_single = (folder / SINGLE_FILE).is_file()
+    if (index := folder / INDEX_FILE).is_file():
         with config_errors(index):
             names = {Path(file).name for file in read_json(index)["weight_map"].values()}
-            require(names, "names no file")
-            whole = names == {SINGLE_FILE} or not is_single
-            require(whole, f"{SINGLE_FILE} lies beside it, of which it does not speak")
+            problem = f"names no file, or others than the {SINGLE_FILE} beside it"
+            require(names and (not is_single or names == {SINGLE_FILE}), problem)
         return [folder / name for name in sorted(names)]
     if is_single:
         return [folder / SINGLE_FILE]

@@ -116,18 +116,13 @@ class TextTokenizer(Texts):
 def load_text_tokenizer(source: str | Path, max_length: int | None = None) -> TextTokenizer:
     """The tokenizer of a language model, a folder or hub id; Qwen's needs the package `tokenizers`.
     UserError."""
-    names = [
-        "config.json",
-        "generation_config.json",
-        "chat_template.jinja",
-        "tokenizer_config.json",
-    ]
-    folder = resolve(source, names)
-    file, older = folder / names[2], folder / names[3]  # where transformers 5 and 4 save a template
-    template = read_json_if(older).get("chat_template")
-    if file.is_file():
+    beside = ["generation_config.json", "chat_template.jinja", "tokenizer_config.json"]
+    folder = resolve(source, ["config.json", *beside])
+    # where transformers 4 and 5 save a template
+    template = read_json_if(folder / "tokenizer_config.json").get("chat_template")
+    if (file := folder / "chat_template.jinja").is_file():
         template = read_text(file)
-    config = LanguageConfig.from_file(folder / names[0])
+    config = LanguageConfig.from_file(folder / "config.json")
     tokenizer = load_tokenizer(find_tokenizer(source))
     return TextTokenizer(
         config, tokenizer, max_length, template if isinstance(template, str) else ""

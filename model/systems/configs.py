@@ -84,12 +84,9 @@ class LanguageConfig(Config):
         values = {
             name: v for name, v in vars(self).items() if name not in ("text", "repetition_penalty")
         }
-        values |= {"architectures": [CLASSES[self.text.model_type]]}
-        return (
-            self.text.to_dict()
-            | values
-            | {"eos_token_id": ends[0] if len(ends) == 1 else ends or None}
-        )
+        values["architectures"] = [CLASSES[self.text.model_type]]
+        values["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
+        return self.text.to_dict() | values
 
 
 PAD, EOS, BOS, UNK = range(4)  # of the tokenizer that a `TextModelConfig`'s text has

@@ -469,6 +469,7 @@ def test_mistakes_are_named_and_change_nothing():
         *(("twin", {"mu": mu}) for mu in (None, "1", 10**400, math.nan)),
         *(("v2", {"r": r}) for r in (None, 2.0, True, [2])),
         ("split", {"rope_pairs": ["kept"]}),
+        *(("softmax", {"seed": seed}) for seed in ("x", 1.5, None, 2**70)),
     ):
         refused(partial(graft, model, kind, **options))
     assert model.grafts == ()

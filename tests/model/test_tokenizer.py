@@ -210,6 +210,8 @@ def test_a_tokenizer_that_fails_at_its_first_text_is_refused(tmp_path):
     for kind in ("WordPiece", "WordLevel"):
         model = {"type": kind, "vocab": vocabulary, **WORDS}
         refused(lambda model=model: load_tokenizer(changed(tmp_path, model=model)), "[UNK]")
+    nothing = changed(tmp_path, normalizer=REPLACE | {"pattern": {"Regex": "."}, "content": ""})
+    refused(lambda: load_tokenizer(nothing), "leaves nothing")
     sequence = {"type": "Sequence", "processors": [TEMPLATE, TEMPLATE]}
     for processor in (TEMPLATE, sequence):
         ours = load_tokenizer(changed(tmp_path, post_processor=processor))

@@ -100,7 +100,7 @@ def test_the_miniature_starts_from_the_text_base_of_its_seed(tmp_path):
 
 def test_stage_1_trains_the_visual_learners_of_rows_that_have_some(tmp_path, monkeypatch):
     """Breaks when a row starts stage 2 with learners that have seen no picture."""
-    stages = read_stages(wings.Options, "wings", f"--base embedded {SMALL}".split(), "", {})
+    stages = read_stages(wings.Options, f"--base embedded {SMALL}".split(), "", {})
     learned = {}
 
     def stop(model, processor, records, settings, factors, folder):

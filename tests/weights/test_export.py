@@ -267,7 +267,7 @@ def test_a_damaged_file_of_a_run_is_named(name, text, tmp_path):
     """Breaks when a run's damaged file ends its export with a traceback, or in words that do not
     say where."""
     (tmp_path / name).write_text(text)
-    refused(lambda: model_card(PRESETS["tiny"], 7, "x", "embedded", tmp_path), str(tmp_path))
+    refused(lambda: model_card(PRESETS["tiny"], 7, "x", "embedded", tmp_path), f"/{name}: ")
 
 
 def test_a_stopped_run_is_exported(tmp_path):

@@ -452,7 +452,7 @@ def test_of_two_files_of_weights_none_is_left_out_in_silence(hf1, tmp_path):
     folder = save(tmp_path, hf1, tensors_of(hf1), shards=2)
     first = folder / "model-00001-of-00002.safetensors"
     (folder / SINGLE_FILE).write_bytes(first.read_bytes())
-    refused(lambda: load_model(folder), INDEX_FILE, f"{SINGLE_FILE} lies beside it")
+    refused(lambda: load_model(folder), INDEX_FILE, f"others than the {SINGLE_FILE}")
     (folder / SINGLE_FILE).unlink()
     parts = load_file(folder / SHARD2)
     save_file(parts | {Q0: load_file(first).get(Q0, parts.get(Q0)) + 1}, folder / SHARD2)
