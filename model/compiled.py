@@ -24,7 +24,6 @@ class CompiledStep:
         if options == {} and next(model.parameters()).is_cuda:
             options = {"mode": "reduce-overhead"}
         # one compilation for each (rows, capacity); beyond its limit the compiler would raise
-        # pyright: ignore
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         self.model, self.bucket = model, bucket
         self.caches: dict[tuple[int, int], list[LayerCache]] = {}
@@ -66,7 +65,6 @@ class CompiledStep:
         torch.compiler.cudagraph_mark_step_begin()
         try:
             return self.step(token[:, None], types, valid, self.cache)
-        # pyright: ignore[reportAttributeAccessIssue]
         except torch._dynamo.exc.BackendCompilerFailed as error:
             message = " ".join(str(error).partition("\n\n")[0].split())
             raise UserError(

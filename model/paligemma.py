@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 
 from model.attention import LayerCache
 from model.common import UserError
-from model.config import PaliGemmaConfig
 from model.gemma import Adaptable, Gemma, RMSNorm
 from model.linear import Linear
 from model.siglip import Siglip
@@ -27,7 +26,7 @@ MAX_LOGITS = 1 << 25  # that the loss holds at a time: 130 positions of PaliGemm
 class Projector(nn.Module):
     """One linear map from the vision tower's width to the decoder's."""
 
-    def __init__(self, config: PaliGemmaConfig):
+    def __init__(self, config: Any):
         super().__init__()
         self.linear = Linear(config.vision.hidden_size, config.text.hidden_size)
 
@@ -39,14 +38,14 @@ class PaliGemma(Adaptable):
     """The whole model. Its parameter names are those of transformers 5 without their leading
     `model.`."""
 
-    def __init__(self, config: PaliGemmaConfig):
+    def __init__(self, config: Any):
         super().__init__()
         self.config = config
         self.vision_tower = Siglip(config.vision)
         self.multi_modal_projector, self.language_model = self.build(config)
 
     @staticmethod
-    def build(config: PaliGemmaConfig) -> tuple[nn.Module, nn.Module]:
+    def build(config: Any) -> tuple[nn.Module, nn.Module]:
         """The projector and the decoder, in which a kind of model may differ from PaliGemma."""
         return Projector(config), Gemma(config.text)
 

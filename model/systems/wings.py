@@ -22,6 +22,7 @@ The router needs the attention weights, so a routed model computes its main atte
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -180,8 +181,8 @@ class WingsGemma(Gemma):
     def __init__(self, config: WingsConfig):
         super().__init__(config.text, 0 if isinstance(config, LanguageWingsConfig) else 1)
         for layer in self.layers:
-            # pyright: ignore
-            layer.add_module("self_attn", WingsAttention(layer.get_submodule("self_attn"), config))
+            plain: Any = layer.get_submodule("self_attn")
+            layer.add_module("self_attn", WingsAttention(plain, config))
         self.routed = config.routed
 
     def new_cache(self, capacity: int) -> list:
