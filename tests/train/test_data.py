@@ -153,7 +153,7 @@ def test_bad_records_are_left_out_and_named(processor, tmp_path):
 
 def test_vqav2_is_read_and_split_by_picture(tmp_path):
     """Breaks when a picture is in training and validation, or the prompt or answer is not the
-    published one."""
+    published one, or all seeds hold out the same."""
     write_vqav2(tmp_path)
     made = vqav2_records(
         tmp_path, prompt="{ {0} {question}"
@@ -164,6 +164,7 @@ def test_vqav2_is_read_and_split_by_picture(tmp_path):
     }
     assert train[0].prefix.startswith("{ {0} What is") and train[0].suffix == "yes"
     assert len({r.key for r in split_records(made, "train", 0.5, 0.2)}) == 8
+    assert split_records(made, "validation", 1.0, 0.2, seed=1) != held_out  # each seed has its own
 
 
 def test_sampled_answers_follow_the_annotators_and_the_seed(tmp_path, processor):

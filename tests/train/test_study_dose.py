@@ -52,6 +52,13 @@ def test_shared_is_plain_attention_with_a_norm():
     )  # ε in the norm
 
 
+def test_a_longer_run_takes_more_steps():
+    """Breaks when the rows at so many times the steps are those of the short runs again."""
+    short, long = (dose.study_of(dose.Options(), "built", 0.5, times) for times in (1, 4))
+    for row, changes in short.rows.items():
+        assert dict(long.rows[row]) == dict(changes) | {"steps": 1200}
+
+
 @pytest.mark.long
 def test_both_tasks_from_end_to_end(tmp_path, monkeypatch, capsys):
     """Breaks when a dose is not that of its cell, or rates come from runs that are tested."""
