@@ -87,7 +87,7 @@ class Muon(torch.optim.Muon):
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(p)
                 mean = state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
-                update = orthogonal(p.grad.lerp(mean, group["momentum"]))
+                update = orthogonal(p.grad.lerp_(mean, group["momentum"]))
                 ratio = max(1, len(p) / p.shape[1])
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(update, alpha=-group["lr"] * ratio**0.5)

@@ -272,7 +272,7 @@ def test_default_is_the_newest_run_or_the_embedded_base(source, workplace, monke
         folder, model = workplace / "runs" / name, random_model()
         adapter.inject(model, adapter.DECODER_TARGETS, 2, 4.0)
         adapter.save(model, folder, base=base)
-        (folder / "config.json").write_text(json.dumps({"base": base}))
+        (folder / "config.json").write_text(json.dumps({"base": base, "data": ["embedded"]}))
         if name != "unfinished":
             (folder / "summary.json").write_text("{}")
     assert subjects("")[0].title == "old" and subjects("--adapter none")[0].source == "embedded"

@@ -22,7 +22,6 @@ from tests.killed_runs import kill_often
 from tests.runs import QUICK, SERVER, WORLD, metrics, refused, run, torchrun, words
 from train import finetune
 from train import model as systems
-from train import summary as summary_files
 from train.data.batches import collate
 from train.flags import flag_name
 from train.model import open_model
@@ -91,9 +90,7 @@ def test_full_fine_tuning_writes_a_model(tmp_path, monkeypatch):
     """Breaks when a run of all weights gives no model folder, or cannot end after a kill that came
     behind the model."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(
-            summary_files, "summarize", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
-        )
+        patch.setattr(finetune, "summarize", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
         run("--recipe own --steps 2", out=tmp_path / "run")
     finetune.main(["--resume", str(tmp_path / "run")])
     assert (tmp_path / "run/summary.json").exists()

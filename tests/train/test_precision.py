@@ -63,7 +63,9 @@ def fit_small(run, steps: int, loss, **settings) -> None:
     number."""
     torch.manual_seed(0)
     rows = [[SimpleNamespace(names=("row",), tokens=1, bad=(), number=n)] for n in range(steps)]
-    order = SimpleNamespace(total=steps, steps=lambda first, *args, **options: iter(rows[first:]))
+    order = SimpleNamespace(
+        total=steps, most_bad=0, steps=lambda first, *args, **options: iter(rows[first:])
+    )
     model = nn.Linear(4, 8)
     optimizer = make_adamw(parameter_groups(model, [Rule(["weight", "bias"], 1e-3)]), (0.9, 0.98))
     run.mkdir(exist_ok=True)
