@@ -38,8 +38,9 @@ LOCK = ".lock"
 FREE = "workers device threads checkpoint_every keep evaluate eval_limit max_bad eval_every keep_best".split()
 
 
-class Interrupted(Exception):
-    """A signal, its first argument, asked the run to end; within `fit` the run has been saved."""
+class Interrupted(KeyboardInterrupt):
+    """A signal, its first argument, asked the run to end; within `fit` the run has been saved. No
+    `except Exception`, as around a damaged picture, takes it for something else."""
 
     def end_program(self, advice: str) -> None:
         print(f"\ninterrupted: {advice}", file=sys.stderr)
