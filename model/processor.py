@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 
 from model.common import UserError, quoted, read_json_if, shown
@@ -181,28 +180,26 @@ class Processor:
         return ids, types, learned
 
     def layout(self, n_images: int, turns: Sequence[Turn], has_marks: bool) -> TokenRow:
-        """Pictures first, which see each other and the first prompt: a mark in a prompt is taken
-        out."""
-        ids = [*self.slot * n_images, self.config.bos_token_id]
-        types = [0] * len(ids)
-        learned = [0] * len(ids)
+        """The row, of any length. has_marks: pictures are marked in the prompts."""
+        ids, types, learned = [], [], []
         for number, (prompt, answer) in enumerate(turns):
-            if has_marks and SLOT in prompt:
-                prompt = re.sub(rf"\s*{SLOT}", "", prompt).strip()
-            # the newline is encoded with the prompt: a prompt that ends in one makes a single piece
-            # "\n\n" with it
-            given = self.encode(prompt + "\n")
-            reply = self.reply(answer)
+            given = self.prompt_ids(prompt, n_images, has_marks, is_first=number == 0)
+            reply = [] if answer is None else [*self.encode(answer), self.config.eos_token_id]
             ids += given + reply
             types += [min(number, 1)] * len(given) + [1] * len(reply)
             learned += [0] * len(given) + [1] * len(reply)
         return ids, types, learned
 
-    def reply(self, answer: str | None) -> list[int]:
-        """The ids of an answer, and the one that ends it; none for an answer that is asked for."""
-        if answer is None:
-            return []
-        return [*self.encode(answer), self.config.eos_token_id]
+    def prompt_ids(self, prompt: str, n_images: int, has_marks: bool, is_first: bool) -> list[int]:
+        """The ids of a prompt: pictures come before the first one, wherever they are marked."""
+        if has_marks and SLOT in prompt:
+            prompt = re.sub(rf"\s*{SLOT}", "", prompt).strip()
+        # the newline is encoded with the prompt: a prompt that ends in one makes a single piece
+        # "\n\n" with it
+        ids = self.encode(prompt + "\n")
+        if is_first:
+            ids = [*self.slot * n_images, self.config.bos_token_id, *ids]
+        return ids
 
     def pad(
         self, rows: Sequence[TokenRow], pictures: Sequence[Picture | torch.Tensor] | None = None
@@ -260,14 +257,10 @@ class Processor:
         stacked = torch.stack(pixels) if pixels else torch.empty(0, 3, size, size)
         return stacked, torch.tensor(index, dtype=torch.int64)
 
-    def fit(self, picture: Picture) -> np.ndarray:
-        """A picture as uint8 (R, R, 3), all that the model sees of it. Raises UserError, naming the
-        file."""
-        return fit(picture, self.config.vision.image_size, square=self.is_square)
-
     def pixels(self, picture: Picture) -> torch.Tensor:
-        """A picture as the vision tower reads it, float32 (3, R, R). Raises as `fit`."""
-        return normalized(self.fit(picture))
+        """A picture as the vision tower reads it, float32 (3, R, R). Raises UserError, naming the
+        file."""
+        return normalized(fit(picture, self.config.vision.image_size, square=self.is_square))
 
     def continuation(self, prefix: str, answer: str) -> list[int]:
         """The ids of an answer after its prompt: by itself, since the prompt's newline is a piece

@@ -194,14 +194,6 @@ class Texts:
                 )
         return self.tokenizer.encode(check_text(text))
 
-    def spell(self, text: str, slot: Sequence[int]) -> list[int]:
-        """The ids of a text, those of `slot` in place of each `<image>`; without a slot it is
-        text."""
-        ids = []
-        for place, part in enumerate(text.split(SLOT) if slot else [text]):
-            ids += [*(slot if place else ()), *self.encode(part)]
-        return ids
-
     def decode(self, ids: Any) -> str:
         """The text of answer ids (T,) up to the first that ends it, without control tokens and ids
         of no piece."""

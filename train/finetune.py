@@ -203,20 +203,21 @@ def learn(
 def score_trained(
     settings: Settings, held_out: HeldOut | None, run: Path, world: World, progress: Progress
 ) -> PaliGemma:
-    """Open the last weights and the best ones in turn, and put their scores into
-    `progress.results`; returns the model that the run recommends."""
-    chosen = run / "model" if settings.writes_model else run
+    """Open the last weights and the best ones in turn, one model at a time, and put their scores
+    into `progress.results`; returns the model that the run recommends."""
+    last = run / "model" if settings.writes_model else run
+    model = open_trained(settings, last, world.device)
     if held_out is None:
-        return open_trained(settings, chosen, world.device)
+        return model
     results = progress.results
-    results["after"] = held_out.test(open_trained(settings, chosen, world.device), "after")
+    results["after"] = held_out.test(model, "after")
     if settings.keep_best and progress.best and progress.best.since:
-        best = open_trained(settings, run / "best", world.device)
-        results["best"] = held_out.evaluate(best, "held-out, best")
-        del best
-        if trained(results) is results["best"]:
-            chosen = run / "best"
-    model = open_trained(settings, chosen, world.device)
+        del model
+        model = open_trained(settings, run / "best", world.device)
+        results["best"] = held_out.evaluate(model, "held-out, best")
+        if trained(results) is results["after"]:
+            del model
+            model = open_trained(settings, last, world.device)
     results["blind"] = held_out.evaluate(model, "held-out, blind", without_pictures=True)
     return model
 

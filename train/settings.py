@@ -276,6 +276,11 @@ class Settings(LoopSettings):
         return "train.finetune"
 
     @property
+    def command(self) -> list[str]:
+        """The words that begin a call of the same kind."""
+        return ["python", "-m", self.program]
+
+    @property
     def stem(self) -> str:
         """The name of the run's folder, before its number."""
         return f"{Path(self.base).name}-{self.attention}"
@@ -399,6 +404,11 @@ def recipe_defaults(given: dict) -> dict:
         recipe = "own"
     else:
         recipe = ""
+    return recipe_values(recipe, given)
+
+
+def recipe_values(recipe: str, given: dict) -> dict:
+    """The values of a recipe beside the given flags."""
     values = {**RECIPES.get(recipe, {}), "recipe": recipe}
     if given.get("evaluate") is False or given.get("eval_every") == 0:
         values["patience"] = 0

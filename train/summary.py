@@ -176,9 +176,7 @@ def longer(settings: Settings, run: Path) -> str:
         ("--recipe", "own" if is_toy else s.recipe)
     ]
     given += [("--steps", f"{2 * len(read_metrics(run))}")] * (not is_toy)
-    return shlex.join(
-        ["python", "-m", s.program, *(word for pair in given if pair[1] for word in pair)]
-    )
+    return shlex.join([*s.command, *(word for pair in given if pair[1] for word in pair)])
 
 
 def print_accuracies(summary: dict, results: Results, settings: Settings) -> None:

@@ -16,12 +16,20 @@ from model.generate import generate
 from model.source import resolve
 from model.systems.configs import LanguageConfig
 from model.tokenizer import Texts, Tokenizer, find_tokenizer, load_tokenizer
-from model.turns import Turn
+from model.turns import SLOT, Turn
 
 GEMMA = "<start_of_turn>", "<end_of_turn>", "model"  # begin and end of a turn, and the model's role
 CHATML = "<|im_start|>", "<|im_end|>", "assistant"
 # the system turn that a template of Qwen's writes where a conversation has none
 SYSTEM = re.compile(r"<\|im_start\|>system(?:\\n|\n)([^'<]+)<\|im_end\|>")
+
+
+def spell(texts: Texts, text: str, slot: Sequence[int]) -> list[int]:
+    """The ids of a text, those of `slot` in place of each `<image>`; without a slot it is text."""
+    ids = []
+    for place, part in enumerate(text.split(SLOT) if slot else [text]):
+        ids += [*(slot if place else ()), *texts.encode(part)]
+    return ids
 
 
 class TextTokenizer(Texts):
@@ -102,7 +110,7 @@ class TextTokenizer(Texts):
         )
         learned = [0] * len(ids)
         for number, (prompt, answer) in enumerate(turns):
-            text = self.spell(f"user\n{prompt.strip() if self.is_gemma else prompt}", slot)
+            text = spell(self, f"user\n{prompt.strip() if self.is_gemma else prompt}", slot)
             given = [start, *text, end, *newline, start, *self.encode(f"{self.role}\n")]
             reply = []
             if answer is not None:

@@ -7,7 +7,7 @@ In: pictures and prompts, in which `<image>` marks the place of a picture. Out: 
 from collections.abc import Sequence
 
 from model.processor import Processor, TokenRow
-from model.systems.chat import TextTokenizer
+from model.systems.chat import TextTokenizer, spell
 from model.tokenizer import Texts
 from model.turns import SLOT, Turn
 
@@ -15,21 +15,14 @@ from model.turns import SLOT, Turn
 class SlotProcessor(Processor):
     """A picture stands where `<image>` does, or before the first prompt; bos where the text begins."""
 
-    def layout(self, n_images: int, turns: Sequence[Turn], has_marks: bool) -> TokenRow:
-        if not has_marks:
-            (first, answer), *others = turns
-            turns = [(SLOT * n_images + first, answer), *others]
-        ids, types, learned = [], [], []
-        for number, (prompt, answer) in enumerate(turns):
-            given = self.texts.spell(prompt + "\n", self.slot)
-            if number == 0 and self.config.bos_token_id is not None:
-                is_text = [id_ != self.config.image_token_id for id_ in given]
-                given.insert(is_text.index(True), self.config.bos_token_id)
-            reply = self.reply(answer)
-            ids += given + reply
-            types += [min(number, 1)] * len(given) + [1] * len(reply)
-            learned += [0] * len(given) + [1] * len(reply)
-        return ids, types, learned
+    def prompt_ids(self, prompt: str, n_images: int, has_marks: bool, is_first: bool) -> list[int]:
+        if is_first and not has_marks:
+            prompt = SLOT * n_images + prompt
+        ids = spell(self.texts, prompt + "\n", self.slot)
+        if is_first and self.config.bos_token_id is not None:
+            is_text = [id_ != self.config.image_token_id for id_ in ids]
+            ids.insert(is_text.index(True), self.config.bos_token_id)
+        return ids
 
 
 class LanguageProcessor(SlotProcessor):

@@ -151,3 +151,10 @@ def test_parts_that_do_not_fit_are_refused(language, tmp_path, option, told):
     if "wide" in option:
         export_model(open_first(language, "hidden_size=24"), tmp_path)
     refused(lambda: open_first(language, option.format(wide=tmp_path)), *told)
+
+
+def test_a_stage_follows_a_recipe_and_names_itself():
+    """Breaks when --recipe is taken without its values, or a next command begins another stage."""
+    settings = stage_settings("qmamba", "--stage 2 --recipe paper-1 --base y")
+    assert (settings.recipe, settings.lr, settings.r) == ("paper-1", 4e-4, 32)
+    assert settings.command == "python -m train.systems.qmamba --stage 2".split()

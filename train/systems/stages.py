@@ -2,7 +2,7 @@
 
 In: flags, those of `train.finetune` and the number of the stage. Out: a run folder with a whole
 model; a later stage starts from that of the one before, --base RUN/model. A system is a subclass of
-`StageSettings`, with its `STAGES`, that registers how its model and its tokenizer are opened.
+`StageSettings` with its `STAGES`, how it opens its model, and where its tokenizer is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from train.finetune import run_flags
 from train.flags import flag
 from train.model import learning_rules, load_start, open_processor, rules_of, weights_dtype
 from train.optim import Rule
-from train.settings import EMBEDDED, GROUPS, Arguments, Settings, read_settings
+from train.settings import EMBEDDED, GROUPS, Arguments, Settings, read_settings, recipe_values
 
 ONE_EPOCH = {
     "epochs": 1,
@@ -64,6 +64,10 @@ class StageSettings(Settings):
     @property
     def program(self) -> str:
         return f"train.systems.{self.NAME}"
+
+    @property
+    def command(self) -> list[str]:
+        return [*super().command, "--stage", str(self.stage)]
 
     @property
     def stem(self) -> str:
@@ -122,7 +126,8 @@ def parse_stage(
 
     def defaults(given: dict) -> dict:
         is_embedded = tuple(given.get("data", EMBEDDED)) == EMBEDDED
-        return stage_defaults(kind, given.get("stage", 1), is_embedded)
+        of_stage = stage_defaults(kind, given.get("stage", 1), is_embedded)
+        return of_stage | recipe_values(given.get("recipe", ""), given)
 
     groups = {**GROUPS, "model": f"stage {GROUPS['model']}"}
     return read_settings(argv, doc, kind, f"train.systems.{kind.NAME}", defaults, groups)

@@ -1,0 +1,1 @@
+"""The models beside PaliGemma; `model/registry.py` has their table."""
