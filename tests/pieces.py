@@ -13,7 +13,7 @@ from transformers.tokenization_utils_base import generate_merges
 from model.config import TextConfig
 from model.paligemma import initialize
 from model.source import BUNDLED_FOLDER
-from model.systems.configs import LanguageConfig
+from model.systems.configs import LanguageConfig, LlamaConfig
 from model.systems.language import LanguageModel
 from weights.export import export_model
 
@@ -135,7 +135,8 @@ def language_folder(folder: Path, kind: str, most: int, control: list[str] = (),
     sizes |= (
         gemma if kind == "gemma2" else {"hidden_activation": "silu", "tie_word_embeddings": False}
     )
-    text, ends = TextConfig(kind, len(tokenizer) + 4, 16, 32, **sizes), (tokenizer.eos_token_id,)
+    family = TextConfig if kind == "gemma2" else LlamaConfig
+    text, ends = family(kind, len(tokenizer) + 4, 16, 32, **sizes), (tokenizer.eos_token_id,)
     config = LanguageConfig(text, ends, tokenizer.pad_token_id, tokenizer.bos_token_id, most)
     export_model(initialize(LanguageModel(config), seed), folder)
     return tokenizer

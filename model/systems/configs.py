@@ -8,6 +8,8 @@ from typing import Literal
 from model.common import quoted, read_json
 from model.config import (
     CONTROL_TOKENS,
+    GEMMA2_ONLY,
+    Architecture,
     Config,
     PaliGemmaConfig,
     TextConfig,
@@ -22,12 +24,43 @@ CLASSES = {"gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM", "qwen2": 
 
 
 @dataclass(frozen=True)
+class LlamaConfig(TextConfig):
+    """A decoder of Llama's architecture, as Qwen 1.5 and 2 (Yang et al. 2024) are, which have
+    biases of q, k and v."""
+
+    fixed = {"use_sliding_window": False}
+    model_type: Literal["qwen2"] = "qwen2"
+
+    @property
+    def architecture(self) -> Architecture:
+        return Architecture(norm_offset=0, scales_embeddings=False, qkv_bias=True)
+
+    @classmethod
+    def from_dict(cls, raw: dict) -> "LlamaConfig":
+        """As of `TextConfig`."""
+        heads = raw["num_attention_heads"]
+        defaults = {
+            "num_key_value_heads": heads,
+            "head_dim": raw["hidden_size"] // heads,
+            "tie_word_embeddings": False,
+        }
+        activation = raw.get("hidden_act") or "silu"
+        return cls.read(raw | dict.fromkeys(GEMMA2_ONLY), activation, defaults)
+
+
+def decoder_of(raw: dict) -> TextConfig:
+    """The decoder of a language model's config.json. Raises UserError."""
+    is_gemma = str(raw.get("model_type")).startswith("gemma")
+    return TextConfig.from_dict(raw) if is_gemma else LlamaConfig.from_dict(raw)
+
+
+@dataclass(frozen=True)
 class LanguageConfig(Config):
     """A published decoder and its control tokens. eos_token_id: each of them ends an answer; there
     may be none."""
 
     kind = "language"
-    text: TextConfig
+    text: TextConfig | LlamaConfig
     eos_token_id: tuple[int, ...] = ()
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -71,7 +104,7 @@ class LanguageConfig(Config):
             f"repetition_penalty is {quoted(penalty)}",
         )
         return cls(
-            TextConfig.from_dict(raw),
+            decoder_of(raw),
             ends,
             ends[0] if pad is None and ends else pad,
             bos,
@@ -166,8 +199,13 @@ class LanguageWingsConfig(WingsConfig):
     `model/systems/chat.py`."""
 
     kind = "wings-language"
+    text: TextConfig | LlamaConfig = TextConfig()
     bos_token_id: int | None = None
     chat: bool = False
+
+    @classmethod
+    def from_dict(cls, raw: dict) -> "LanguageWingsConfig":
+        return super().from_dict(raw | {"text": decoder_of(raw.get("text_config") or {})})
 
     @property
     def language(self) -> LanguageConfig:

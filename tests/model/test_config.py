@@ -82,8 +82,9 @@ def test_published_files_are_the_presets():
     assert PaliGemmaConfig.from_dict(PUBLISHED_2) == PRESETS["paligemma2-3b-224"]
 
 
-QWEN = replace(
-    PRESETS["tiny"].text, model_type="qwen2", hidden_activation="silu", tie_word_embeddings=False
+QWEN = configs.LlamaConfig(
+    **vars(PRESETS["tiny"].text)
+    | {"model_type": "qwen2", "hidden_activation": "silu", "tie_word_embeddings": False}
 )
 TINY, UNCAPPED = (
     PRESETS["tiny"],
@@ -150,7 +151,7 @@ def test_what_a_file_says_otherwise_than_it_means():
     for kind in ("gemma", "qwen2"):
         plain = GEMMA | {"model_type": kind}
         given = {"attn_logit_softcapping": 50.0, "sliding_window": 8, "query_pre_attn_scalar": 144}
-        assert TextConfig.from_dict(plain | given) == TextConfig.from_dict(plain)
+        assert configs.decoder_of(plain | given) == configs.decoder_of(plain)
 
 
 @pytest.mark.parametrize("kind", configs.CLASSES)
@@ -166,7 +167,7 @@ def test_the_activation_is_that_of_transformers(kind, hidden_act, hidden_activat
     }
     hf, x = AutoConfig.for_model(**raw), torch.linspace(-4, 4, 99)
     theirs = ACT2FN[hf.hidden_activation if kind == "gemma2" else hf.hidden_act](x)
-    assert torch.equal(ACTIVATIONS[TextConfig.from_dict(raw).hidden_activation](x), theirs)
+    assert torch.equal(ACTIVATIONS[configs.decoder_of(raw).hidden_activation](x), theirs)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,10 @@ GEMMA2 = replace(
 GEMMA2 = replace(
     GEMMA2, attn_logit_softcapping=50.0, final_logit_softcapping=30.0, query_pre_attn_scalar=24
 )
-QWEN = replace(GEMMA, model_type="qwen2", hidden_activation="silu", tie_word_embeddings=False)
+QWEN = configs.LlamaConfig(
+    **vars(GEMMA)
+    | {"model_type": "qwen2", "hidden_activation": "silu", "tie_word_embeddings": False}
+)
 BASE = PaliGemmaConfig(VISION, GEMMA, IMAGE)
 MAMBA = configs.MambaConfig(64, 28, 3, state_size=5, conv_kernel=3, eos_token_id=1, bos_token_id=2)
 PROJECTOR = configs.ProjectorConfig(
