@@ -266,9 +266,7 @@ class Attention(nn.Module):
         q = self.split_heads(self.q_proj(x))
         k = self.split_heads(self.k_proj(x))
         v = self.split_heads(self.v_proj(x))
-        if rope is None:
-            return q, k, v
-        return rope(q), rope(k), v
+        return (q, k, v) if rope is None else (rope(q), rope(k), v)
 
     def mix(self, x, q, k, v, mask) -> Tensor:
         """Heads (B, N, S, D) from queries and all keys and values, cached ones included."""
@@ -293,7 +291,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """softmax(qkᵀ·scale)·v for any number of query heads that is a multiple of the key
         heads."""
-        scale = self.scale if scale is None else scale
+        scale = scale or self.scale
         # nothing needs the logits or the weights themselves
         if self.softcap is None and self.tap is None:
             return fused_attention(q, k, v, mask, scale)

@@ -72,9 +72,9 @@ def generate(
     The prompt (B, S) and its pictures are as for `PaliGemma.forward`; each new token is causal.
     Decoding is greedy at temperature 0, else sampled from the smallest set of tokens that holds
     `top_p` of the probability there, after the model's own `adjusted` has seen the logits.
-    `compiled` is a `model.compiled.CompiledStep` of this model. The tokens `also_end` end a row, too; `on_token`
-    receives each new token (B,). Raises UserError, and NonFiniteError for logits before a row's end
-    that are not.
+    `compiled` is a `model.compiled.CompiledStep` of this model. The tokens `also_end` end a row,
+    too; `on_token` receives each new token (B,). Raises UserError, and NonFiniteError for logits
+    before a row's end that are not.
     """
     check_options(max_new_tokens, temperature, top_p)
     rows, prompt = input_ids.shape

@@ -73,6 +73,19 @@ def to_pixels(source: Picture, size: int) -> Tensor:
     return torch.from_numpy(pixels * np.float32(2) - np.float32(1))
 
 
+def pad_to_square(image: Image.Image) -> Image.Image:
+    """The picture in the middle of a gray square of its longer side, as LLaVA trains.
+    Raises UserError."""
+    side = max(image.size)
+    if side**2 > 4 * MOST_PIXELS:  # as much memory
+        raise UserError(
+            f"a picture of {image.width} × {image.height} pixels is too long to be padded: crop it"
+        )
+    square = Image.new("RGB", (side, side), (127, 127, 127))
+    square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
+    return square
+
+
 def _to_rgb(image: Image.Image) -> Image.Image:
     if image.width * image.height > MOST_PIXELS:
         raise ValueError(

@@ -6,11 +6,13 @@ cannot spell control tokens: they are placed here.
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from model.common import UserError, read_json_if, read_text
 from model.generate import generate
@@ -165,11 +167,7 @@ def ask_text(
 def pad_left(rows: Sequence[Sequence[int]], pad: int | None) -> tuple[Tensor, Tensor]:
     """Token ids (B, S) of rows of unequal length, and the attention mask (B, S). pad: None where a
     model has none."""
-    width = max(map(len, rows))
-    size = len(rows), width
-    ids = torch.full(size, pad or 0, dtype=torch.int64)
-    valid = torch.zeros(size, dtype=torch.int64)
-    for number, row in enumerate(rows):
-        ids[number, width - len(row) :] = torch.tensor(row)
-        valid[number, width - len(row) :] = 1
-    return ids, valid
+    left = partial(pad_sequence, batch_first=True, padding_side="left")
+    ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    valid = [torch.ones_like(row) for row in ids]
+    return left(ids, padding_value=pad or 0), left(valid)

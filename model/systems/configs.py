@@ -20,15 +20,13 @@ from model.config import (
     rope_of,
 )
 
-# transformers' classes of language models, by model_type
-CLASSES = {
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-}
+# the language models, by model_type
+FAMILIES = ("gemma", "gemma2", "llama", "qwen2")
 # the control tokens of families other than Gemma's, where a file says nothing
-CONTROLS: dict[str, dict[str, int]] = {"llama": {"bos_token_id": 1, "eos_token_id": 2}, "qwen2": {}}
+CONTROLS: dict[str, dict] = {
+    "llama": {"bos_token_id": 1, "eos_token_id": 2},
+    "qwen2": {},
+}
 # of a conversation in ChatML, where no template says another
 DEFAULT_SYSTEM = "You are a helpful assistant."
 
@@ -136,10 +134,10 @@ class LanguageConfig(Config):
     @classmethod
     def from_dict(cls, raw: dict) -> "LanguageConfig":
         kind = raw.get("model_type")
-        problem = f"model_type is {quoted(kind)}, expected a text model's: {', '.join(CLASSES)}"
-        require(kind in list(CLASSES), problem)
-        is_causal = not raw.get("use_bidirectional_attention")
-        require(is_causal, "use_bidirectional_attention is not computed here")
+        problem = f"model_type is {quoted(kind)}, expected a text model's: {', '.join(FAMILIES)}"
+        require(kind in FAMILIES, problem)
+        is_both_ways = raw.get("use_bidirectional_attention")
+        require(not is_both_ways, "use_bidirectional_attention is not computed here")
         raw = CONTROLS.get(str(kind), CONTROL_TOKENS) | raw
         end, pad = raw.get("eos_token_id"), raw.get("pad_token_id")
         if not isinstance(end, list):
@@ -147,8 +145,8 @@ class LanguageConfig(Config):
         problem = f"eos_token_id is {quoted(end)}, expected token ids or null"
         require(all(type(id_) is int for id_ in end), problem)
         penalty = raw.get("repetition_penalty") or 1.0
-        is_penalty = isinstance(penalty, int | float) and penalty > 0
-        require(is_penalty, f"repetition_penalty is {quoted(penalty)}")
+        is_right = isinstance(penalty, int | float) and penalty > 0
+        require(is_right, f"repetition_penalty is {quoted(penalty)}")
         return cls(
             decoder_of(raw),
             tuple(end),
@@ -161,7 +159,7 @@ class LanguageConfig(Config):
     def to_dict(self) -> dict:
         ends = list(self.eos_token_id)
         values = vars(self) | {
-            "architectures": [CLASSES[self.text.model_type]],
+            "architectures": [f"{self.text.model_type.capitalize()}ForCausalLM"],
             "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
         }
         del values["text"], values["repetition_penalty"]

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from model.attention import LayerCache, Positions
@@ -24,7 +25,7 @@ from model.differential import graft
 from model.gemma import Adaptable, Gemma
 from model.paligemma import initialize, logits_or_loss
 from model.registry import System
-from model.systems.configs import CLASSES, TEXT_PRESETS, LanguageConfig, TextModelConfig
+from model.systems.configs import FAMILIES, TEXT_PRESETS, LanguageConfig, TextModelConfig
 from model.systems.reader import open_reader
 
 
@@ -59,8 +60,8 @@ class LanguageModel(Adaptable):
         assert unused.get("pixel_values") is None, "a language model takes no pictures"
         x = self.language_model.embed(input_ids)
         if attention_mask is None:
-            length = x.shape[1] + (cache[0].length if cache else 0)
-            attention_mask = torch.ones(len(x), length, dtype=torch.int64, device=x.device)
+            length = cache[0].length if cache else 0
+            attention_mask = F.pad(torch.ones_like(input_ids), (length, 0), value=1)
         causal, valid = torch.ones_like(attention_mask), attention_mask.bool()
         hidden = self.language_model(x, valid, causal, cache, positions_to_keep, documents)
         head, vocab_size = self.language_model.head, self.config.text.vocab_size
@@ -79,7 +80,8 @@ class LanguageModel(Adaptable):
         if penalty == 1:
             return logits
         ids = torch.cat((prompt, *(token[:, None] for token in tokens)), dim=1)
-        counts = torch.zeros_like(logits).scatter_add(1, ids, valid[:, : ids.shape[1]].to(logits))
+        read = valid[:, : ids.shape[1]].to(logits)
+        counts = torch.zeros_like(logits).scatter_add(1, ids, read)
         lowered = torch.where(logits < 0, logits * penalty, logits / penalty)
         return torch.where(counts > 0, lowered, logits)
 
@@ -125,6 +127,6 @@ LANGUAGE = System(
     prefixes={"language_model.lm_head.": "lm_head.", "language_model.": "model."},
     aliases={"lm_head.weight": "language_model.embed_tokens.weight"},
 )
-SYSTEMS = dict.fromkeys([LanguageConfig.kind, *CLASSES], LANGUAGE) | {
+SYSTEMS = dict.fromkeys([LanguageConfig.kind, *FAMILIES], LANGUAGE) | {
     TextModelConfig.kind: System(TextModelConfig, TextModel, asked_as="text", reader=open_reader),
 }

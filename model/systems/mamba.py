@@ -53,8 +53,8 @@ class MambaMixer(nn.Module):
     def forward(
         self,
         h,
-        valid: Tensor | None = None,
-        state: MambaState | None = None,
+        valid=None,
+        state=None,
     ) -> Tensor:
         """h (B, S, H) to (B, S, H), from `state` on, which is updated. valid (B, S): False at
         padding, a row's end."""
@@ -108,8 +108,8 @@ class MambaBlock(nn.Module):
     def forward(
         self,
         h,
-        valid: Tensor | None = None,
-        state: MambaState | None = None,
+        valid=None,
+        state=None,
     ) -> Tensor:
         return h.float() + self.mixer(self.norm(h.to(self.norm.weight.dtype)), valid, state)
 
@@ -146,10 +146,11 @@ class Mamba(nn.Module):
         False at padding, on either side; its last S columns are those of x. A single step is never
         padding. `types` are ignored: image and prefix are causal, too.
         """
-        order = None
-        is_step = x.shape[1] == 1
-        valid = None if valid is None or is_step else valid[:, -x.shape[1] :].bool()
+        order, steps = None, x.shape[1]
+        if steps == 1:
+            valid = None
         if valid is not None:
+            valid = valid[:, -steps:].bool()
             # padding is moved to the end of its row: in the recurrence and the convolution, tokens
             # must be neighbours
             order = (~valid).long().argsort(dim=1, stable=True)
@@ -171,7 +172,7 @@ class Mamba(nn.Module):
         weight = self.embeddings.weight
         return linear(hidden.to(weight.dtype), weight).float()
 
-    def new_cache(self, capacity: int | None = None) -> list[MambaState]:
+    def new_cache(self, capacity=None) -> list[MambaState]:
         """An empty state for each layer; its size does not depend on `capacity`."""
         return [MambaState() for _ in self.layers]
 
@@ -199,7 +200,7 @@ class MambaLM(nn.Module):
     def adjusted(self, logits: Tensor, *read) -> Tensor:
         return logits
 
-    def new_cache(self, capacity: int | None = None) -> list[MambaState]:
+    def new_cache(self, capacity=None) -> list[MambaState]:
         return self.backbone.new_cache()
 
 

@@ -6,11 +6,9 @@ In: pictures and prompts, in which `<image>` marks the place of a picture. Out: 
 
 from collections.abc import Sequence
 
-from PIL import Image
 from torch import Tensor
 
-from model.common import UserError
-from model.images import MOST_PIXELS, Picture, load_image
+from model.images import Picture, load_image, pad_to_square
 from model.processor import Processor, TokenRow
 from model.systems.chat import TextTokenizer, spell
 from model.tokenizer import Texts
@@ -58,16 +56,3 @@ class LanguageProcessor(SlotProcessor):
             turns = [*before, (SLOT * n_images + "\n" + prompt, answer)]
         ids, learned = self.texts.conversation(turns, self.slot)
         return ids, [1] * len(ids), learned
-
-
-def pad_to_square(image: Image.Image) -> Image.Image:
-    """The picture in the middle of a gray square of its longer side, as LLaVA trains.
-    Raises UserError."""
-    side = max(image.size)
-    if side**2 > 4 * MOST_PIXELS:  # as much memory
-        raise UserError(
-            f"a picture of {image.width} × {image.height} pixels is too long to be padded: crop it"
-        )
-    square = Image.new("RGB", (side, side), (127, 127, 127))
-    square.paste(image, ((side - image.width) // 2, (side - image.height) // 2))
-    return square

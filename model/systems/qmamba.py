@@ -34,7 +34,7 @@ from model.systems.processors import SlotProcessor
 def local_mask(
     queries: int,
     keys: int,
-    device: torch.device | str | None = None,
+    device=None,
 ) -> Tensor:
     """Boolean mask (Q, K): query i sees the i-th span of K/Q neighbouring keys; the first K mod Q
     spans are one longer.

@@ -26,7 +26,7 @@ def selective_scan(
     B,
     C,
     state=None,
-    chunk: int | None = None,
+    chunk=None,
 ) -> tuple[Tensor, Tensor]:
     """y (B, L, E) and the last state (B, N, E) of s_t = exp(Δ_t A) ⊙ s_{t−1} + (Δ_t x_t) ⊗ B_t, y_t
     = s_t C_t.

@@ -19,6 +19,7 @@ Stage 1 of training has no routers and no textual learners (`routed` False): the
 The router needs the attention weights, so a routed model computes its main attention without a fused kernel.
 """
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,10 +100,8 @@ class Learner(nn.Module):
         assert width % (2 * num_heads) == 0, problem
         self.num_heads = num_heads
         for name in "qkvo":
-            update = nn.Sequential()
-            update.add_module("A", Linear(width, rank, bias=False))
-            update.add_module("B", Linear(rank, width, bias=False))
-            self.add_module(name, update)
+            down, up = Linear(width, rank, bias=False), Linear(rank, width, bias=False)
+            self.add_module(name, nn.Sequential(OrderedDict(A=down, B=up)))
 
     def forward(
         self, h, rope: Rope, given: LearnerInput, cache: LearnerCache | None = None
@@ -279,10 +278,8 @@ class Wings(PaliGemma):
         if not isinstance(config, LanguageWingsConfig):
             return Projector(config), WingsGemma(config)
         width = config.text.hidden_size
-        projector = nn.Sequential()
-        projector.add_module("linear_1", Linear(config.vision.hidden_size, width))
-        projector.add_module("gelu", nn.GELU())
-        projector.add_module("linear_2", Linear(width, width))
+        first, second = Linear(config.vision.hidden_size, width), Linear(width, width)
+        projector = nn.Sequential(OrderedDict(linear_1=first, gelu=nn.GELU(), linear_2=second))
         return projector, WingsGemma(config)
 
     def forward(

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from eval.data.records import embedded_records
@@ -45,7 +45,7 @@ def onednn(monkeypatch):
     return calls
 
 
-def gradients(output: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
+def gradients(output: Tensor, *leaves: Tensor) -> list[Tensor]:
     """Of a sum that weighs every element of `output` differently."""
     weights = torch.randn(
         output.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64
