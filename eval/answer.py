@@ -74,7 +74,7 @@ def ask_all(
         stack.enter_context(bar)
         for start in range(0, len(left), size):
             window = {number: questions[number] for number in left[start : start + size]}
-            for number, answer in ask_window(model, processor, window, *options):
+            for number, answer in answers_to(model, processor, window, *options):
                 answers[number] = answer
                 bar.update()
                 if log is not None:
@@ -86,7 +86,7 @@ def ask_all(
 
 
 @torch.no_grad()
-def ask_window(
+def answers_to(
     model, processor, window, left_out, max_new_tokens, batch_size, compiled
 ) -> Iterator:
     """Encode the pictures of questions by number, each once, then ask in batches: numbers with
@@ -126,7 +126,7 @@ def ask_window(
             step = compiled if len(asked) == batch_size else None
             try:
                 if choices:
-                    answers = choose(model, processor, asked, batch, pictures)
+                    answers = likeliest(model, processor, asked, batch, pictures)
                 else:
                     answers = decode(model, processor, batch, max_new_tokens, pictures, step)
             except NonFiniteError as error:
@@ -183,7 +183,7 @@ def encode(model, processor, questions: list[Question], batch_size: int) -> dict
     return features
 
 
-def choose(
+def likeliest(
     model, processor, questions: Sequence[Question], batch: Batch, pictures: dict
 ) -> list[Answer]:
     """The likeliest choice of each question, or the log-probabilities of all; each has the same

@@ -22,8 +22,8 @@ import torch
 
 from eval import figures
 from eval.command import add_flag, add_limit, command_parser, whole
-from eval.data.published import fill_prompt
-from eval.open import add_model_flags, kind_of, model_of, open_model, stored_prompt, toy_note
+from eval.data.record import fill_prompt
+from eval.open import add_model_flags, model_of, open_subject, stored_prompt, toy_note, wording_of
 from model.common import UserError, run_command, shown
 from model.generate import NonFiniteError, ask, check_options
 from model.images import load_image
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not prompts:
         raise UserError("give a --prompt, such as 'caption en', or a --question")
     name = shown(subject.name)
-    is_text = kind_of(subject.source) == "text"
+    is_text = wording_of(subject.source) == "text"
     if is_text and (images or args.question or args.draw or subject.run):
         problem = "reads text alone: leave out --image, --question, --draw and --adapter"
         raise UserError(f"{name} {problem}")
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"{name} {problem}")
 
     # 2. the answers
-    model, reader = open_model(args, subject, text=is_text)
+    model, reader = open_subject(args, subject, text=is_text)
     device = next(model.parameters()).device
     options["generator"] = torch.Generator(device).manual_seed(args.seed)
     if is_text:

@@ -23,10 +23,10 @@ from typing import Any
 from eval import figures
 from eval.command import add_flag, add_limit, command_parser, whole
 from eval.data import scenes
-from eval.data.published import read
+from eval.data.files import read
 from eval.explore.page import page
 from eval.explore.record import Case
-from eval.open import Subject, add_model_flags, model_of, open_model, run_file, toy_note
+from eval.open import Subject, add_model_flags, model_of, open_subject, run_file, toy_note
 from model.common import UserError, run_command, shown
 from model.generate import ask
 from model.images import load_image
@@ -216,16 +216,6 @@ def serve(
     return blocks
 
 
-def save_examples(folder: Path) -> list[list[str]]:
-    """The examples, as files in the folder with their prompts."""
-    rows = []
-    for index, prompt in EXAMPLES:
-        path = folder / f"scene-{index}.png"
-        scenes.sample("vqa", "test", index).image.save(path)
-        rows.append([str(path), prompt])
-    return rows
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.demo", __doc__)
     add_model_flags(parser)
@@ -235,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     load_gradio()
     subject = model_of(args)
-    model, processor = open_model(args, subject)
+    model, processor = open_subject(args, subject)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with tempfile.TemporaryDirectory(prefix="demo-") as folder:
         tempfile.tempdir = os.environ["GRADIO_TEMP_DIR"] = folder

@@ -13,7 +13,6 @@ Source: Lin et al., "Microsoft COCO: Common Objects in Context", ECCV 2014; the 
 its evaluation code (https://cocodataset.org/#detection-eval), to the tie.
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -25,11 +24,12 @@ import numpy as np
 from PIL.Image import Image
 
 from eval import figures
-from eval.bench import Benchmark, Row, run
-from eval.data.published import check, check_unique, read, text
-from eval.data.records import Box, Detection, embedded_records, read_data
+from eval.bench import Benchmark, Row, run, write_json
+from eval.data.files import check, check_unique, read, text_at
+from eval.data.record import Box, Detection
+from eval.data.records import embedded_records, read_data
 from eval.question import Question, question_of
-from model.common import UserError, run_command, shown, write_text
+from model.common import UserError, run_command, shown
 from model.images import load_image
 from model.processor import parse_boxes
 
@@ -115,7 +115,7 @@ class Detect(Benchmark):
         for question, (answer, scores), _ in rows:
             result = {"question_id": question.id, "question": question.prefix, "answer": answer}
             results.append(result | asdict(question.truth) | {"scores": scores})
-        write_text(out / "results.json", json.dumps(results, ensure_ascii=False, indent=1) + "\n")
+        write_json(out / "results.json", results)
         title = f"{subject.title}: true boxes green, found ones orange"
         figures.save(draw_sheet(rows, title), out / "detect.png")
 
@@ -124,9 +124,9 @@ def row_of(record: dict) -> Row:
     """The row of an entry of results.json. Raises LookupError, TypeError and ValueError."""
     boxes = tuple(Box(**box) for box in record["boxes"])
     truth = Detection(record["width"], record["height"], boxes)
-    id_ = text(record, "question_id")
-    prefix = text(record, "question")
-    answer = text(record, "answer")
+    id_ = text_at(record, "question_id")
+    prefix = text_at(record, "question")
+    answer = text_at(record, "answer")
     scores = record["scores"]
     is_finite = math.isfinite(sum(scores) + truth.width + truth.height)
     check(is_finite and min(truth.width, truth.height) > 0, "a score or a side is no number")

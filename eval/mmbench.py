@@ -35,8 +35,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 
-from eval.bench import Benchmark, Row, means, run, write_records
-from eval.data.published import check, check_unique, read, rows_in
+from eval.bench import Benchmark, Row, means, run, write_json
+from eval.data.files import check, check_unique, read, rows_in
 from eval.question import Question
 from model.common import UserError, atomic_path, quoted, run_command, shown
 
@@ -122,7 +122,7 @@ class MMBench(Benchmark):
         for q, answer, _ in rows:
             if answer is not None:  # with the prompt, since an answer is read by its wording
                 results.append({"question_id": q.id, "question": q.prefix, "answer": answer})
-        write_records(out / "results.json", results)
+        write_json(out / "results.json", results, indent=0)
         names = [name for name in rows[0].question.truth if name not in NOT_SUBMITTED]
         names.insert(6, "prediction")
         with (
@@ -208,10 +208,10 @@ def prompt_of(wording: str, line: Mapping[str, str]) -> str:
 
 def chosen(row: Row) -> str | None:
     """The letter that a row's answer names."""
-    return choose(row.answer, options_of(row.question.truth), row.question.kind)
+    return letter_of(row.answer, options_of(row.question.truth), row.question.kind)
 
 
-def choose(answer: str, options: Mapping[str, str], wording="llava") -> str | None:
+def letter_of(answer: str, options: Mapping[str, str], wording="llava") -> str | None:
     """The letter of the option that an answer names, by the rules of a wording above; Z for none of
     them, None if undecided."""
     if wording == "paligemma":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.command import add_flag, positive, whole
-from eval.data.published import PROMPT, check_prompt
+from eval.data.record import PROMPT, check_prompt
 from lora import adapter
 from model.common import UserError, file_errors, read_json, read_json_if, shown
 from model.device import DTYPES, THREADS, choose_device, choose_dtype, use_threads
@@ -139,7 +139,7 @@ def system_at(source: str) -> System | None:
     return system_of(str(model_type))
 
 
-def kind_of(source: str) -> str:
+def wording_of(source: str) -> str:
     """How a model is asked: `text`, as a language model; `llava`, as LLaVA's authors do; or
     `paligemma`."""
     system = None if preset_of(source) else system_at(source)
@@ -176,16 +176,16 @@ def toy_note(subject: Subject) -> str:
     return TOY if (made.get("base"), made.get("data")) == (EMBEDDED, [EMBEDDED]) else ""
 
 
-def open_model(args: Namespace, subject: Subject, text: bool = False) -> tuple[Any, Any]:
+def open_subject(args: Namespace, subject: Subject, text: bool = False) -> tuple[Any, Any]:
     """A model and its processor. text: a language model may be opened, with the reader of its
     system. Raises UserError."""
     system = system_at(subject.source) if text else None
     make = system.reader if system and system.reader else Processor.from_source
     processor = make(subject.source, max_length=args.max_length)
-    return load(args, subject), processor
+    return load_subject(args, subject), processor
 
 
-def load(args: Namespace, subject: Subject) -> Any:
+def load_subject(args: Namespace, subject: Subject) -> Any:
     """The model of a subject with its adapter, in eval mode. Raises UserError."""
     device = choose_device(args.device)
     dtype = args.dtype

@@ -18,17 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from eval.bench import PROMPT_FLAG, Benchmark, by_kind, means, run
-from eval.data import scenes
-from eval.data.published import (
-    check,
-    check_unique,
-    fill_prompt,
-    find_picture,
-    id_of,
-    read,
-    records_in,
-    text,
-)
+from eval.data.files import check, check_unique, find_picture, id_of, read, records_in, text_at
+from eval.data.polls import STRATEGIES, pope
+from eval.data.record import fill_prompt
 from eval.question import Question
 from model.common import UserError, quoted, run_command
 
@@ -60,15 +52,15 @@ class Pope(Benchmark):
                 "scenes"
             )
         # 1. those of each set
-        self.kinds = [Path(name).stem for name in args.questions or scenes.STRATEGIES]
+        self.kinds = [Path(name).stem for name in args.questions or STRATEGIES]
         make = partial(self.question, args)
         questions = []
         for file in args.questions or ():
             records = records_in(file)[: args.limit]
             questions += read(file, partial(make, Path(file).stem), records)
-        for kind in () if args.questions else scenes.STRATEGIES:
+        for kind in () if args.questions else STRATEGIES:
             count = args.limit or 600
-            for s in scenes.pope(kind, images=-(-count // 6))[:count]:
+            for s in pope(kind, images=-(-count // 6))[:count]:
                 record = {"question_id": s.question_id, "image": f"pope/{s.image_id}"}
                 record |= {"text": s.question, "label": s.suffix}
                 questions.append(make(kind, record, s.scene.render))
@@ -82,11 +74,11 @@ class Pope(Benchmark):
     def question(self, args, kind: str, record: dict, picture=None) -> Question:
         label = record["label"]
         check(label in ("yes", "no"), f"label is {quoted(label)}, expected yes or no")
-        picture = picture or find_picture(args.images or "", text(record, "image"))
+        picture = picture or find_picture(args.images or "", text_at(record, "image"))
         id_ = id_of(record)
         if len(self.kinds) > 1:
             id_ = f"{kind}/{id_}"  # the sets share their ids
-        prompt = fill_prompt(args.template, text(record, "text"))
+        prompt = fill_prompt(args.template, text_at(record, "text"))
         return Question(id_, record["image"], picture, prompt, truth=label, kind=kind)
 
     def score(self, question, answer: Any):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eval.data.records import Picture, Record, gray_picture
+from eval.data.record import Picture, Record, gray_picture
 
 # a text; or, of a question whose choices are `scored`, their log-probabilities in nats
 Answer = str | list[float]

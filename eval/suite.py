@@ -16,7 +16,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.bench import ask_models, cell, comparison_table, flags_for, parser_of, values_of
+from eval.bench import (
+    cell,
+    comparison_table,
+    flags_for,
+    parser_of,
+    results_of_models,
+    values_of,
+    write_json,
+)
 from eval.command import add_flag, command_parser
 from eval.mmbench import MMBench
 from eval.needle import Needle
@@ -24,7 +32,7 @@ from eval.open import models_of
 from eval.pope import Pope
 from eval.report import markdown_table
 from eval.vqa import Vqa
-from model.common import UserError, quoted, run_command, shown, write_text
+from model.common import UserError, quoted, run_command, shown
 
 SHORT = "{question}\nAnswer the question using a single word or phrase."
 UNSURE = (
@@ -91,7 +99,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     add_flag(parser, "--plan", "list what would be asked, and stop", False)
     args, others = parser.parse_known_args(argv)
-    plan, values, comparisons = [], defaultdict(dict), []
+    plan = []
+    values = defaultdict(dict)
+    comparisons = []
     # 1. one benchmark after the other
     for name, words in words_of(args).items():
         flags = parser_of(BENCHMARKS[name]).parse_args([*words, *others])
@@ -105,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.plan:
             plan += planned(name, flags)
             continue
-        results = values_of(BENCHMARKS[name], ask_models(BENCHMARKS[name], flags))
+        results = values_of(BENCHMARKS[name], results_of_models(BENCHMARKS[name], flags))
         for title, result in results.items():
             for column, (line, measure) in COLUMNS[name].items():
                 values[title][column] = result["summary"].get(line, {}).get(measure)
@@ -116,8 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         head = ["model", "benchmark", "questions", "pictures", "the first prompt"]
         print("\n".join(markdown_table(head, plan)))
         return
-    written = json.dumps(values, indent=1, ensure_ascii=False)
-    write_text(flags.out.parent / "suite.json", written + "\n")
+    write_json(flags.out.parent / "suite.json", values)
     if flags.json:
         print(json.dumps(values, ensure_ascii=False))
         return
@@ -134,7 +143,8 @@ def words_of(args: Namespace) -> dict[str, list[str]]:
     tasks = args.tasks.split(",")
     if unknown := [name for name in tasks if name not in FLAGS]:
         raise UserError(f"--tasks: {quoted(unknown[0])} is none of {', '.join(FLAGS)}")
-    words, paths = {}, {}
+    words = {}
+    paths = {}
     for name in tasks:
         words[name] = [word.replace("ROOT", str(args.root)) for word in FLAGS[name].split()]
         official = [word for word in words[name] if word.startswith(f"{args.root}/")]

@@ -19,17 +19,12 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
-from eval.bench import PROMPT_FLAG, Benchmark, run, write_records
+from eval.bench import PROMPT_FLAG, Benchmark, run, write_json
 from eval.data import scenes
-from eval.data.published import PROMPT, Annotation, fill_prompt, find_picture, read_vqa
-from eval.data.records import (
-    ANNOTATIONS_FILE,
-    QUESTIONS_FILE,
-    Record,
-    groups_of,
-    read_data,
-    source_parts,
-)
+from eval.data.files import find_picture
+from eval.data.published import Annotation, read_vqa
+from eval.data.record import PROMPT, Record, fill_prompt
+from eval.data.records import ANNOTATIONS_FILE, QUESTIONS_FILE, groups_of, read_data, source_parts
 from eval.question import Question, question_of
 from eval.vqa_scoring import SCORERS, answerability, official, record_scores, summarize, truths_of
 from model.common import UserError, run_command, shown
@@ -184,9 +179,9 @@ class Vqa(Benchmark):
             if isinstance(q.truth, Record):
                 result |= {"question": q.prefix, "right": truths_of(q.truth), **scores}
             results.append(result)
-        write_records(out / "results.json", results)
+        write_json(out / "results.json", results, indent=0)
         if unsure:
-            write_records(out / "answerability.json", unsure)
+            write_json(out / "answerability.json", unsure, indent=0)
 
 
 # Questions

@@ -16,7 +16,7 @@ from itertools import groupby
 from operator import attrgetter
 
 from eval.data.published import Annotation
-from eval.data.records import Record
+from eval.data.record import Record
 
 # Normalisation of answers
 

@@ -29,20 +29,12 @@ from string import ascii_uppercase
 from typing import Any
 
 from eval import vqa
-from eval.bench import PROMPT_FLAG, Benchmark, Row, run, write_records
+from eval.bench import PROMPT_FLAG, Benchmark, Row, run, write_json
 from eval.command import whole
+from eval.data.files import check, check_unique, find_picture, read, records_in, rows_in, text_at
 from eval.data.pictures import Dice
-from eval.data.published import (
-    check,
-    check_unique,
-    fill_prompt,
-    find_picture,
-    read,
-    records_in,
-    rows_in,
-    text,
-)
-from eval.data.records import gray_picture, picture_names
+from eval.data.record import fill_prompt, gray_picture
+from eval.data.records import picture_names
 from eval.question import Question
 from model.common import UserError, quoted, read_json, run_command, shown
 
@@ -60,7 +52,7 @@ def question(
     is_right = is_listed and 0 <= right < len(choices) > 1
     check(is_right, f"answer {quoted(right)} is none of two choices")
     choices = tuple(choices)
-    is_whole = all(text({"choice": choice}, "choice").strip() for choice in choices)
+    is_whole = all(text_at({"choice": choice}, "choice").strip() for choice in choices)
     check(is_whole, f"choices {quoted(choices)}: one is empty")
     about = str(id_), picture or "text", pictures, prompt, choices
     group = picture or str(id_)
@@ -131,7 +123,7 @@ def race(args: Namespace) -> list[Question]:
     and so does this."""
 
     def of_passage(name: str, record: dict) -> Question:
-        prompt = f"Article: {text(record, 'article')}\n\n"
+        prompt = f"Article: {text_at(record, 'article')}\n\n"
         columns = (record[key] for key in ("questions", "options", "answers"))
         made = []
         for asked, options, letter in zip(*columns, strict=True):
@@ -160,7 +152,7 @@ def arc(args: Namespace) -> list[Question]:
         labels = [option["label"] for option in asked["choices"]]
         options = [option["text"] for option in asked["choices"]]
         check(len({*labels}) == len(labels), f"labels {quoted(labels)}: one is there twice")
-        prompt = f"Question: {text(asked, 'stem')}\nAnswer:"
+        prompt = f"Question: {text_at(asked, 'stem')}\nAnswer:"
         return question(record["id"], "arc", prompt, options, labels.index(record["answerKey"]))
 
     return read(args.data, of_record, records_in(args.data)[: args.limit])
@@ -179,7 +171,7 @@ def own(args: Namespace) -> list[Question]:
         if isinstance(right, str):
             named = choices if choices.count(right) == 1 else list(ascii_uppercase)
             right = named.index(right)
-        prompt = fill_prompt(args.template, text(record, "question"))
+        prompt = fill_prompt(args.template, text_at(record, "question"))
         pictures = tuple(find_picture(folder, name) for name in names)
         subject = str(record.get("subject", "own"))
         made = question(next(numbers), subject, prompt, choices, right, pictures, "\n".join(names))
@@ -285,12 +277,18 @@ class Choices(Benchmark):
                 "log_likelihoods": likelihoods,
             }
             results.append(written)
-        write_records(out / "results.json", results)
+        write_json(out / "results.json", results, indent=0)
 
     def read(self, file, args):
         def row(record: dict) -> Row:
-            about = record["id"], text(record, "subject"), "", record["choices"], record["answer"]
-            asked = question(*about, picture=text(record, "picture"))
+            about = (
+                record["id"],
+                text_at(record, "subject"),
+                "",
+                record["choices"],
+                record["answer"],
+            )
+            asked = question(*about, picture=text_at(record, "picture"))
             likely = record["log_likelihoods"]
             check(abs(sum(likely)) < 1e30, "a log-likelihood is no finite number")
             return Row(asked, likely, self.score(asked, likely))

@@ -26,7 +26,7 @@ import torch
 from eval.command import add_flag, command_parser, positive
 from eval.data.records import one_picture_records
 from eval.explore.record import decoder_maps
-from eval.open import add_model_flags, model_of, open_model, out_folder
+from eval.open import add_model_flags, model_of, open_subject, out_folder
 from eval.report import bootstrap, interval_text
 from model.common import run_command, shown, write_text
 from model.paligemma import PaliGemma
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     source = args.data if args.data == "embedded" else f"jsonl:{args.data}"
     records = one_picture_records(source, args.limit)
     examples = [(record.pictures[0], record.prefix) for record in records]
-    model, processor = open_model(args, subject)
+    model, processor = open_subject(args, subject)
     slot = args.slot or ("inside" if isinstance(model.config, WingsConfig) else "first")
     if slot == "inside":
         examples = [(picture, put_slot(prompt)) for picture, prompt in examples]
