@@ -11,13 +11,13 @@ import json
 import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.command import add_flag, add_limit, command_parser, positive
-from eval.data.files import LOOKED_FOR, check, read, some
+from eval.data.files import LOOKED_FOR, check, check_unique, read, some
 from eval.data.record import PROMPT, check_prompt
 from eval.question import Answer, Question
 from eval.report import bootstrap, interval_text, markdown_table
@@ -112,7 +112,12 @@ class Benchmark:
         questions = context.run(self.questions, args)
         return self.rows(questions, read_answers(file, questions))
 
-    def write(self, rows: Sequence[Row], out: Path, subject: Any) -> None:
+    def write(
+        self,
+        rows: Sequence[Row],
+        out: Path,
+        subject: Any,
+    ) -> None:
         """Write the files of one model, a `Subject`."""
         records = [{"question_id": row.question.id, "answer": row.answer} for row in rows]
         write_json(out / "results.json", records, indent=0)
@@ -151,6 +156,14 @@ def read_answers(file: str | Path, questions: Sequence[Question]) -> list[Answer
     return [answers[id_] for id_ in known]
 
 
+def read_rows(file: str, make: Callable) -> list[Row]:
+    """The rows of a file that holds questions too. Raises UserError, also for an id that occurs
+    twice."""
+    rows = read(file, make)
+    check_unique((row.question.id for row in rows), file)
+    return rows
+
+
 # The command
 
 
@@ -173,7 +186,8 @@ def run(benchmark: Benchmark, argv: Sequence[str] | None = None) -> None:
     if args.json:
         print(json.dumps(values))
     elif any(of_model["summary"] for of_model in values.values()):
-        print("", *summary_table(values), "", *comparison_table(values), sep="\n")
+        lines = ["", *summary_table(values), "", *comparison_table(values)]
+        print("\n".join(lines))
     else:
         print("no right answers are known: nothing is scored")
 
@@ -306,6 +320,14 @@ def by_kind(rows: Sequence[Row]) -> dict[str, list[Row]]:
     for row in rows:
         kinds[row.question.kind].append(row)
     return kinds
+
+
+def mean_over(lines: Sequence[Mapping]) -> dict[str, float]:
+    """The mean of every measure over the lines of a table; one that is not known counts as 0."""
+    made = {}
+    for name in lines[0]:
+        made[name] = sum(line[name] or 0 for line in lines) / len(lines)
+    return made
 
 
 def values_of(benchmark: Benchmark, results: Results) -> dict[str, dict]:

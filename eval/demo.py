@@ -54,7 +54,12 @@ footer { display: none !important; }
 
 
 def explored(
-    subject: Subject, model: PaliGemma, processor: Processor, limit: int, image, prompt: str
+    subject: Subject,
+    model: PaliGemma,
+    processor: Processor,
+    limit: int,
+    image,
+    prompt: str,
 ) -> str:
     """The explorer's page for a question, beside the base of an adapter. Raises UserError."""
     case = Case(image, prompt)
@@ -146,7 +151,13 @@ def serve(
             image = load_image(path)
             if is_explored:
                 return framed(explored(subject, model, processor, limit, image, prompt))
-            (text,) = ask(model, processor, [image], [prompt], limit)
+            (text,) = ask(
+                model,
+                processor,
+                [image],
+                [prompt],
+                limit,
+            )
         except UserError as error:
             raise gradio.Error(str(error), print_exception=False) from None
         boxes = parse_boxes(text, *image.size)
@@ -192,7 +203,7 @@ def serve(
                     gradio.Examples(rows, [picture, prompt])
         look = gradio.HTML(elem_id="look")
         # 2. what its buttons do, one at a time
-        options: dict[str, Any] = {
+        options = {
             "concurrency_id": "model",
             "concurrency_limit": 1,
             "api_visibility": "private",
@@ -221,7 +232,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_model_flags(parser)
     add_limit(parser, 64)
     port = "(default: the first free one from 7860)"
-    add_flag(parser, "--port", port, type=whole(1, 65535), metavar="N")
+    add_flag(
+        parser,
+        "--port",
+        port,
+        type=whole(1, 65535),
+        metavar="N",
+    )
     args = parser.parse_args(argv)
     load_gradio()
     subject = model_of(args)
@@ -229,7 +246,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with tempfile.TemporaryDirectory(prefix="demo-") as folder:
         tempfile.tempdir = os.environ["GRADIO_TEMP_DIR"] = folder
-        blocks = serve(subject, model, processor, Path(folder), args.max_new_tokens, args.port)
+        blocks = serve(
+            subject,
+            model,
+            processor,
+            Path(folder),
+            args.max_new_tokens,
+            args.port,
+        )
         print(f"{shown(subject.name)} answers at {blocks.local_url}; end with Ctrl+C")
         blocks.block_thread()
 

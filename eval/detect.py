@@ -24,8 +24,8 @@ import numpy as np
 from PIL.Image import Image
 
 from eval import figures
-from eval.bench import Benchmark, Row, run, write_json
-from eval.data.files import check, check_unique, read, text_at
+from eval.bench import Benchmark, Row, read_rows, run, write_json
+from eval.data.files import check, text_at
 from eval.data.record import Box, Detection
 from eval.data.records import embedded_records, read_data
 from eval.question import Question, question_of
@@ -87,9 +87,7 @@ class Detect(Benchmark):
         return [Row(question, (said, []), {}) for question, said in pairs if said is not None]
 
     def read(self, file, args):
-        rows = read(file, row_of)
-        check_unique((row.question.id for row in rows), file)
-        return rows
+        return read_rows(file, row_of)
 
     def summary(self, rows):
         found, problems = zip(*map(boxes_of, rows), strict=True)
@@ -97,14 +95,13 @@ class Detect(Benchmark):
         classes = values.pop("classes")
         # the malformed parts, in all and by problem
         counts = sum(problems, Counter())
-        parts = max(1, counts.total())
-        counts.pop("", 0)
+        sound = counts.pop("", 0)
+        parts = max(1, sound + counts.total())
         values["malformed"] = counts.total() / parts
         for problem, count in counts.items():
             values[f"  {problem}"] = count / parts
         values["answers without a box"] = problems.count(Counter()) / len(rows)
-        for label, value in classes.items():
-            values[f"  AP, {label}"] = value
+        values |= {f"  AP, {label}": value for label, value in classes.items()}
         summary = {}
         for line, value in values.items():
             summary[line] = {"COCO": None if value is None else 100 * value}
@@ -178,7 +175,13 @@ def draw_row(row: Row) -> tuple[Image, str, bool]:
     found, _ = boxes_of(row)
     image = load_image(row.question.images()[0])
     true_corners = corners(truths, image, size)
-    sheet = figures.draw_boxes(image, true_corners, colors=[figures.HIT], width=5, least=448)
+    sheet = figures.draw_boxes(
+        image,
+        true_corners,
+        colors=[figures.HIT],
+        width=5,
+        least=448,
+    )
     labels = [box.label for box in found]
     found_corners = corners(found, sheet, size)
     drawn = figures.draw_boxes(sheet, found_corners, labels, colors=[figures.SERIES[1]])
@@ -194,17 +197,13 @@ def labelled(boxes: Sequence, label: str) -> list:
     return [box for box in boxes if box.label == label]
 
 
-def corners(boxes: Sequence[Box | Found], image, size: Detection) -> list[tuple[float, ...]]:
-    """The boxes as (left, top, right, bottom) in the pixels of `image`, which may have another size
+def corners(boxes: Sequence[Box | Found], image, size: Detection) -> list[list[float]]:
+    """The boxes as [left, top, right, bottom] in the pixels of `image`, which may have another size
     than annotated."""
-    x = image.width / size.width
-    y = image.height / size.height
-    result = []
-    for box in boxes:  # an answer may swap corners
-        left, right = sorted((box.x * x, (box.x + box.width) * x))
-        top, bottom = sorted((box.y * y, (box.y + box.height) * y))
-        result.append((left, top, right, bottom))
-    return result
+    ends = sides_of(boxes).T.reshape(-1, 2, 2)
+    ends[:, 1] += ends[:, 0]
+    ends *= image.width / size.width, image.height / size.height
+    return np.sort(ends, axis=1).reshape(-1, 4).tolist()  # an answer may swap corners
 
 
 # COCO's measures
@@ -240,9 +239,8 @@ def score_boxes(truths: Sequence[Sequence[Box]], found: Sequence[Sequence[Found]
             matches = pool([match(true, best, limits) for true, best in of_class])
             if matches.truths:
                 pooled[label] = matches
-        precision = np.empty((len(pooled), len(THRESHOLDS)))
-        for row, matches in enumerate(pooled.values()):
-            precision[row] = average_precision(matches)
+        precision = np.array(list(map(average_precision, pooled.values())))
+        precision = precision.reshape(-1, len(THRESHOLDS))
         result[f"AP{size}"] = mean(precision)
         if not size:
             result["AP50"] = mean(precision[:, 0])
@@ -263,7 +261,9 @@ def mean(values) -> float | None:
 
 
 def match(
-    truths: Sequence[Box], found: Sequence[Found], limits: tuple[float, float] = SIZES[""]
+    truths: Sequence[Box],
+    found: Sequence[Found],
+    limits: tuple[float, float] = SIZES[""],
 ) -> Matches:
     """Detections of one class in one picture, best first, each to the free truth with the largest
     overlap. At equal overlap the later truth is taken, and a real one before one that is ignored: a
@@ -292,7 +292,13 @@ def match(
             neither[at, number] = ignored[best]
     scores = np.array([box.score for box in found], np.float64)
     to_find = int((~ignored).sum())
-    return Matches(scores, np.arange(len(found)), hit, neither, to_find)
+    return Matches(
+        scores,
+        np.arange(len(found)),
+        hit,
+        neither,
+        to_find,
+    )
 
 
 def overlaps(found: Sequence[Found], truths: Sequence[Box]) -> np.ndarray:

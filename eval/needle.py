@@ -110,7 +110,13 @@ class Needle(Benchmark):
         rows = []
         for record in read_responses(file):
             name = str(record["id"])
-            question = Question(record["id"], name, (), "", kind=Path(file).stem)
+            question = Question(
+                record["id"],
+                name,
+                (),
+                "",
+                kind=Path(file).stem,
+            )
             rows.append(judged_row(question, record))
         return rows
 
@@ -120,12 +126,14 @@ class Needle(Benchmark):
             # 1. all tests
             records = [row.answer for row in of_kind if row.scores]
             by_place = accuracy_by_place(records)
-            mean = sum(by_place.values()) / len(by_place) if by_place else None
-            lines[kind] = score_responses(records) | {"exact, mean over places": mean}
+            lines[kind] = score_responses(records) | {"exact, mean over places": None}
+            if by_place:
+                mean = sum(by_place.values()) / len(by_place)
+                lines[kind]["exact, mean over places"] = 100 * mean
             test = of_kind[0].question.truth
             if test is not None:
                 places = len(test.haystack) * test.side**2
-                lines[kind]["chance"] = 1 / math.perm(places, len(test.places))
+                lines[kind]["chance"] = 100 * (1 / math.perm(places, len(test.places)))
             # 2. those whose needles are there, and absent
             halves = {"positives": [], "negatives": []}
             for record in records:
@@ -136,10 +144,7 @@ class Needle(Benchmark):
                     lines[f"  {half}, {kind}"] = score_responses(of_half)
             # 3. by place
             for (row, column), accuracy in by_place.items():
-                lines[f"  {kind}, row {row}, column {column}"] = {"exact": accuracy}
-        for line in lines.values():
-            for name, share in line.items():
-                line[name] = None if share is None else 100 * share
+                lines[f"  {kind}, row {row}, column {column}"] = {"exact": 100 * accuracy}
         return lines
 
     def write(self, rows, out, subject):
@@ -158,7 +163,7 @@ class Needle(Benchmark):
             grids[title] = grid.tolist()
             # 3. hits and misses
             if scored := [row for row in of_kind if row.scores]:
-                exact = 100 * score_responses(records)["exact"]
+                exact = score_responses(records)["exact"]
                 heading = f"{subject.title}, {title}: {exact:.1f} % exact (blue: the needle)"
                 save(draw_sheet(scored, heading), out / f"sheet-{kind}.png")
         heading = f"{subject.title}: needles found, {self.protocol} protocol"
@@ -193,20 +198,26 @@ def tests_of(args: Namespace) -> dict[str, list[NeedleTest]]:
 
 
 def embedded_tests(
-    kind: str, count: int, split: str = "test", *, needles: int = 1, absent: bool = False
+    kind: str,
+    count: int,
+    split: str = "test",
+    *,
+    needles: int = 1,
+    absent: bool = False,
 ) -> list[NeedleTest]:
     """`count` tests on the embedded scenes, of a kind in `NEEDLES`; first needles take all
     places in turn. Raises UserError for more needles than places."""
     side = range(layout_of(kind)[0])
-    if needles > len(side) ** 2:
-        raise UserError(f"--needles {needles}: {kind} has {len(side) ** 2} places")
+    squares = list(product(side, side))
+    if needles > len(squares):
+        raise UserError(f"--needles {needles}: {kind} has {len(squares)} places")
     half = "-absent" if absent else ""
     first_id = FIRST_ABSENT_ID if absent else 0
     tests = []
     for number in range(count):
         drawn = haystack(kind, split, number, needles=needles, negative=absent)
         name = f"{kind}-{needles}{half}/{split}/{number}"
-        grid = {(row, col): f"{name}/{row}_{col}" for row, col in product(side, side)}
+        grid = {(row, col): f"{name}/{row}_{col}" for row, col in squares}
         tests.append(
             NeedleTest(
                 first_id + number,
@@ -235,7 +246,10 @@ def official_tests(args: Namespace) -> dict[str, list[NeedleTest]]:
 
 
 def drawn_tests(
-    coco: str | Path, captions: str | Path, count: int, seed: int = SEED
+    coco: str | Path,
+    captions: str | Path,
+    count: int,
+    seed: int = SEED,
 ) -> list[NeedleTest]:
     """`count` tests of one needle in 2×2 pictures, drawn from all captioned ones of a folder:
     needles take all places in turn, no picture occurs twice in a test. Raises UserError if pictures
@@ -255,14 +269,21 @@ def drawn_tests(
         spot = number % 4
         target = grid[spot]
         place = (0, *divmod(spot, 2))
-        test = NeedleTest(number, (grid,), (place,), (target,), (described[target],))
+        test = NeedleTest(
+            number,
+            (grid,),
+            (place,),
+            (target,),
+            (described[target],),
+        )
         tests.append(on_pictures(test, coco))
     return tests
 
 
 def on_pictures(test: NeedleTest, folder: str | Path) -> NeedleTest:
     """The test on stitched pictures of a folder. Raises UserError for one that is not there."""
-    pictures, files = [], []
+    pictures = []
+    files = []
     for names in test.haystack:
         grid = [find_picture(folder, name) for name in names]
         pictures.append(partial(stitch, grid))
@@ -270,7 +291,11 @@ def on_pictures(test: NeedleTest, folder: str | Path) -> NeedleTest:
     return replace(test, pictures=tuple(pictures), files=tuple(files))
 
 
-def sampled(tests: Sequence[NeedleTest], count: int, seed: int = SEED) -> list[NeedleTest]:
+def sampled(
+    tests: Sequence[NeedleTest],
+    count: int,
+    seed: int = SEED,
+) -> list[NeedleTest]:
     """`count` tests drawn at random, in the order of their ids; with one needle a test the same
     number for every place, if there are as many. Raises UserError if there are too few."""
     pools = defaultdict(list)
@@ -280,10 +305,10 @@ def sampled(tests: Sequence[NeedleTest], count: int, seed: int = SEED) -> list[N
     if has_several or not 0 < len(pools) <= count:
         pools = {(): tests}
     each = count // len(pools)
-    if (least := min(map(len, pools.values()))) < each:
-        raise UserError(
-            f"--limit: {each} tests of a place are asked for, {least} are there: lower it"
-        )
+    least = min(map(len, pools.values()))
+    if least < each:
+        problem = f"{each} tests of a place are asked for, {least} are there"
+        raise UserError(f"--limit: {problem}: lower it")
     draw = random.Random(seed)
     chosen = []
     for places in sorted(pools):
@@ -306,7 +331,11 @@ def stitch(pictures: Sequence[Path]) -> Image.Image:
 # Prompts and answers
 
 
-def official_prompt(captions: Sequence[str], pictures: int, side: int) -> str:
+def official_prompt(
+    captions: Sequence[str],
+    pictures: int,
+    side: int,
+) -> str:
     """MMNeedle's own instruction for K captions, M `pictures` of `side`×`side` sub-images."""
     images = "images" if pictures > 1 else "image"
     parts = "subimages" if side > 1 else "subimage"
@@ -336,7 +365,11 @@ def official_prompt(captions: Sequence[str], pictures: int, side: int) -> str:
     return prompt
 
 
-def asks_of(tests: Sequence[NeedleTest], protocol: str, kind: str = "") -> list[Question]:
+def asks_of(
+    tests: Sequence[NeedleTest],
+    protocol: str,
+    kind: str = "",
+) -> list[Question]:
     """All questions about the tests, caption by caption; without choices the answer is free. Raises
     UserError for a protocol that cannot ask them."""
     questions = []
@@ -397,12 +430,20 @@ def judged_row(question: Question, record: dict) -> Row:
     return Row(question, record, scores)
 
 
-def evaluate_embedded(model, processor, kind: str, count: int, progress=None, *, ask_all) -> float:
+def evaluate_embedded(
+    model,
+    processor,
+    kind: str,
+    count: int,
+    progress=None,
+    *,
+    ask_all,
+) -> float:
     """Exact accuracy in percent on `count` tests of the embedded test split: all questions of a
     test must be right."""
     questions = asks_of(embedded_tests(kind, count), Needle.protocol)
     rows = Needle().rows(questions, ask_all(model, processor, questions, progress=progress))
-    return 100 * score_responses(row.answer for row in rows)["exact"]
+    return score_responses(row.answer for row in rows)["exact"]
 
 
 # Figures
@@ -482,8 +523,8 @@ def answers_of(record: dict) -> tuple[tuple[str, ...], tuple[str, ...]]:
     if len(truth) == 1:
         return truth, (given,)
     nothing = ("-1",) * len(truth)
-    none_is_there = {"-1", "; ".join(["-1, -1, -1"] * len(truth))}
-    none_is_there |= {mark.join(nothing) for mark in ("", ", ", "; ")}
+    nowhere = ("-1, -1, -1",) * len(truth)
+    none_is_there = ["-1", "".join(nothing), ", ".join(nothing), "; ".join(nowhere)]
     parts = tuple(part.strip() for part in given.split("; "))
     if "; ".join(parts) in none_is_there:
         return truth, nothing
@@ -504,12 +545,12 @@ def judge(record: dict) -> tuple[bool, bool, bool] | None:
 
 
 def score_responses(records: Iterable[dict]) -> dict[str, float]:
-    """Accuracies "existence", "index" and "exact", fractions of the responses that are not None; 0
+    """Accuracies "existence", "index" and "exact", in percent of the responses that are not None; 0
     without any."""
     verdicts = list(filter(None, map(judge, records))) or [(False,) * 3]
-    columns = zip(*verdicts, strict=True)
-    shares = [sum(column) / len(column) for column in columns]
-    return dict(zip(("existence", "index", "exact"), shares, strict=True))
+    shares = np.mean(verdicts, axis=0).tolist()
+    pairs = zip(("existence", "index", "exact"), shares, strict=True)
+    return {name: 100 * share for name, share in pairs}
 
 
 def accuracy_by_place(records: Iterable[dict]) -> dict[tuple[int, int], float]:

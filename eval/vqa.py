@@ -15,9 +15,7 @@ exact match, and by VQA accuracy where people differ; of a conversation the last
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import cache, partial
-from typing import Any
 
 from eval.bench import PROMPT_FLAG, Benchmark, run, write_json
 from eval.data import scenes
@@ -25,7 +23,7 @@ from eval.data.files import find_picture
 from eval.data.published import Annotation, read_vqa
 from eval.data.record import PROMPT, Record, fill_prompt
 from eval.data.records import ANNOTATIONS_FILE, QUESTIONS_FILE, groups_of, read_data, source_parts
-from eval.question import Question, question_of
+from eval.question import Question, question_of, scored_twins
 from eval.vqa_scoring import SCORERS, answerability, official, record_scores, summarize, truths_of
 from model.common import UserError, run_command, shown
 
@@ -119,26 +117,21 @@ class Vqa(Benchmark):
         fitting, asked = read_vqa(*files)
         questions = questions_of(asked[: args.limit], images, args.template)
         if fitting == "gqa" and args.scoring not in (None, "gqa", "paper"):
-            problem = (
-                f"{args.scoring} scoring cannot apply to one answer a question: take --scoring gqa"
-            )
-            raise UserError(f"{shown(files[1] or files[0])}: {problem}")
+            problem = f"{args.scoring} scoring cannot apply to one answer a question"
+            raise UserError(f"{shown(files[1] or files[0])}: {problem}: take --scoring gqa")
         self.scoring = args.scoring or fitting
         if args.guess:
             self.known = []
         if args.answerability:  # the same ones, for the probability of this answer
             if any(q.truth.answerable is None for q in questions):
-                raise UserError(
-                    "--answerability: no annotation says which questions are answerable: give "
-                    "VizWiz's"
-                )
+                problem = "no annotation says which questions are answerable"
+                raise UserError(f"--answerability: {problem}: give VizWiz's")
             # as the prompt spells it
             word = "Unanswerable" if "'Unanswerable'" in args.template else "unanswerable"
-            options = {"choices": (word,), "scored": True}
-            questions += [replace(q, id=f"{q.id}, {word}", **options) for q in questions]
+            questions += scored_twins(questions, (word,), word)
         return questions
 
-    def score(self, question, answer: Any):
+    def score(self, question, answer):
         truth = question.truth
         if isinstance(truth, Record):
             return record_scores(truth, answer)
@@ -154,8 +147,7 @@ class Vqa(Benchmark):
         elif scored:
             values = summarize([(row.question.truth, sum(row.scores.values())) for row in scored])
             percents = {"overall": values["overall"], **values["per_answer_type"]}
-            for name, percent in values["per_question_type"].items():
-                percents[f"  {name}"] = percent
+            percents |= {f"  {name}": p for name, p in values["per_question_type"].items()}
             lines = {name: {"VQA accuracy": percent} for name, percent in percents.items()}
         if unsure := [row for row in rows if row.question.scored]:
             cannot = [row.question.truth.answerable == 0 for row in unsure]
@@ -188,12 +180,14 @@ class Vqa(Benchmark):
 
 
 @cache
-def embedded(limit: int = EMBEDDED, split: str = "test", template: str = PROMPT) -> list[Question]:
+def embedded(
+    limit: int = EMBEDDED,
+    split: str = "test",
+    template: str = PROMPT,
+) -> list[Question]:
     """The first `limit` questions on the embedded scenes of a split."""
-    samples = []
-    for number in range(-(-limit // len(scenes.QUESTIONS))):
-        samples += scenes.vqa_picture(split, number)
-    return of_samples(samples[:limit], split, template)
+    samples = [scenes.sample("vqa", split, number) for number in range(limit)]
+    return of_samples(samples, split, template)
 
 
 def of_samples(
@@ -203,11 +197,25 @@ def of_samples(
     questions = []
     for s in samples:
         answers = tuple({"answer": s.suffix, "answer_id": i} for i in range(1, 11))
-        types = s.answer_type, s.question_type
-        truth = Annotation(s.question_id, answers, s.suffix, *types, question=s.question)
+        truth = Annotation(
+            s.question_id,
+            answers,
+            s.suffix,
+            s.answer_type,
+            s.question_type,
+            question=s.question,
+        )
         prompt = fill_prompt(template, s.question)
-        about = s.question_id, f"{split}/{s.image_id}", s.scene.render, prompt
-        questions.append(Question(*about, truth=truth))
+        key = f"{split}/{s.image_id}"
+        questions.append(
+            Question(
+                s.question_id,
+                key,
+                s.scene.render,
+                prompt,
+                truth=truth,
+            )
+        )
     return questions
 
 
@@ -220,7 +228,15 @@ def questions_of(
     for truth in asked:
         path = find_picture(images, truth.image) if images else ()
         prompt = fill_prompt(template, truth.question)
-        questions.append(Question(truth.question_id, truth.image, path, prompt, truth=truth))
+        questions.append(
+            Question(
+                truth.question_id,
+                truth.image,
+                path,
+                prompt,
+                truth=truth,
+            )
+        )
     return questions
 
 
@@ -235,8 +251,8 @@ def text_only_guesses(test: Sequence[Question], train: Sequence[Question]) -> li
 
     def keys(question: Question) -> list[tuple]:
         truth = question.truth
-        general = [("type", truth.question_type), ()]
-        return [("question", truth.question), *general] if train else general
+        known = [("question", truth.question), ("type", truth.question_type), ()]
+        return known if train else known[1:]
 
     counts = defaultdict(Counter)
     for question in train or test:
@@ -264,7 +280,12 @@ def guess_accuracy(
 
 
 def evaluate_embedded(
-    model, processor, limit: int, progress: str | None = None, *, ask_all: Callable
+    model,
+    processor,
+    limit: int,
+    progress: str | None = None,
+    *,
+    ask_all: Callable,
 ) -> dict:
     """{"overall", "per_answer_type", "per_question_type"} on `limit` questions of the embedded test
     split."""

@@ -5,7 +5,6 @@ sub-images to be found, and the questions about their places.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import combinations
 from typing import NamedTuple
@@ -13,7 +12,11 @@ from typing import NamedTuple
 from eval.data.pictures import GRID, NAMES, NONE, Dice, Sample, Scene, compose, count, paint
 from eval.data.wording import describe
 
-NEEDLES = {"n2o1": (2, 1, 3), "n2o2": (2, 2, 3), "n4o1": (4, 1, 15)}  # see `layout_of`
+NEEDLES = {  # see `layout_of`
+    "n2o1": (2, 1, 3),
+    "n2o2": (2, 2, 3),
+    "n4o1": (4, 1, 15),
+}
 NEEDLE_TITLES = {
     "n2o1": "2×2, one object each",
     "n2o2": "2×2, two objects each",
@@ -49,7 +52,13 @@ def place_questions(caption: str, side: int) -> list[tuple[str, tuple[str, ...]]
 
 @lru_cache(maxsize=64)
 def haystack(
-    kind: str, split: str, index: int, seed: int = 0, *, needles: int = 1, negative: bool = False
+    kind: str,
+    split: str,
+    index: int,
+    seed: int = 0,
+    *,
+    needles: int = 1,
+    negative: bool = False,
 ) -> Haystack:
     """Haystack `index`. First needles take turns: N² consecutive indices have them in each place
     once. negative: no caption is there; of two objects both are, in different sub-images. The
@@ -57,7 +66,13 @@ def haystack(
     n, objects, distractors = layout_of(kind)
     first = index % n**2
     # 1. the picture
-    draw = partial(_stitched, n=n, objects=objects, first=first, filled=distractors + 1)
+    draw = partial(
+        _stitched,
+        n=n,
+        objects=objects,
+        first=first,
+        filled=distractors + 1,
+    )
     half = "/negative" if negative else ""
     dice, squares = compose(f"{kind}/{needles}{half}", split, seed, index, draw=draw)
     inside = defaultdict(list)  # the objects of each sub-image
@@ -76,7 +91,8 @@ def haystack(
         absent = [(name,) for name in NAMES if name not in squares]
         if objects == 2:  # both are there, but apart
             together = list(map(set, inside.values()))
-            absent = [pair for pair in combinations(count(squares), 2) if set(pair) not in together]
+            pairs = combinations(count(squares), 2)
+            absent = [pair for pair in pairs if set(pair) not in together]
         wanted = dice.draw(absent, needles)
     # 3. the questions
     scene = paint(dice, squares)
@@ -107,14 +123,20 @@ def _others(n: int, first: int) -> list[int]:
     return [place for place in range(n**2) if place != first]
 
 
-def _stitched(dice: Dice, n: int, objects: int, first: int, filled: int) -> list[tuple[int, str]]:
+def _stitched(
+    dice: Dice,
+    n: int,
+    objects: int,
+    first: int,
+    filled: int,
+) -> list[tuple[int, str]]:
     """N×N sub-images, so many of them `filled`, of `objects` each. Of two, every sub-image shares
     one with that at `first`, and each of its two is shared by some other: no single object decides
     the place."""
     a, b, *names = dice.draw(NAMES, len(NAMES))
     elsewhere = _others(n, first)
     shared = [a, b, *(dice.pick((a, b)) for _ in elsewhere[2:])]
-    groups: list[Sequence[str]] = [[name] for name in names]
+    groups = [[name] for name in names]
     if objects == 2:
         shared = dice.draw(shared, len(elsewhere))
         groups = [[a, b], *zip(shared, names, strict=False)]

@@ -6,6 +6,7 @@ pictures stay names.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from math import isqrt
 from pathlib import Path
 
@@ -40,12 +41,11 @@ def read_captions(path: str | Path) -> dict[str, str]:
     with problems_at(path):
         if "annotations" not in value:
             return {name: text_at(value, name) for name in value}
-        last = {record["image_id"]: text_at(record, "caption") for record in value["annotations"]}
-        named = {}
-        for record in value["images"]:
-            if record["id"] in last:
-                named[text_at(record, "file_name")] = last[record["id"]]
-        return named
+        last = {}
+        for record in value["annotations"]:
+            last[record["image_id"]] = text_at(record, "caption")
+        named = [record for record in value["images"] if record["id"] in last]
+        return {text_at(record, "file_name"): last[record["id"]] for record in named}
 
 
 def read_needle_tests(
@@ -60,7 +60,8 @@ def read_needle_tests(
     with problems_at(metadata):
         for name, images in stitched.items():
             side = range(isqrt(len(images)))
-            grids[name] = tuple(text_at(images, f"{row}_{col}") for row in side for col in side)
+            places = product(side, side)
+            grids[name] = tuple(text_at(images, f"{row}_{col}") for row, col in places)
             is_square = 0 < len(images) == len(side) ** 2
             check(is_square, f"{quoted(name)} is no square of sub-images")
 
@@ -72,9 +73,8 @@ def read_needle_tests(
         targets = tuple(listed(record["target"]))
         names = {}
         for index, grid in enumerate(haystack):
-            for at, name in enumerate(grid):
-                row, column = divmod(at, isqrt(len(grid)))
-                names[index, row, column] = name
+            side = range(isqrt(len(grid)))
+            names |= zip(product([index], side, side), grid, strict=True)
         axes = [listed(record[key]) for key in ("index", "row", "col")]
         places = tuple(zip(*axes, strict=True))
         for place, target in zip(places, targets, strict=True):

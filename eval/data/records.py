@@ -20,6 +20,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import ExifTags, Image
 
 from eval.data import files
@@ -72,7 +73,11 @@ SOURCES = (
 )
 
 
-def read_data(source: str, images: str | Path | None = None, prompt: str = PROMPT) -> list[Record]:
+def read_data(
+    source: str,
+    images: str | Path | None = None,
+    prompt: str = PROMPT,
+) -> list[Record]:
     """The records of a source in files, see `SOURCES`. images: the folder of the pictures. prompt:
     of VQAv2. Raises UserError, also for a file without any usable record."""
     kind, path = source_parts(source)
@@ -94,7 +99,10 @@ def source_parts(source: str) -> tuple[str, Path]:
 
 
 def embedded_records(
-    tasks: Sequence[str] = EMBEDDED_TASKS, split: str = "train", count: int = 12000, seed: int = 0
+    tasks: Sequence[str] = EMBEDDED_TASKS,
+    split: str = "train",
+    count: int = 12000,
+    seed: int = 0,
 ) -> list[Record]:
     """`count` records of the embedded scenes, the tasks in turn; a task that is listed twice comes
     twice as often."""
@@ -122,14 +130,33 @@ def sample_record(s: Any, split: str) -> Record:
         for number, name in enumerate(s.scene.squares):
             if name == label:
                 row, column = divmod(number, GRID)
-                boxes.append(Box(label, column * side, row * side, side, side, side * side))
+                boxes.append(
+                    Box(
+                        label,
+                        column * side,
+                        row * side,
+                        side,
+                        side,
+                        side * side,
+                    )
+                )
         truth = Detection(SIDE, SIDE, tuple(boxes))
     name = f"{s.task}/{split}/{s.question_id}"
     key = f"{s.task}/{s.image_id}"
-    return Record(name, key, (s.scene.render,), ((s.prefix, s.suffix),), detection=truth)
+    return Record(
+        name,
+        key,
+        (s.scene.render,),
+        ((s.prefix, s.suffix),),
+        detection=truth,
+    )
 
 
-def one_picture_records(source: str, limit: int, images: str | Path | None = None) -> list[Record]:
+def one_picture_records(
+    source: str,
+    limit: int,
+    images: str | Path | None = None,
+) -> list[Record]:
     """The first `limit` records with one picture, in the first turn, the only one that is kept; of
     each embedded scene one. Raises UserError if there are none."""
     from eval.data import scenes
@@ -181,7 +208,9 @@ def vqav2_records(
 
 
 def read_examples(
-    path: str | Path, images: str | Path | None = None, kind: str = "jsonl"
+    path: str | Path,
+    images: str | Path | None = None,
+    kind: str = "jsonl",
 ) -> list[Record]:
     """The examples of JSON lines, a JSON list, or a CSV table (kind csv, or *.csv), whose first row
     names the columns. images: the folder of the pictures, by default the file's. Raises UserError
@@ -214,7 +243,11 @@ def name_of(picture: Picture) -> str:
     return sha256(f"{picture.width} ".encode() + picture.tobytes()).hexdigest()
 
 
-def read_records(path: str | Path, make: Callable[[dict], Record], places: Places) -> list[Record]:
+def read_records(
+    path: str | Path,
+    make: Callable[[dict], Record],
+    places: Places,
+) -> list[Record]:
     """The records of a file, with names by their places and keys by their pictures, also of what
     cannot be used."""
 
@@ -240,7 +273,14 @@ def record_of(example: Mapping, folder: str | Path = ".") -> Record:
     turns, answers = read_turns(example)
     check_turns(len(names), turns)
     pictures = tuple(picture_of(name, folder) for name in names)
-    return Record("", "", pictures, turns, answers, kind=str(example.get("type") or ""))
+    return Record(
+        "",
+        "",
+        pictures,
+        turns,
+        answers,
+        kind=str(example.get("type") or ""),
+    )
 
 
 def picture_of(picture: Any, folder: str | Path) -> Picture:
@@ -285,11 +325,15 @@ def picture_names(record: Mapping) -> list[Any]:
     return lists
 
 
-def check_read(entry: Mapping, unread: str = UNREAD, role: str = ROLES[1]) -> None:
+def check_read(
+    entry: Mapping,
+    unread: str = UNREAD,
+    role: str = ROLES[1],
+) -> None:
     """Raise ValueError if a record, or a turn of `role`, has something under an `unread` key, a
     pattern, or a mark that its answer is not learned, or its prompt is."""
     is_learned = role == ROLES[1]
-    strange = [key for key in entry if re.match(unread, key, re.IGNORECASE) and entry[key]]
+    strange = [key for key in entry if entry[key] and re.match(unread, key, re.IGNORECASE)]
     strange += [key for key in MARKS if entry.get(key) not in (None, is_learned)]
     remedy = "each answer is learned, nothing else; 'image' or 'images' names the pictures"
     check(not strange, f"has {some(strange)}: {remedy}")
@@ -322,9 +366,11 @@ def read_turns(record: Mapping) -> tuple[Turns, tuple[str, ...]]:
     if not said:
         keys = some(list(record))
         check("prefix" in record, f"has {keys}, which is none of the layouts {LAYOUTS}")
-        prefix = text_at(record, "prefix")
-        suffix = {"suffix": Counter(answers).most_common(1)[0][0]} if answers else {}
-        said = [(ROLES[0], prefix), (ROLES[1], text_at(suffix | dict(record), "suffix"))]
+        known = dict(record)
+        if answers:
+            known.setdefault("suffix", Counter(answers).most_common(1)[0][0])
+        texts = text_at(record, "prefix"), text_at(known, "suffix")
+        said = list(zip(ROLES, texts, strict=True))
     # 2. system texts belong to the first prompt
     system = [message_text(record.get("system") or "")]
     while said and said[0][0] == "system":
@@ -333,11 +379,12 @@ def read_turns(record: Mapping) -> tuple[Turns, tuple[str, ...]]:
         del said[0]
     # 3. pairs of a prompt and its answer
     roles = [role for role, _ in said]
-    takes_turns = len(said) > 0 and roles == list(ROLES) * (len(said) // 2)
+    takes_turns = roles and roles == [*ROLES] * (len(roles) // 2)
     check(takes_turns, "human (user) and gpt (assistant) take turns, and the last one is gpt's")
     texts = [message_text(content) for _, content in said]
     texts[0] = "\n".join([*filter(None, system), texts[0]])
-    return tuple(zip(texts[::2], texts[1::2], strict=True)), answers
+    turns = zip(texts[::2], texts[1::2], strict=True)
+    return tuple(turns), answers
 
 
 def message_text(content: Any) -> str:
@@ -347,7 +394,8 @@ def message_text(content: Any) -> str:
     kinds = [part["type"] for part in parts]
     is_known = {"text", "image", "image_url"}.issuperset(kinds)
     check(is_known, f"has parts {some(kinds)}: give text and image")
-    return "".join(text_at(part, "text") if part["type"] == "text" else SLOT for part in parts)
+    texts = [text_at(part, "text") if part["type"] == "text" else SLOT for part in parts]
+    return "".join(texts)
 
 
 # COCO's boxes
@@ -389,7 +437,13 @@ def read_coco(path: str | Path, images: str | Path | None = None) -> list[Record
         file = find_picture(folder, text_at(entry, "file_name"))
         check_upright(file, width, height)
         turn = detection_turn(truth, list(labels.values()))
-        return Record("", "", (file,), (turn,), detection=truth)
+        return Record(
+            "",
+            "",
+            (file,),
+            (turn,),
+            detection=truth,
+        )
 
     # 2. the records
     records = read_records(path, detection, places)
@@ -397,7 +451,12 @@ def read_coco(path: str | Path, images: str | Path | None = None) -> list[Record
     return records
 
 
-def box_of(annotated: Mapping, labels: Mapping, width: int, height: int) -> Box:
+def box_of(
+    annotated: Mapping,
+    labels: Mapping,
+    width: int,
+    height: int,
+) -> Box:
     """An object of a picture of width × height pixels. Raises LookupError, TypeError and
     ValueError."""
     category = annotated["category_id"]
@@ -425,14 +484,15 @@ def check_upright(file: Path, width: int, height: int) -> None:
 
 def check_unit(path: str | Path, detections: Sequence[Detection]) -> None:
     """Raise UserError where boxes are no [x, y, width, height] in pixels."""
-    # by row: left, top, width and height of a box; then the width and height of its picture
     rows = []
     for detection in detections:
-        size = detection.width, detection.height
-        rows += [(box.x, box.y, box.width, box.height, *size) for box in detection.boxes]
-    are_shares = all(max(row[:4]) <= 1 for row in rows)
-    are_corners = all(width >= x and height >= y for x, y, width, height, *_ in rows)
-    reach_out = any(x + w > wide + 1 or y + h > high + 1 for x, y, w, h, wide, high in rows)
+        for box in detection.boxes:
+            rows.append((box.x, box.y, box.width, box.height, detection.width, detection.height))
+    sides = np.array(rows, np.float64).reshape(-1, 3, 2)
+    corner, size, picture = sides.transpose(1, 0, 2)
+    are_shares = (sides[:, :2] <= 1).all()
+    are_corners = (size >= corner).all()
+    reach_out = (corner + size > picture + 1).any()
     if are_shares or (reach_out and are_corners):
         unit = "shares of the sides" if are_shares else "[x1, y1, x2, y2]"
         raise UserError(f"{shown(path)}: boxes are {unit}: give [x, y, width, height] in pixels")
@@ -444,9 +504,12 @@ def detection_turn(detection: Detection, order: list[str]) -> tuple[str, str]:
     share of the side, is the bin round(1023·v), within 0 … 1023 (big_vision,
     pp/proj/paligemma/segmentation.py)."""
     boxes = [box for box in detection.boxes if not box.is_crowd]
-    boxes.sort(key=lambda box: (order.index(box.label), box.y, box.x))
+
+    def place(box: Box) -> tuple:
+        return order.index(box.label), box.y, box.x
+
     parts = []
-    for box in boxes:
+    for box in sorted(boxes, key=place):
         shares = (
             box.y / detection.height,
             box.x / detection.width,
@@ -455,7 +518,7 @@ def detection_turn(detection: Detection, order: list[str]) -> tuple[str, str]:
         )
         places = [min(max(round(1023 * share), 0), 1023) for share in shares]
         parts.append("".join(f"<loc{place:04d}>" for place in places) + f" {box.label}")
-    labels = dict.fromkeys(box.label for box in boxes)
+    labels = sorted({box.label for box in boxes}, key=order.index)
     return "detect " + " ; ".join(labels), " ; ".join(parts)
 
 
@@ -463,7 +526,11 @@ def detection_turn(detection: Detection, order: list[str]) -> tuple[str, str]:
 
 
 def split_records(
-    records: Sequence[Record], split: str, fraction: float, validation: float, seed: int = 0
+    records: Sequence[Record],
+    split: str,
+    fraction: float,
+    validation: float,
+    seed: int = 0,
 ) -> list[Record]:
     """The records of the split "train" or "validation": all records of a picture are in the same
     one. The share `validation` of the pictures is held out; the share `fraction` of the others is
@@ -489,7 +556,7 @@ def groups_of(records: Sequence[Record]) -> dict[str, str]:
     in common, whatever their names, or of the same text without one."""
     usable = [record for record in records if record.turns]
     # of each key and each picture, a smaller one of its group, or itself
-    root: dict[tuple, tuple] = {}
+    root = {}
 
     def find(link: tuple) -> tuple:
         while root.setdefault(link, link) != link:
@@ -523,7 +590,11 @@ def contents_of(records: Sequence[Record]) -> list[set[str]]:
     def content(picture: Picture) -> str:
         return contents.get(picture) or getattr(picture, "digest", "")
 
-    return [{*map(content, r.pictures)} - {""} if r.pictures else {repr(r.turns)} for r in records]
+    found = []
+    for record in records:
+        texts = map(content, record.pictures) if record.pictures else [repr(record.turns)]
+        found.append({*texts} - {""})
+    return found
 
 
 def blind(records: Sequence[Record]) -> list[Record]:

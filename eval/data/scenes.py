@@ -48,12 +48,23 @@ def box(square: int) -> str:
 # Dense answers, which teach where things are
 
 
-def dense(task: str, split: str, index: int, seed: int = 0) -> Sample:
+def dense(
+    task: str,
+    split: str,
+    index: int,
+    seed: int = 0,
+) -> Sample:
     """scan: the names of all 16 squares, row-major, of up to 16 objects. caption: "two dogs and a
     cat". detect: PaliGemma's detection, `detect dog` → "<loc…> dog ; <loc…> dog", boxes in raster
     order."""
     most = GRID**2 if task == "scan" else 5
-    dice, squares = compose(task, split, seed, index, partial(ordinary, most=most))
+    dice, squares = compose(
+        task,
+        split,
+        seed,
+        index,
+        partial(ordinary, most=most),
+    )
     if task == "scan":
         prefix = task
         suffix = " ".join(squares)
@@ -72,11 +83,22 @@ def dense(task: str, split: str, index: int, seed: int = 0) -> Sample:
 PROBES = {"locate": "where", "count": "count", "exist": "object"}
 
 
-def probe(task: str, split: str, index: int, seed: int = 0) -> Sample:
+def probe(
+    task: str,
+    split: str,
+    index: int,
+    seed: int = 0,
+) -> Sample:
     """`locate dog` → "top left", `count dog` → "2", `exist dog` → "no": VQA's facts in two
     words."""
     kind = PROBES[task]
-    dice, squares = compose(task, split, seed, index, usable=lambda squares: facts(squares)[kind])
+    dice, squares = compose(
+        task,
+        split,
+        seed,
+        index,
+        usable=lambda squares: facts(squares)[kind],
+    )
     answer, thing, _ = _balanced(dice, facts(squares)[kind])
     return Sample(task, paint(dice, squares), f"{task} {thing}", answer, index, index)
 
@@ -118,24 +140,30 @@ def facts(squares: tuple[str, ...]) -> dict[str, list[Fact]]:
         members[category] = [name for name in there if name in CATEGORIES[category]]
     # 2. the questions about it
     found = {kind: [] for kind in KINDS}
+
+    def add(kind, answer, thing="", place=""):
+        if isinstance(answer, bool):
+            answer = "yes" if answer else "no"
+        found[kind].append((str(answer), thing, place))
+
     for name in NAMES:
-        found["object"].append(("yes" if name in there else "no", name, ""))
-        found["count"].append((str(there[name]), name, ""))
+        add("object", name in there, name)
+        add("count", there[name], name)
     for category, names in members.items():
-        found["category"].append(("yes" if names else "no", category, ""))
-        found["count category"].append((str(sum(map(there.get, names))), category, ""))
+        add("category", len(names) > 0, category)
+        add("count category", sum(map(there.get, names)), category)
         if len(names) == 1:
-            found["which"].append((names[0], category, ""))
+            add("which", names[0], category)
     for name, number in there.items():
         if number == 1:
             own = quadrant(squares.index(name))
-            found["where"].append((own, name, ""))
+            add("where", own, name)
             for place in PLACES:
-                found["position"].append(("yes" if place == own else "no", name, place))
-    found["total"].append((str(sum(there.values())), "", ""))
+                add("position", place == own, name, place)
+    add("total", there.total())
     for place, names in inside.items():
         if len(names) == 1:
-            found["what"].append((names[0], "", place))
+            add("what", names[0], place=place)
     return found
 
 
@@ -159,7 +187,11 @@ def _question(kind: str, thing: str, place: str = "") -> str:
 
 
 @lru_cache(maxsize=64)
-def vqa_picture(split: str, image_id: int, seed: int = 0) -> tuple[Sample, ...]:
+def vqa_picture(
+    split: str,
+    image_id: int,
+    seed: int = 0,
+) -> tuple[Sample, ...]:
     """The questions on one picture, none twice, prompt `answer en QUESTION`; answer types as in
     `QUESTIONS`."""
     kinds = defaultdict(list)
@@ -191,7 +223,12 @@ def vqa_picture(split: str, image_id: int, seed: int = 0) -> tuple[Sample, ...]:
 TASKS = ("scan", "detect", *PROBES, "caption", "vqa", *NEEDLES)
 
 
-def sample(task: str, split: str, index: int, seed: int = 0) -> Sample:
+def sample(
+    task: str,
+    split: str,
+    index: int,
+    seed: int = 0,
+) -> Sample:
     """Sample number `index` of a task's endless stream; the questions about one picture follow each
     other. Raises UserError for an unknown task."""
     if task not in TASKS:

@@ -74,7 +74,11 @@ def put_slot(prompt: str, share: float = 0.5) -> str:
     return " ".join(words[:place]) + SLOT + after
 
 
-def measure(model: PaliGemma, processor: Processor, examples: Sequence[tuple[Any, str]]) -> Shift:
+def measure(
+    model: PaliGemma,
+    processor: Processor,
+    examples: Sequence[tuple[Any, str]],
+) -> Shift:
     """LAWS of (picture, prompt) pairs; `model` must be in eval mode. Of a differential attention it
     is the first map's, whose rows sum to 1. Raises UserError for a decoder without attention, and
     NonFiniteError."""
@@ -93,10 +97,14 @@ def measure(model: PaliGemma, processor: Processor, examples: Sequence[tuple[Any
         is_picture = batch.input_ids[0] == model.config.image_token_id
         after = is_picture.cumsum(0) > 0
         groups = torch.stack((~after, is_picture, after & ~is_picture), dim=1).float()  # (S, 3)
-        inputs = {
-            name: getattr(batch, name) for name in ("input_ids", "pixel_values", "token_type_ids")
-        }
-        maps, _ = decoder_maps(model, received, f"prompt {number}", **inputs)
+        maps, _ = decoder_maps(
+            model,
+            received,
+            f"prompt {number}",
+            input_ids=batch.input_ids,
+            pixel_values=batch.pixel_values,
+            token_type_ids=batch.token_type_ids,
+        )
         by_layer = torch.stack([first for first, *_ in maps.values()])  # (layers, S)
         laws.append((by_layer @ groups).cpu().numpy())
         queries.append(batch.input_ids.shape[1])
@@ -106,27 +114,13 @@ def measure(model: PaliGemma, processor: Processor, examples: Sequence[tuple[Any
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.systems.shift", __doc__)
     add_model_flags(parser)
-    add_flag(
-        parser,
-        "--data",
-        "embedded, or a JSONL file of image, prefix, suffix",
-        "embedded",
-        metavar="SRC",
-    )
-    add_flag(
-        parser,
-        "--slot",
-        "of the picture (default: inside for WINGS, else first)",
-        choices=("first", "inside"),
-    )
+    data = "embedded, or a JSONL file of image, prefix, suffix"
+    add_flag(parser, "--data", data, "embedded", metavar="SRC")
+    slot = "of the picture (default: inside for WINGS, else first)"
+    add_flag(parser, "--slot", slot, choices=("first", "inside"))
     add_flag(parser, "--limit", "prompts", 100, type=positive, metavar="N")
-    add_flag(
-        parser,
-        "--out",
-        "folder of the files (default: runs/eval/MODEL/shift)",
-        type=Path,
-        metavar="DIR",
-    )
+    out = "folder of the files (default: runs/eval/MODEL/shift)"
+    add_flag(parser, "--out", out, type=Path, metavar="DIR")
     args = parser.parse_args(argv)
     # 1. the prompts
     subject = model_of(args)

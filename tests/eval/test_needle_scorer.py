@@ -70,7 +70,7 @@ def test_a_missing_response_leaves_the_denominator():
     pairs = [("1, 1, 1", "1, 1, 1"), ("1, 1, 1", None), ("1, 1, 2", "1, 1, 1")]
     pairs += [("0, 0, 0", "-1"), ("0, 0, 0", "2, 1, 1")]
     values = needle.score_responses(record(*pair) for pair in pairs)
-    assert values == {"existence": 3 / 4, "index": 3 / 4, "exact": 2 / 4}
+    assert values == {"existence": 75.0, "index": 75.0, "exact": 50.0}
     assert set(needle.score_responses([record("1, 1, 1", None)]).values()) == {0}
 
 
