@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # 3. a drawing, and the text
     if args.draw:
-        draw(images, answers, args.draw)
+        write_drawing(images, answers, args.draw)
     # a call that fails says one line, and no more
     print(f"{name} answers{toy_note(subject)}", file=sys.stderr)
     if args.json:
@@ -141,7 +141,7 @@ def answers_about(
     return answers
 
 
-def draw(
+def write_drawing(
     images: Mapping,
     answers: Sequence[Mapping],
     path: Path,

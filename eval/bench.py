@@ -54,8 +54,8 @@ class Row(NamedTuple):
 
 
 # in files of answers
-IDS = ("question_id", "questionId", "index", "id", "image")
-ANSWERS = ("answer", "prediction", "text")
+ID_KEYS = ("question_id", "questionId", "index", "id", "image")
+ANSWER_KEYS = ("answer", "prediction", "text")
 BLIND = ", blind"  # the end of a title: the model, asked about gray pictures
 Results = dict[str, list[Row]]  # by the title of a model
 Summary = dict[str, dict[str, float | None]]  # the numbers of a table, by line and measure
@@ -137,9 +137,9 @@ def read_answers(file: str | Path, questions: Sequence[Question]) -> list[Answer
     answers = {}
 
     def add(record: dict) -> None:
-        ids = [record[name] for name in IDS if name in record]
+        ids = [record[name] for name in ID_KEYS if name in record]
         id_ = str(ids[0]) if ids else next(in_order, "one more")
-        said = [record[name] for name in ANSWERS if name in record]
+        said = [record[name] for name in ANSWER_KEYS if name in record]
         answer = said[0] if said else None
         check(id_ in known and id_ not in answers, f"id {shown(id_)} is unknown, or occurs twice")
         check(known[id_].takes(answer), f"answer is {quoted(answer)}")

@@ -34,7 +34,7 @@ from model.paligemma import PaliGemma
 from model.processor import Processor, parse_boxes
 from weights.load import load_model
 
-EXAMPLES = [  # scenes of the test split, and prompts
+SCENES = [  # scenes of the test split, and prompts
     (192, "answer en Where is the dog?"),
     (192, "detect dog"),
     (193, "answer en How many objects are there in the image?"),
@@ -113,12 +113,12 @@ def load_gradio() -> Any:
     return gradio
 
 
-def examples(subject: Subject, folder: Path) -> list[list[str]]:
+def example_rows(subject: Subject, folder: Path) -> list[list[str]]:
     """Files of pictures in `folder`, each with a prompt: scenes for the toy, which no other model
     knows, or what a run has held out, as far as it is in files that are still there."""
     pairs, rows = [], []
     if toy_note(subject):
-        pairs = [(scenes.sample("vqa", "test", index).image, prompt) for index, prompt in EXAMPLES]
+        pairs = [(scenes.sample("vqa", "test", index).image, prompt) for index, prompt in SCENES]
     else:
         with suppress(UserError):
             file = run_file(subject, "answers.jsonl")
@@ -142,7 +142,7 @@ def serve(
     and the pictures of its examples are written to `folder`. Raises OSError if the port is
     taken."""
     gradio = load_gradio()
-    rows = examples(subject, folder)
+    rows = example_rows(subject, folder)
 
     def answer(path, prompt, is_explored=False):
         try:

@@ -33,7 +33,7 @@ from model.common import UserError, run_command, shown
 from model.images import load_image
 from model.processor import parse_boxes
 
-EMBEDDED = 300  # pictures, by default
+BY_DEFAULT = 300  # pictures, by default
 DRAWN = 12  # of them, on the sheet
 THRESHOLDS = np.linspace(0.5, 0.95, 10)  # of the overlap (IoU)
 RECALLS = np.linspace(0, 1, 101)
@@ -69,11 +69,11 @@ class Detect(Benchmark):
             help="folder of the pictures of --data (default: that of its file)", metavar="DIR"
         ),
     }
-    limit = f"pictures, the first N (default: all of a file, {EMBEDDED} of the embedded scenes)"
+    limit = f"pictures, the first N (default: all of a file, {BY_DEFAULT} of the embedded scenes)"
 
     def questions(self, args):
         if args.data in (None, "embedded"):
-            records = embedded_records(("detect",), "test", args.limit or EMBEDDED)
+            records = embedded_records(("detect",), "test", args.limit or BY_DEFAULT)
         else:
             records = read_data(args.data, args.images)[: args.limit]
         for record in records:

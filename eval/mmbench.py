@@ -51,10 +51,10 @@ REFUSALS = (
 NOT_SUBMITTED = ("hint", "category", "source", "image", "comment", "l2-category")
 # What pandas, with which the official scripts read, takes for no value. "None", which pandas 2 adds
 # by accident (pandas-dev/pandas issue 52493), and "none" are the texts of options.
-ABSENT = (
+NO_VALUE = (
     "#N/A #NA -1.#IND -1.#QNAN -NaN -nan 1.#IND 1.#QNAN <NA> N/A NA NULL NaN n/a nan null".split()
 )
-ABSENT += ["", "#N/A N/A"]
+NO_VALUE += ["", "#N/A N/A"]
 # One of the texts {}, as whole words: none of the "shirt" in "t-shirt", of the 5 in "-5" or "1.5".
 # Chinese has no blanks between words.
 AS_WORDS = "(?<![^\\W\u4e00-\u9fff])(?<![-−])(?<!\\d[.,])({})(?![^\\W\u4e00-\u9fff]|-\\w|[.,]\\d)"
@@ -151,9 +151,9 @@ def read_lines(path: str) -> list[list[dict[str, str]]]:
 
     def values_of(row: list[str]) -> dict[str, str]:
         check(len(row) == len(names), f"{len(row)} values for {len(names)} columns")
-        cells = ["" if cell.strip() in ABSENT else cell for cell in row]
+        cells = ["" if cell.strip() in NO_VALUE else cell for cell in row]
         values = dict(zip(names, cells, strict=True))
-        options = options_of(values)
+        options = options_in(values)
         is_numbered = values["index"].isdecimal()
         is_whole = is_numbered and values["question"] and values["image"] and len(options) > 1
         check(is_whole, "expected an index, a question, two options and an image")
@@ -174,14 +174,14 @@ def read_lines(path: str) -> list[list[dict[str, str]]]:
     # 2. their rotations
     for base, group in groups.items():
         group.sort(key=lambda line: int(line["index"]))
-        count = len(options_of(group[0]))
+        count = len(options_in(group[0]))
         if [int(line["index"]) // BASE for line in group] != list(range(count)):
             problem = f"question {base} lacks some of its {count} rotations"
             raise UserError(f"{shown(path)}: {problem}: give the file for CircularEval")
     return list(groups.values())
 
 
-def options_of(line: Mapping[str, str]) -> dict[str, str]:
+def options_in(line: Mapping[str, str]) -> dict[str, str]:
     """The options of a row by letter."""
     return {letter: line[letter] for letter in "ABCD" if line.get(letter)}
 
@@ -198,7 +198,7 @@ def open_picture(line: Mapping[str, str]) -> io.BytesIO:
 def prompt_of(wording: str, line: Mapping[str, str]) -> str:
     """LLaVA's prompt, or as in big_vision's transfers/aokvqa_mc.py, where the answer is the
     option's text."""
-    options = options_of(line)
+    options = options_in(line)
     parts = [line["question"]]
     if line.get("hint"):
         parts.insert(0, line["hint"])
@@ -214,7 +214,7 @@ def prompt_of(wording: str, line: Mapping[str, str]) -> str:
 
 def chosen(row: Row) -> str | None:
     """The letter that a row's answer names."""
-    return letter_of(row.answer, options_of(row.question.truth), row.question.kind)
+    return letter_of(row.answer, options_in(row.question.truth), row.question.kind)
 
 
 def letter_of(

@@ -28,8 +28,8 @@ from eval.vqa_scoring import SCORERS, answerability, official, record_scores, su
 from model.common import UserError, run_command, shown
 
 # of a question and its answer in the files of their servers
-NAMES = {"gqa": ("questionId", "prediction"), "vizwiz": ("image", "answer")}
-EMBEDDED = 1200  # questions on the embedded scenes, by default
+SERVER_KEYS = {"gqa": ("questionId", "prediction"), "vizwiz": ("image", "answer")}
+BY_DEFAULT = 1200  # questions on the embedded scenes, by default
 TRAIN_QUESTIONS = 12_000  # embedded ones that the text-only guess knows
 GUESS = "text-only guess"
 
@@ -63,7 +63,7 @@ class Vqa(Benchmark):
         ),
         "--prompt": PROMPT_FLAG,
     }
-    limit = f"questions, the first N (default: all of files, {EMBEDDED} of the embedded scenes)"
+    limit = f"questions, the first N (default: all of files, {BY_DEFAULT} of the embedded scenes)"
 
     def questions(self, args):
         """Of one source, each with a method of its own."""
@@ -100,7 +100,7 @@ class Vqa(Benchmark):
         """On the embedded scenes."""
         self.scoring = args.scoring or "official"
         self.known = embedded(TRAIN_QUESTIONS, "train")
-        return embedded(args.limit or EMBEDDED, "test", args.template)
+        return embedded(args.limit or BY_DEFAULT, "test", args.template)
 
     def of_examples(self, args):
         """Of a user's examples, with their own prompts."""
@@ -161,7 +161,7 @@ class Vqa(Benchmark):
         return {GUESS: self.rows(questions, text_only_guesses(questions, self.known))}
 
     def write(self, rows, out, subject):
-        id_, answer = NAMES.get(self.scoring, ("question_id", "answer"))
+        id_, answer = SERVER_KEYS.get(self.scoring, ("question_id", "answer"))
         results, unsure = [], []
         for q, said, scores in rows:
             if q.scored:
@@ -181,7 +181,7 @@ class Vqa(Benchmark):
 
 @cache
 def embedded(
-    limit: int = EMBEDDED,
+    limit: int = BY_DEFAULT,
     split: str = "test",
     template: str = PROMPT,
 ) -> list[Question]:

@@ -19,8 +19,8 @@ from PIL import Image
 
 from eval.explore.record import Case, Maps, Said
 
-MOST_BYTES = 4_800_000  # of a page
-SIDE = 640  # pixels of a picture's longer side
+PAGE_BYTES = 4_800_000  # of a page
+LONGER_SIDE = 640  # pixels of a picture's longer side
 TEMPLATE = Path(__file__).parent
 
 
@@ -52,7 +52,7 @@ def picture_url(image: Image.Image) -> str:
     """The picture as a data URL: small ones exact, larger ones scaled down."""
     is_small = max(image.size) <= 256
     image = image.convert("RGB")
-    image.thumbnail((SIDE, SIDE))
+    image.thumbnail((LONGER_SIDE, LONGER_SIDE))
     file = BytesIO()
     image.save(file, "webp", lossless=is_small, quality=85)
     return f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
@@ -117,7 +117,7 @@ def fill(title: str, entries: Sequence[dict]) -> str:
 def page(
     cases: Sequence[Case],
     title: str,
-    most_bytes: int = MOST_BYTES,
+    most_bytes: int = PAGE_BYTES,
 ) -> str:
     """The HTML of the cases. Single heads, then means, are left out where the file would be larger
     than the bound."""

@@ -39,7 +39,7 @@ from model.common import UserError, quoted, read_json, run_command, shown
 
 LETTERS = tuple("ABCD")
 TEXT_PROMPT = "Question: {question}\nAnswer:"
-EMBEDDED = 600  # questions, by default
+BY_DEFAULT = 600  # questions, by default
 
 
 def question(
@@ -221,9 +221,9 @@ def embedded_scenes(args: Namespace) -> list[Question]:
     """Questions on the embedded pictures, as in `eval.vqa`, with up to three answers to others of
     their kind."""
     answers = defaultdict(set)
-    for q in vqa.embedded(EMBEDDED):
+    for q in vqa.embedded(BY_DEFAULT):
         answers[q.truth.question_type].add(q.truth.answer)
-    asked = vqa.embedded(args.limit or EMBEDDED, "test", args.template)
+    asked = vqa.embedded(args.limit or BY_DEFAULT, "test", args.template)
     questions = []
     for number, q in enumerate(asked):
         right = q.truth.answer
@@ -263,7 +263,7 @@ class Choices(Benchmark):
         "--prompt": dict(help=f"{PROMPT_FLAG['help'][:-1]}; of language models {TEXT_PROMPT!r})"),
     }
     limit = (
-        f"questions, the first N, of each subject of an exam (default: all, {EMBEDDED} embedded)"
+        f"questions, the first N, of each subject of an exam (default: all, {BY_DEFAULT} embedded)"
     )
 
     def questions(self, args):

@@ -189,7 +189,7 @@ def test_what_pandas_reads_as_nothing_is_no_option(text, workplace):
         rows if is_option else [[*row[:6], text, *row[7:]] for row in rows]
     )  # in the column of the fourth option
     (lines,) = mmbench.read_lines(write(workplace / "T", rows))
-    options = [list(mmbench.options_of(line).values()) for line in lines]
+    options = [list(mmbench.options_in(line).values()) for line in lines]
     assert all(len(of) == 3 + is_option and (text in of) == is_option for of in options)
 
 
