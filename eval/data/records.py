@@ -333,7 +333,8 @@ def check_read(
     """Raise ValueError if a record, or a turn of `role`, has something under an `unread` key, a
     pattern, or a mark that its answer is not learned, or its prompt is."""
     is_learned = role == ROLES[1]
-    strange = [key for key in entry if entry[key] and re.match(unread, key, re.IGNORECASE)]
+    named = [key for key in entry if re.match(unread, key, re.IGNORECASE)]
+    strange = [key for key in named if entry[key]]  # others may be arrays, neither true nor false
     strange += [key for key in MARKS if entry.get(key) not in (None, is_learned)]
     remedy = "each answer is learned, nothing else; 'image' or 'images' names the pictures"
     check(not strange, f"has {some(strange)}: {remedy}")
