@@ -110,10 +110,11 @@ def recall(
     corpus: Corpus,
     length: int,
     limit: int,
+    split: str = SPLIT,
 ) -> Panels:
     """Accuracy on one of N records, `limit` tests of each N that fits."""
-    tasks = Tasks(corpus, SPLIT)
-    dice = random.Random(f"recall/{SPLIT}/{SEED}")
+    tasks = Tasks(corpus, split)
+    dice = random.Random(f"recall/{split}/{SEED}")
     numbers = [n for n in RECALL if n + 4 < length for _ in range(limit)]
     right = hits(model, [tasks.recall(dice, n, 1) for n in numbers], "recall")
     return {"recall": Scores(numbers, range(len(right)), right)}
@@ -124,11 +125,12 @@ def needle_tests(
     length: int,
     limit: int,
     numbers: Sequence[int] = NEEDLES,
+    split: str = SPLIT,
 ) -> list[tuple[int, float, Document]]:
     """(N, depth, document) of `limit` tests of each number of needles that fits, every depth as
     often as another."""
-    tasks = Tasks(corpus, SPLIT)
-    dice = random.Random(f"needle/{SPLIT}/{SEED}")
+    tasks = Tasks(corpus, split)
+    dice = random.Random(f"needle/{split}/{SEED}")
     tests = []
     for n in numbers:
         if 3 * n < length:
@@ -144,9 +146,10 @@ def needle(
     corpus: Corpus,
     length: int,
     limit: int,
+    split: str = SPLIT,
 ) -> Panels:
     """Accuracy on one of N needles, `limit` tests of each N; the same by N and depth."""
-    drawn = needle_tests(corpus, length, limit)
+    drawn = needle_tests(corpus, length, limit, split=split)
     numbers, depths, documents = zip(*drawn, strict=True)
     right = hits(model, documents, "needle")
     tests = range(len(documents))
@@ -208,12 +211,13 @@ def examples(
     corpus: Corpus,
     length: int,
     limit: int,
+    split: str = SPLIT,
 ) -> Panels:
     """Accuracy by the number of examples that fit, over ORDERS random orders of the same examples,
     `limit` questions of each; and the margin: how far the best order of a question is above the
     worst, 1 where the order decides."""
-    tasks = Tasks(corpus, SPLIT)
-    dice = random.Random(f"examples/{SPLIT}/{SEED}")
+    tasks = Tasks(corpus, split)
+    dice = random.Random(f"examples/{split}/{SEED}")
     # 1. the examples, then their orders
     counts = [count for count in EXAMPLES if count + 4 <= length for _ in range(limit)]
     episodes = [tasks.episode(dice, count) for count in counts]
