@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
@@ -23,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eval.progress import Bar
 from eval.question import Answer, Question
-from lora.adapter import LoRALinear
+from lora.adapter import lora_layers
 from model.common import UserError, file_errors, quoted, shown
 from model.compiled import CompiledStep
 from model.generate import NonFiniteError, finite_rows, generate, last_valid
@@ -69,12 +70,16 @@ def ask_all(
         total = len(questions)
         size = WINDOW * batch_size
         options = left_out, max_new_tokens, batch_size, compiled
-        done = total - len(left)
-        bar = Bar(total=total, initial=done, desc=progress, disable=progress is None)
+        bar = Bar(
+            total=total,
+            initial=total - len(left),
+            desc=progress,
+            disable=progress is None,
+        )
         stack.enter_context(bar)
         for start in range(0, len(left), size):
             window = {number: questions[number] for number in left[start : start + size]}
-            for number, answer in ask_window(model, processor, window, *options):
+            for number, answer in answers_to(model, processor, window, *options):
                 answers[number] = answer
                 bar.update()
                 if log is not None:
@@ -86,7 +91,7 @@ def ask_all(
 
 
 @torch.no_grad()
-def ask_window(
+def answers_to(
     model, processor, window, left_out, max_new_tokens, batch_size, compiled
 ) -> Iterator:
     """Encode the pictures of questions by number, each once, then ask in batches: numbers with
@@ -116,8 +121,7 @@ def ask_window(
             part = ordered[start : start + size]
             _, _, rows, numbers, asked = zip(*part, strict=True)
             batch = processor.pad(rows).to(device)
-            seen = [features[question.key] for question in asked]
-            seen = [pictures for pictures in seen if pictures is not None]
+            seen = [features[q.key] for q in asked if features[q.key] is not None]
             pictures = {
                 "image_features": torch.cat(seen) if seen else None,
                 "image_index": batch.image_index,
@@ -126,19 +130,22 @@ def ask_window(
             step = compiled if len(asked) == batch_size else None
             try:
                 if choices:
-                    answers = choose(model, processor, asked, batch, pictures)
+                    answers = likeliest(model, processor, asked, batch, pictures)
                 else:
-                    answers = decode(model, processor, batch, max_new_tokens, pictures, step)
+                    new = generate(
+                        model,
+                        batch.input_ids,
+                        None,
+                        batch.token_type_ids,
+                        batch.attention_mask,
+                        max_new_tokens,
+                        compiled=step,
+                        **pictures,
+                    )
+                    answers = map(processor.decode, new)
             except NonFiniteError as error:
                 raise NonFiniteError(error.rows, f"question {asked[error.rows[0]].id}") from None
             yield from zip(numbers, answers, strict=True)
-
-
-def decode(model, processor, batch: Batch, limit, pictures, step) -> list[str]:
-    """The greedy answer to each prompt."""
-    prompt = batch.input_ids, None, batch.token_type_ids, batch.attention_mask
-    new = generate(model, *prompt, limit, **pictures, compiled=step)
-    return [processor.decode(row) for row in new]
 
 
 def layout(processor: Processor, question: Question, n_images: int) -> TokenRow:
@@ -154,7 +161,12 @@ def layout(processor: Processor, question: Question, n_images: int) -> TokenRow:
     return row
 
 
-def encode(model, processor, questions: list[Question], batch_size: int) -> dict[str, Any]:
+def encode(
+    model,
+    processor,
+    questions: list[Question],
+    batch_size: int,
+) -> dict[str, Any]:
     """The features (pictures, I, H) of each key; None without pictures, or why these cannot be
     read."""
     first = {question.key: question for question in reversed(questions)}
@@ -178,12 +190,12 @@ def encode(model, processor, questions: list[Question], batch_size: int) -> dict
                 pixels = [features[key] for key in read]
                 chunks = torch.cat(pixels).split(batch_size)
                 encoded = torch.cat([model.encode_images(chunk.to(device)) for chunk in chunks])
-                counts = [len(of_key) for of_key in pixels]
+                counts = list(map(len, pixels))
                 features |= zip(read, encoded.split(counts), strict=True)
     return features
 
 
-def choose(
+def likeliest(
     model, processor, questions: Sequence[Question], batch: Batch, pictures: dict
 ) -> list[Answer]:
     """The likeliest choice of each question, or the log-probabilities of all; each has the same
@@ -271,21 +283,18 @@ def marks_of(
 ) -> list[str]:
     """A hash for each question of all that decides its answer: the model and its LoRA strength, the
     tokens, the files of its pictures (a replaced file is another picture), its choices."""
-    strengths = []
-    for path, layer in model.named_modules():
-        if isinstance(layer, LoRALinear):
-            strengths.append([path, layer.alpha])
+    strengths = [[path, layer.alpha] for path, layer in lora_layers(model).items()]
     of_model = [exact_fingerprint(model), str(model.config), max_new_tokens, strengths]
-    versions, marks = {}, []
+    versions = defaultdict(list)
+    marks = []
     for q in questions:
         if q.key not in versions:
-            versions[q.key] = []
             for path in (*q.files, *q.pictures):
                 if isinstance(path, Path) and path.is_file():
                     file = path.stat()
                     version = str(path.absolute()), file.st_size, file.st_mtime_ns
                     versions[q.key].append(version)
-        ids: list[int] = []
+        ids = []
         with contextlib.suppress(UserError):  # a prompt that is refused is not answered, either
             ids = processor.encode(q.prefix)
         parts = [of_model, q.key, versions[q.key], q.prefix, ids, q.choices, q.before, q.scored]

@@ -15,15 +15,15 @@ import json
 import sys
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 
 import torch
 
 from eval import figures
 from eval.command import add_flag, add_limit, command_parser, whole
-from eval.data.published import fill_prompt
-from eval.open import add_model_flags, kind_of, model_of, open_model, stored_prompt, toy_note
+from eval.data.record import fill_prompt
+from eval.open import add_model_flags, model_of, open_subject, stored_prompt, toy_note, wording_of
 from model.boxes import parse_boxes
 from model.common import UserError, run_command, shown
 from model.generate import NonFiniteError, ask, check_options
@@ -44,7 +44,13 @@ def parser_of() -> ArgumentParser:
     add_limit(parser, 64)
     add_flag(parser, "--temperature", "0 is greedy", 0.0, type=float)
     add_flag(parser, "--top-p", "nucleus to sample from", 1.0, type=float)
-    add_flag(parser, "--seed", "of sampling", 0, type=whole(0, 2**63 - 1))
+    add_flag(
+        parser,
+        "--seed",
+        "of sampling",
+        0,
+        type=whole(0, 2**63 - 1),
+    )
     boxes = "draw the boxes of all answers on their pictures"
     add_flag(parser, "--draw", boxes, type=Path, metavar="OUT.png")
     add_flag(parser, "--json", "print one JSON list", False)
@@ -68,26 +74,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not prompts:
         raise UserError("give a --prompt, such as 'caption en', or a --question")
     name = shown(subject.name)
-    is_text = kind_of(subject.source) == "text"
+    is_text = wording_of(subject.source) == "text"
     if is_text and (images or args.question or args.draw or subject.run):
-        problem = "reads text alone: leave out --image, --question, --draw and --adapter"
-        raise UserError(f"{name} {problem}")
+        remedy = "leave out --image, --question, --draw and --adapter"
+        raise UserError(f"{name} reads text alone: {remedy}")
     if not is_text and (args.chat or not images):
-        problem = "answers about pictures: give --image FILE, and leave out --chat"
-        raise UserError(f"{name} {problem}")
+        remedy = "give --image FILE, and leave out --chat"
+        raise UserError(f"{name} answers about pictures: {remedy}")
 
     # 2. the answers
-    model, reader = open_model(args, subject, text=is_text)
+    model, reader = open_subject(args, subject, text=is_text)
     device = next(model.parameters()).device
     options["generator"] = torch.Generator(device).manual_seed(args.seed)
     if is_text:
-        answers = ask_texts(model, reader, prompts, chat=args.chat, **options)
+        answers = answers_in_text(model, reader, prompts, chat=args.chat, **options)
     else:
-        answers = ask_pictures(model, reader, images, prompts, **options)
+        answers = answers_about(model, reader, images, prompts, **options)
 
     # 3. a drawing, and the text
     if args.draw:
-        draw(images, answers, args.draw)
+        write_drawing(images, answers, args.draw)
     # a call that fails says one line, and no more
     print(f"{name} answers{toy_note(subject)}", file=sys.stderr)
     if args.json:
@@ -96,14 +102,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_answers(answers)
 
 
-def ask_texts(model, reader, prompts: list[str], **options) -> list[dict]:
+def answers_in_text(
+    model,
+    reader,
+    prompts: list[str],
+    **options,
+) -> list[dict]:
     """The answer of a language model to each prompt."""
     texts = reader.ask(model, prompts, **options)
     pairs = zip(prompts, texts, strict=True)
     return [{"prompt": prompt, "answer": text} for prompt, text in pairs]
 
 
-def ask_pictures(model, processor, images: Mapping, prompts: list[str], **options) -> list[dict]:
+def answers_about(
+    model,
+    processor,
+    images: Mapping,
+    prompts: list[str],
+    **options,
+) -> list[dict]:
     """The answer to each prompt about each picture, by name, with the boxes in it."""
     answers = []
     asked = list(product(images, prompts))
@@ -117,20 +134,23 @@ def ask_pictures(model, processor, images: Mapping, prompts: list[str], **option
             raise NonFiniteError(error.rows, f"question {shown(first)}") from None
         for name, prompt, text in zip(names, texts, said, strict=True):
             boxes = []
-            for label, box in parse_boxes(text, *images[name].size):
-                boxes.append({"label": label, "box": [round(side, 1) for side in box]})
+            for label, sides in parse_boxes(text, *images[name].size):
+                box = [round(side, 1) for side in sides]
+                boxes.append({"label": label, "box": box})
             answers.append({"image": name, "prompt": prompt, "answer": text, "boxes": boxes})
     return answers
 
 
-def draw(images: Mapping, answers: Sequence[Mapping], path: Path) -> None:
+def write_drawing(
+    images: Mapping,
+    answers: Sequence[Mapping],
+    path: Path,
+) -> None:
     """Write the pictures with the boxes of all answers, several as one sheet."""
     drawn = []
     for name, image in images.items():
-        found = []
-        for answer in answers:
-            if answer["image"] == name:
-                found += answer["boxes"]
+        of_image = [answer["boxes"] for answer in answers if answer["image"] == name]
+        found = list(chain(*of_image))
         sides = [box["box"] for box in found]
         labels = [box["label"] for box in found]
         drawn.append(figures.draw_boxes(image, sides, labels, least=448))

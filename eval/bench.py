@@ -10,14 +10,15 @@ one file like `eval/pope.py`.
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.command import add_flag, add_limit, command_parser, positive
-from eval.data.published import LOOKED_FOR, PROMPT, check, check_prompt, read, some
+from eval.data.files import LOOKED_FOR, check, check_unique, read, some
+from eval.data.record import PROMPT, check_prompt
 from eval.question import Answer, Question
 from eval.report import bootstrap, interval_text, markdown_table
 from model.common import UserError, quoted, shown, write_text
@@ -53,8 +54,8 @@ class Row(NamedTuple):
 
 
 # in files of answers
-IDS = ("question_id", "questionId", "index", "id", "image")
-ANSWERS = ("answer", "prediction", "text")
+ID_KEYS = ("question_id", "questionId", "index", "id", "image")
+ANSWER_KEYS = ("answer", "prediction", "text")
 BLIND = ", blind"  # the end of a title: the model, asked about gray pictures
 Results = dict[str, list[Row]]  # by the title of a model
 Summary = dict[str, dict[str, float | None]]  # the numbers of a table, by line and measure
@@ -70,7 +71,7 @@ class Benchmark:
     max_new_tokens = 32
 
     def __init__(self, **prompts: str):
-        """prompts: by `eval.open.kind_of`, where the training tells none; one for `text` if these
+        """prompts: by `eval.open.wording_of`, where the training tells none; one for `text` if these
         can be asked."""
         self.prompts = prompts
 
@@ -84,9 +85,8 @@ class Benchmark:
 
     def rows(self, questions: Sequence[Question], answers: Sequence[Answer | None]) -> list[Row]:
         """A row for each answer; overridden where several questions are scored together."""
-        pairs = zip(questions, answers, strict=True)
         rows = []
-        for question, answer in pairs:
+        for question, answer in zip(questions, answers, strict=True):
             if answer is not None:
                 rows.append(Row(question, answer, self.score(question, answer)))
         return rows
@@ -97,8 +97,9 @@ class Benchmark:
 
     def summary(self, rows: Sequence[Row]) -> Summary:
         """By default the mean of every measure in percent, over all rows and by kind."""
-        kinds = {kind: means(of_kind) for kind, of_kind in by_kind(rows).items() if kind}
-        return {"overall": means(rows)} | kinds
+        kinds = by_kind(rows)
+        kinds.pop("", None)
+        return {"overall": means(rows)} | {kind: means(kinds[kind]) for kind in kinds}
 
     def baselines(self, rows: Sequence[Row]) -> Results:
         """The rows of answers that need no model, by title, to the questions of `rows`."""
@@ -111,15 +112,20 @@ class Benchmark:
         questions = context.run(self.questions, args)
         return self.rows(questions, read_answers(file, questions))
 
-    def write(self, rows: Sequence[Row], out: Path, subject: Any) -> None:
+    def write(
+        self,
+        rows: Sequence[Row],
+        out: Path,
+        subject: Any,
+    ) -> None:
         """Write the files of one model, a `Subject`."""
         records = [{"question_id": row.question.id, "answer": row.answer} for row in rows]
-        write_records(out / "results.json", records)
+        write_json(out / "results.json", records, indent=0)
 
 
-def write_records(path: Path, records: Sequence[Mapping]) -> None:
-    """Write a JSON list, an entry a line. Raises UserError."""
-    write_text(path, json.dumps(records, ensure_ascii=False, indent=0) + "\n")
+def write_json(path: Path, value: Any, indent: int = 1) -> None:
+    """Write a value as JSON; with an indent of 0 a list has an entry a line. Raises UserError."""
+    write_text(path, json.dumps(value, ensure_ascii=False, indent=indent) + "\n")
 
 
 def read_answers(file: str | Path, questions: Sequence[Question]) -> list[Answer]:
@@ -131,9 +137,9 @@ def read_answers(file: str | Path, questions: Sequence[Question]) -> list[Answer
     answers = {}
 
     def add(record: dict) -> None:
-        ids = [record[name] for name in IDS if name in record]
+        ids = [record[name] for name in ID_KEYS if name in record]
         id_ = str(ids[0]) if ids else next(in_order, "one more")
-        said = [record[name] for name in ANSWERS if name in record]
+        said = [record[name] for name in ANSWER_KEYS if name in record]
         answer = said[0] if said else None
         check(id_ in known and id_ not in answers, f"id {shown(id_)} is unknown, or occurs twice")
         check(known[id_].takes(answer), f"answer is {quoted(answer)}")
@@ -144,11 +150,18 @@ def read_answers(file: str | Path, questions: Sequence[Question]) -> list[Answer
         answers[id_] = answer
 
     read(file, add)
-    lost = [id_ for id_ in known if id_ not in answers]
-    if lost:
+    if lost := [id_ for id_ in known if id_ not in answers]:
         problem = f"{len(lost)} questions have no answer ({some(lost)}): give an answer to each"
         raise UserError(f"{shown(file)}: {problem}")
     return [answers[id_] for id_ in known]
+
+
+def read_rows(file: str, make: Callable) -> list[Row]:
+    """The rows of a file that holds questions too. Raises UserError, also for an id that occurs
+    twice."""
+    rows = read(file, make)
+    check_unique((row.question.id for row in rows), file)
+    return rows
 
 
 # The command
@@ -159,7 +172,7 @@ def run(benchmark: Benchmark, argv: Sequence[str] | None = None) -> None:
     UserError."""
     args = parser_of(benchmark).parse_args(argv)
     if not args.results:
-        results = ask_models(benchmark, args)
+        results = results_of_models(benchmark, args)
     elif args.model or args.adapter or args.blind:
         problem = "--results scores answers that are there"
         raise UserError(f"{problem}: leave --model, --adapter and --blind out")
@@ -173,7 +186,8 @@ def run(benchmark: Benchmark, argv: Sequence[str] | None = None) -> None:
     if args.json:
         print(json.dumps(values))
     elif any(of_model["summary"] for of_model in values.values()):
-        print("", *summary_table(values), "", *comparison_table(values), sep="\n")
+        lines = ["", *summary_table(values), "", *comparison_table(values)]
+        print("\n".join(lines))
     else:
         print("no right answers are known: nothing is scored")
 
@@ -198,12 +212,12 @@ def parser_of(benchmark: Benchmark) -> ArgumentParser:
 def flags_for(benchmark: Benchmark, args: Namespace, subject) -> Namespace:
     """The flags with the wording and the prompt of a model: that of the flags, of its training, or
     of its kind."""
-    from eval.open import kind_of, stored_prompt
+    from eval.open import stored_prompt, wording_of
 
     wording = getattr(args, "wording", None)
     kind = wording or "paligemma"
     if not wording and (benchmark.prompts or "wording" in args):
-        kind = kind_of(subject.source)
+        kind = wording_of(subject.source)
     prompt = getattr(args, "prompt", None)
     if not prompt:
         prompt = benchmark.prompts.get(kind, PROMPT)
@@ -212,7 +226,7 @@ def flags_for(benchmark: Benchmark, args: Namespace, subject) -> Namespace:
     return Namespace(**vars(args) | {"template": check_prompt(prompt), "wording": kind})
 
 
-def ask_models(benchmark: Benchmark, args: Namespace) -> Results:
+def results_of_models(benchmark: Benchmark, args: Namespace) -> Results:
     """The rows of the models that the flags name, on gray pictures too with --blind, and of the
     baselines; writes the files of each model. Raises UserError."""
     from eval.open import models_of, out_folder
@@ -235,7 +249,7 @@ def ask_models(benchmark: Benchmark, args: Namespace) -> Results:
         out = out_folder(path, title, benchmark.name)
         # 2. its answers
         left_out = {}
-        rows = ask_model(benchmark, args, subject, questions, out, left_out)
+        rows = results_of_model(benchmark, args, subject, questions, out, left_out)
         for reason, count in Counter(left_out.values()).most_common(5):
             problem = f"left out {count} of {len(questions)} questions: {shown(reason, 500)}"
             print(problem, file=sys.stderr)
@@ -244,22 +258,22 @@ def ask_models(benchmark: Benchmark, args: Namespace) -> Results:
         rows |= benchmark.baselines(rows[title])
         values = values_of(benchmark, rows)
         scores = {"model": subject.name, "left_out": left_out, "results": values}
-        write_text(out / "scores.json", json.dumps(scores, indent=1, ensure_ascii=False) + "\n")
+        write_json(out / "scores.json", scores)
         print(f"files: {shown(out)}", file=talk)
         results |= rows
     return results
 
 
-def ask_model(
+def results_of_model(
     benchmark: Benchmark, args: Namespace, subject, questions: Sequence[Question], out, left_out
 ) -> Results:
     """The rows of one model, which is in memory until then, on gray pictures too with --blind.
     left_out: gets, by id, why a question cannot be asked. Raises UserError where none can."""
     from eval.answer import ask_all, open_log
-    from eval.open import open_model
+    from eval.open import open_subject
     from model.compiled import CompiledStep
 
-    model, processor = open_model(args, subject, text="text" in benchmark.prompts)
+    model, processor = open_subject(args, subject, text="text" in benchmark.prompts)
     log = out / "answers.jsonl"
     with open_log(log, anew=not args.resume):
         pass
@@ -268,11 +282,11 @@ def ask_model(
     if args.blind:
         asked[subject.title + BLIND] = [benchmark.blind(question) for question in questions]
     rows = {}
-    for name, shown_to in asked.items():
+    for name, pictured in asked.items():
         answers = ask_all(
             model,
             processor,
-            shown_to,
+            pictured,
             max_new_tokens=args.max_new_tokens,
             batch_size=args.batch_size,
             progress=f"{benchmark.name}, {shown(name)}",
@@ -293,19 +307,27 @@ def ask_model(
 
 def means(rows: Sequence[Row]) -> dict[str, float | None]:
     """The mean of every measure in percent, over the rows that have it."""
-    scores = {}
+    scores = defaultdict(list)
     for row in rows:
         for measure, score in row.scores.items():
-            scores.setdefault(measure, []).append(score)
+            scores[measure].append(score)
     return {measure: 100 * sum(of_rows) / len(of_rows) for measure, of_rows in scores.items()}
 
 
 def by_kind(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """The rows by the kind of their questions."""
-    kinds = {}
+    kinds = defaultdict(list)
     for row in rows:
-        kinds.setdefault(row.question.kind, []).append(row)
+        kinds[row.question.kind].append(row)
     return kinds
+
+
+def mean_over(lines: Sequence[Mapping]) -> dict[str, float]:
+    """The mean of every measure over the lines of a table; one that is not known counts as 0."""
+    made = {}
+    for name in lines[0]:
+        made[name] = sum(line[name] or 0 for line in lines) / len(lines)
+    return made
 
 
 def values_of(benchmark: Benchmark, results: Results) -> dict[str, dict]:
@@ -333,13 +355,9 @@ def values_of(benchmark: Benchmark, results: Results) -> dict[str, dict]:
             scored = [row for row in rows if measure in row.scores]
             found = percent(scored, [row.scores[measure] for row in scored])
             found["questions"] = len(scored)
-            both, gaps = [], []
-            for row in scored:
-                scores = other.get(row.question.id, {})
-                if measure in scores:
-                    both.append(row)
-                    gaps.append(row.scores[measure] - scores[measure])
+            both = [row for row in scored if measure in other.get(row.question.id, ())]
             if both:
+                gaps = [row.scores[measure] - other[row.question.id][measure] for row in both]
                 found["difference"] = percent(both, gaps)
             measures[measure] = found
         values[title] = {"summary": benchmark.summary(rows), "measures": measures}
@@ -349,10 +367,11 @@ def values_of(benchmark: Benchmark, results: Results) -> dict[str, dict]:
 def summary_table(values: Mapping[str, Mapping]) -> list[str]:
     """Of `values_of`: a column for each model, or with several measures a table for each model."""
     summaries = {title: of_model["summary"] for title, of_model in values.items()}
-    lines, measures = {}, {}
+    lines = {}
+    measures = {}
     for summary in summaries.values():
-        for line, numbers in summary.items():
-            lines[line] = None
+        lines |= dict.fromkeys(summary)
+        for numbers in summary.values():
             measures |= dict.fromkeys(numbers)
     if len(measures) > 1 and len(values) > 1:
         tables = []
@@ -384,7 +403,8 @@ def comparison_table(values: Mapping[str, Mapping]) -> list[str]:
         return []
     has_differences = len(compared) > 1
     counts = {}
-    cells, notes = [], []
+    cells = []
+    notes = []
     # 1. a line for each model
     for title, found in compared.items():
         scored = [of_measure["questions"] for of_measure in found.values()]
@@ -392,15 +412,14 @@ def comparison_table(values: Mapping[str, Mapping]) -> list[str]:
         line = [title]
         for measure in measures:
             line.append(interval_text(found[measure]) if measure in found else "")
-            difference = found.get(measure, {}).get("difference")
-            verdict = ""
-            if difference:
+            if not has_differences:
+                continue
+            line.append("")
+            if difference := found.get(measure, {}).get("difference"):
                 verdict = "n.s." if difference["low"] <= 0 <= difference["high"] else "*"
-                verdict = f"{interval_text(difference, signed=True)} {verdict}"
+                line[-1] = f"{interval_text(difference, signed=True)} {verdict}"
                 if title.endswith(BLIND) and difference["high"] >= 0:
                     notes.append(f"{title}: not shown to use the picture: {measure}")
-            if has_differences:
-                line.append(verdict)
         cells.append(line)
     # 2. what it counts, and the head
     most = max(counts.values())

@@ -39,7 +39,11 @@ def add_limit(parser: ArgumentParser, default: int) -> None:
 
 
 def add_flag(
-    parser: ArgumentParser, name: str, help: str, default: Any = None, **argument: Any
+    parser: ArgumentParser,
+    name: str,
+    help: str,
+    default: Any = None,
+    **argument: Any,
 ) -> None:
     """A flag, whose help ends with its default unless it says one. A bool is a switch, --name or
     --no-name."""

@@ -23,10 +23,10 @@ from typing import Any
 from eval import figures
 from eval.command import add_flag, add_limit, command_parser, whole
 from eval.data import scenes
-from eval.data.published import read
+from eval.data.files import read
 from eval.explore.page import page
 from eval.explore.record import Case
-from eval.open import Subject, add_model_flags, model_of, open_model, run_file, toy_note
+from eval.open import Subject, add_model_flags, model_of, open_subject, run_file, toy_note
 from model.boxes import parse_boxes
 from model.common import UserError, run_command, shown
 from model.generate import ask
@@ -35,7 +35,7 @@ from model.paligemma import PaliGemma
 from model.processor import Processor
 from weights.load import load_model
 
-EXAMPLES = [  # scenes of the test split, and prompts
+SCENES = [  # scenes of the test split, and prompts
     (192, "answer en Where is the dog?"),
     (192, "detect dog"),
     (193, "answer en How many objects are there in the image?"),
@@ -55,7 +55,12 @@ footer { display: none !important; }
 
 
 def explored(
-    subject: Subject, model: PaliGemma, processor: Processor, limit: int, image, prompt: str
+    subject: Subject,
+    model: PaliGemma,
+    processor: Processor,
+    limit: int,
+    image,
+    prompt: str,
 ) -> str:
     """The explorer's page for a question, beside the base of an adapter. Raises UserError."""
     case = Case(image, prompt)
@@ -109,12 +114,12 @@ def load_gradio() -> Any:
     return gradio
 
 
-def examples(subject: Subject, folder: Path) -> list[list[str]]:
+def example_rows(subject: Subject, folder: Path) -> list[list[str]]:
     """Files of pictures in `folder`, each with a prompt: scenes for the toy, which no other model
     knows, or what a run has held out, as far as it is in files that are still there."""
     pairs, rows = [], []
     if toy_note(subject):
-        pairs = [(scenes.sample("vqa", "test", index).image, prompt) for index, prompt in EXAMPLES]
+        pairs = [(scenes.sample("vqa", "test", index).image, prompt) for index, prompt in SCENES]
     else:
         with suppress(UserError):
             file = run_file(subject, "answers.jsonl")
@@ -138,7 +143,7 @@ def serve(
     and the pictures of its examples are written to `folder`. Raises OSError if the port is
     taken."""
     gradio = load_gradio()
-    rows = examples(subject, folder)
+    rows = example_rows(subject, folder)
 
     def answer(path, prompt, is_explored=False):
         try:
@@ -147,7 +152,13 @@ def serve(
             image = load_image(path)
             if is_explored:
                 return framed(explored(subject, model, processor, limit, image, prompt))
-            (text,) = ask(model, processor, [image], [prompt], limit)
+            (text,) = ask(
+                model,
+                processor,
+                [image],
+                [prompt],
+                limit,
+            )
         except UserError as error:
             raise gradio.Error(str(error), print_exception=False) from None
         boxes = parse_boxes(text, *image.size)
@@ -193,7 +204,7 @@ def serve(
                     gradio.Examples(rows, [picture, prompt])
         look = gradio.HTML(elem_id="look")
         # 2. what its buttons do, one at a time
-        options: dict[str, Any] = {
+        options = {
             "concurrency_id": "model",
             "concurrency_limit": 1,
             "api_visibility": "private",
@@ -217,30 +228,33 @@ def serve(
     return blocks
 
 
-def save_examples(folder: Path) -> list[list[str]]:
-    """The examples, as files in the folder with their prompts."""
-    rows = []
-    for index, prompt in EXAMPLES:
-        path = folder / f"scene-{index}.png"
-        scenes.sample("vqa", "test", index).image.save(path)
-        rows.append([str(path), prompt])
-    return rows
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.demo", __doc__)
     add_model_flags(parser)
     add_limit(parser, 64)
     port = "(default: the first free one from 7860)"
-    add_flag(parser, "--port", port, type=whole(1, 65535), metavar="N")
+    add_flag(
+        parser,
+        "--port",
+        port,
+        type=whole(1, 65535),
+        metavar="N",
+    )
     args = parser.parse_args(argv)
     load_gradio()
     subject = model_of(args)
-    model, processor = open_model(args, subject)
+    model, processor = open_subject(args, subject)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with tempfile.TemporaryDirectory(prefix="demo-") as folder:
         tempfile.tempdir = os.environ["GRADIO_TEMP_DIR"] = folder
-        blocks = serve(subject, model, processor, Path(folder), args.max_new_tokens, args.port)
+        blocks = serve(
+            subject,
+            model,
+            processor,
+            Path(folder),
+            args.max_new_tokens,
+            args.port,
+        )
         print(f"{shown(subject.name)} answers at {blocks.local_url}; end with Ctrl+C")
         blocks.block_thread()
 

@@ -13,7 +13,6 @@ Source: Lin et al., "Microsoft COCO: Common Objects in Context", ECCV 2014; the 
 its evaluation code (https://cocodataset.org/#detection-eval), to the tie.
 """
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -25,15 +24,16 @@ import numpy as np
 from PIL.Image import Image
 
 from eval import figures
-from eval.bench import Benchmark, Row, run
-from eval.data.published import check, check_unique, read, text
-from eval.data.records import Box, Detection, embedded_records, read_data
+from eval.bench import Benchmark, Row, read_rows, run, write_json
+from eval.data.files import check, text_at
+from eval.data.record import Box, Detection
+from eval.data.records import embedded_records, read_data
 from eval.question import Question, question_of
 from model.boxes import parse_boxes
-from model.common import UserError, run_command, shown, write_text
+from model.common import UserError, run_command, shown
 from model.images import load_image
 
-EMBEDDED = 300  # pictures, by default
+BY_DEFAULT = 300  # pictures, by default
 DRAWN = 12  # of them, on the sheet
 THRESHOLDS = np.linspace(0.5, 0.95, 10)  # of the overlap (IoU)
 RECALLS = np.linspace(0, 1, 101)
@@ -69,11 +69,11 @@ class Detect(Benchmark):
             help="folder of the pictures of --data (default: that of its file)", metavar="DIR"
         ),
     }
-    limit = f"pictures, the first N (default: all of a file, {EMBEDDED} of the embedded scenes)"
+    limit = f"pictures, the first N (default: all of a file, {BY_DEFAULT} of the embedded scenes)"
 
     def questions(self, args):
         if args.data in (None, "embedded"):
-            records = embedded_records(("detect",), "test", args.limit or EMBEDDED)
+            records = embedded_records(("detect",), "test", args.limit or BY_DEFAULT)
         else:
             records = read_data(args.data, args.images)[: args.limit]
         for record in records:
@@ -87,9 +87,7 @@ class Detect(Benchmark):
         return [Row(question, (said, []), {}) for question, said in pairs if said is not None]
 
     def read(self, file, args):
-        rows = read(file, row_of)
-        check_unique((row.question.id for row in rows), file)
-        return rows
+        return read_rows(file, row_of)
 
     def summary(self, rows):
         found, problems = zip(*map(boxes_of, rows), strict=True)
@@ -97,14 +95,13 @@ class Detect(Benchmark):
         classes = values.pop("classes")
         # the malformed parts, in all and by problem
         counts = sum(problems, Counter())
-        parts = max(1, counts.total())
-        counts.pop("", 0)
+        sound = counts.pop("", 0)
+        parts = max(1, sound + counts.total())
         values["malformed"] = counts.total() / parts
         for problem, count in counts.items():
             values[f"  {problem}"] = count / parts
         values["answers without a box"] = problems.count(Counter()) / len(rows)
-        for label, value in classes.items():
-            values[f"  AP, {label}"] = value
+        values |= {f"  AP, {label}": value for label, value in classes.items()}
         summary = {}
         for line, value in values.items():
             summary[line] = {"COCO": None if value is None else 100 * value}
@@ -115,7 +112,7 @@ class Detect(Benchmark):
         for question, (answer, scores), _ in rows:
             result = {"question_id": question.id, "question": question.prefix, "answer": answer}
             results.append(result | asdict(question.truth) | {"scores": scores})
-        write_text(out / "results.json", json.dumps(results, ensure_ascii=False, indent=1) + "\n")
+        write_json(out / "results.json", results)
         title = f"{subject.title}: true boxes green, found ones orange"
         figures.save(draw_sheet(rows, title), out / "detect.png")
 
@@ -124,9 +121,9 @@ def row_of(record: dict) -> Row:
     """The row of an entry of results.json. Raises LookupError, TypeError and ValueError."""
     boxes = tuple(Box(**box) for box in record["boxes"])
     truth = Detection(record["width"], record["height"], boxes)
-    id_ = text(record, "question_id")
-    prefix = text(record, "question")
-    answer = text(record, "answer")
+    id_ = text_at(record, "question_id")
+    prefix = text_at(record, "question")
+    answer = text_at(record, "answer")
     scores = record["scores"]
     is_finite = math.isfinite(sum(scores) + truth.width + truth.height)
     check(is_finite and min(truth.width, truth.height) > 0, "a score or a side is no number")
@@ -178,7 +175,13 @@ def draw_row(row: Row) -> tuple[Image, str, bool]:
     found, _ = boxes_of(row)
     image = load_image(row.question.images()[0])
     true_corners = corners(truths, image, size)
-    sheet = figures.draw_boxes(image, true_corners, colors=[figures.HIT], width=5, least=448)
+    sheet = figures.draw_boxes(
+        image,
+        true_corners,
+        colors=[figures.HIT],
+        width=5,
+        least=448,
+    )
     labels = [box.label for box in found]
     found_corners = corners(found, sheet, size)
     drawn = figures.draw_boxes(sheet, found_corners, labels, colors=[figures.SERIES[1]])
@@ -194,17 +197,13 @@ def labelled(boxes: Sequence, label: str) -> list:
     return [box for box in boxes if box.label == label]
 
 
-def corners(boxes: Sequence[Box | Found], image, size: Detection) -> list[tuple[float, ...]]:
-    """The boxes as (left, top, right, bottom) in the pixels of `image`, which may have another size
+def corners(boxes: Sequence[Box | Found], image, size: Detection) -> list[list[float]]:
+    """The boxes as [left, top, right, bottom] in the pixels of `image`, which may have another size
     than annotated."""
-    x = image.width / size.width
-    y = image.height / size.height
-    result = []
-    for box in boxes:  # an answer may swap corners
-        left, right = sorted((box.x * x, (box.x + box.width) * x))
-        top, bottom = sorted((box.y * y, (box.y + box.height) * y))
-        result.append((left, top, right, bottom))
-    return result
+    ends = sides_of(boxes).T.reshape(-1, 2, 2)
+    ends[:, 1] += ends[:, 0]
+    ends *= image.width / size.width, image.height / size.height
+    return np.sort(ends, axis=1).reshape(-1, 4).tolist()  # an answer may swap corners
 
 
 # COCO's measures
@@ -240,9 +239,8 @@ def score_boxes(truths: Sequence[Sequence[Box]], found: Sequence[Sequence[Found]
             matches = pool([match(true, best, limits) for true, best in of_class])
             if matches.truths:
                 pooled[label] = matches
-        precision = np.empty((len(pooled), len(THRESHOLDS)))
-        for row, matches in enumerate(pooled.values()):
-            precision[row] = average_precision(matches)
+        precision = np.array(list(map(average_precision, pooled.values())))
+        precision = precision.reshape(-1, len(THRESHOLDS))
         result[f"AP{size}"] = mean(precision)
         if not size:
             result["AP50"] = mean(precision[:, 0])
@@ -263,7 +261,9 @@ def mean(values) -> float | None:
 
 
 def match(
-    truths: Sequence[Box], found: Sequence[Found], limits: tuple[float, float] = SIZES[""]
+    truths: Sequence[Box],
+    found: Sequence[Found],
+    limits: tuple[float, float] = SIZES[""],
 ) -> Matches:
     """Detections of one class in one picture, best first, each to the free truth with the largest
     overlap. At equal overlap the later truth is taken, and a real one before one that is ignored: a
@@ -292,7 +292,13 @@ def match(
             neither[at, number] = ignored[best]
     scores = np.array([box.score for box in found], np.float64)
     to_find = int((~ignored).sum())
-    return Matches(scores, np.arange(len(found)), hit, neither, to_find)
+    return Matches(
+        scores,
+        np.arange(len(found)),
+        hit,
+        neither,
+        to_find,
+    )
 
 
 def overlaps(found: Sequence[Found], truths: Sequence[Box]) -> np.ndarray:

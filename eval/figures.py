@@ -6,12 +6,14 @@ since Pillow does not smooth edges of shapes.
 """
 
 import math
+import re
 import textwrap
 import unicodedata
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from model.common import UserError, atomic_path, shown
@@ -69,7 +71,12 @@ class Canvas:
     def _px(self, *points: float) -> list[int]:
         return [round(value * self.scale) for value in points]
 
-    def line(self, points: Sequence[Point], color: Color = INK, width: float = 1.0) -> None:
+    def line(
+        self,
+        points: Sequence[Point],
+        color: Color = INK,
+        width: float = 1.0,
+    ) -> None:
         corners = [tuple(self._px(x, y)) for x, y in points]
         self.draw.line(corners, color, *self._px(width), joint="curve")
 
@@ -83,7 +90,13 @@ class Canvas:
         """sides: left, top, right, bottom."""
         self.draw.rectangle(self._px(*sides), fill, outline, *self._px(width))
 
-    def dot(self, x: float, y: float, radius: float, color: Color) -> None:
+    def dot(
+        self,
+        x: float,
+        y: float,
+        radius: float,
+        color: Color,
+    ) -> None:
         self.draw.ellipse(self._px(x - radius, y - radius, x + radius, y + radius), color)
 
     def text(
@@ -97,9 +110,21 @@ class Canvas:
     ) -> None:
         """Text at (x, y); `anchor` is Pillow's: l, m or r, then a(scender), m or d(escender)."""
         x, y = self._px(x, y)
-        self.draw.text((x, y), printable(text), color, _font(*self._px(size)), anchor)
+        self.draw.text(
+            (x, y),
+            printable(text),
+            color,
+            _font(*self._px(size)),
+            anchor,
+        )
 
-    def upright(self, x: float, y: float, text: str, size: float = 12) -> None:
+    def upright(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        size: float = 12,
+    ) -> None:
         """Text centered at (x, y), turned by 90 degrees to read upward."""
         font = ImageFont.TransposedFont(_font(*self._px(size)), Image.Transpose.ROTATE_90)
         _, _, wide, high = font.getbbox(printable(text))
@@ -107,7 +132,12 @@ class Canvas:
         self.draw.text((x - wide // 2, y - high // 2), printable(text), INK, font)
 
     def picture(
-        self, left: float, top: float, right: float, bottom: float, image: Image.Image
+        self,
+        left: float,
+        top: float,
+        right: float,
+        bottom: float,
+        image: Image.Image,
     ) -> None:
         left, top, right, bottom = self._px(left, top, right, bottom)
         size = right - left, bottom - top
@@ -119,18 +149,18 @@ class Canvas:
 
 
 _font = lru_cache(ImageFont.load_default)  # by its size in pixels
-_SPELLED = {"–": "-", "—": "-", "−": "-", "×": "x", "λ": "lambda", "≥": ">=", "≤": "<="}
+_SPELLED = str.maketrans(
+    {"–": "-", "—": "-", "−": "-", "×": "x", "λ": "lambda", "≥": ">=", "≤": "<="}
+)
 
 
 def printable(text: str) -> str:
     """`text` in the glyphs of Pillow's built-in font: accents dropped, a few signs in ASCII, all
     others "?"."""
-    spelled = " ".join(text.split()).translate(str.maketrans(_SPELLED))
-    signs = []
-    for sign in unicodedata.normalize("NFKD", spelled):
-        if not unicodedata.combining(sign):
-            signs.append(sign if sign.isascii() or sign in "±·°⁄‘’“”" else "?")
-    return "".join(signs)
+    spelled = " ".join(text.split()).translate(_SPELLED)
+    signs = unicodedata.normalize("NFKD", spelled)
+    bare = "".join(sign for sign in signs if not unicodedata.combining(sign))
+    return re.sub("[^\x00-\x7f±·°⁄‘’“”]", "?", bare)
 
 
 def text_width(text: str, size: float) -> float:
@@ -138,7 +168,12 @@ def text_width(text: str, size: float) -> float:
     return _font(round(size * 100)).getlength(printable(text)) / 100
 
 
-def wrap(text: str, width: float, size: float, lines: int) -> list[str]:
+def wrap(
+    text: str,
+    width: float,
+    size: float,
+    lines: int,
+) -> list[str]:
     """`text` broken into at most `lines` lines of `width` points, "..." where it is cut."""
     text = printable(text)
     for letters in range(max(4, int(4 * width / size)), 3, -1):
@@ -153,15 +188,20 @@ def wrap(text: str, width: float, size: float, lines: int) -> list[str]:
 
 def accuracy_color(accuracy: float) -> Color:
     """From pale yellow at 0 over teal at one half to dark blue at 1."""
-    first = 0 if accuracy < 0.5 else 1
-    low, high = ACCURACIES[first : first + 2]
-    part = 2 * accuracy - first
-    return tuple(round(a + (b - a) * part) for a, b in zip(low, high, strict=True))
+    levels = zip(*ACCURACIES, strict=True)
+    return tuple(round(float(np.interp(accuracy, (0, 0.5, 1), of))) for of in levels)
 
 
 def _ink_on(color: Color) -> Color:
     luminance = 0.299 * color[0] + 0.587 * color[1] + 0.114 * color[2]
     return INK if luminance > 140 else PAPER
+
+
+def _cell(accuracy: float) -> tuple[Color, str]:
+    """The color of a cell and its percentage; NaN is no data."""
+    if math.isnan(accuracy):
+        return GRID, "-"
+    return accuracy_color(accuracy), f"{100 * accuracy:.1f}"
 
 
 def heatmaps(grids: Mapping[str, Sequence[Sequence[float]]], title="") -> Image.Image:
@@ -177,24 +217,50 @@ def heatmaps(grids: Mapping[str, Sequence[Sequence[float]]], title="") -> Image.
         # 1. its name and mean
         sheet.text(middle, top - 34, wrap(name, side + gap - 8, 15, 1)[0], 15)
         cells = [value for row in grid for value in row if not math.isnan(value)]
-        mean = f"mean accuracy {100 * sum(cells) / len(cells):.2f} %" if cells else ""
-        sheet.text(middle, top - 14, mean, 12, SOFT)
+        if cells:
+            mean = 100 * sum(cells) / len(cells)
+            sheet.text(middle, top - 14, f"mean accuracy {mean:.2f} %", 12, SOFT)
         # 2. its cells
-        high, wide = side / len(grid), side / len(grid[0])
+        high = side / len(grid)
+        wide = side / len(grid[0])
         for row, values in enumerate(grid):
             y = top + row * high
-            sheet.text(x0 - 8, top + (row + 0.5) * high, str(row + 1), 11, SOFT, "rm")
+            sheet.text(
+                x0 - 8,
+                top + (row + 0.5) * high,
+                str(row + 1),
+                11,
+                SOFT,
+                "rm",
+            )
             for col, value in enumerate(values):
-                color, label = GRID, "-"
-                if not math.isnan(value):
-                    color, label = accuracy_color(value), f"{100 * value:.1f}"
+                color, label = _cell(value)
                 x = x0 + col * wide
-                sheet.box(x, y, x + wide, y + high, fill=color, outline=PAPER)
+                sheet.box(
+                    x,
+                    y,
+                    x + wide,
+                    y + high,
+                    fill=color,
+                    outline=PAPER,
+                )
                 size = min(22, 0.3 * high + 3)
-                sheet.text(x + wide / 2, y + high / 2, label, size, _ink_on(color))
+                sheet.text(
+                    x + wide / 2,
+                    y + high / 2,
+                    label,
+                    size,
+                    _ink_on(color),
+                )
         # 3. its columns
         for col in range(len(grid[0])):
-            sheet.text(x0 + (col + 0.5) * wide, top + side + 12, str(col + 1), 11, SOFT)
+            sheet.text(
+                x0 + (col + 0.5) * wide,
+                top + side + 12,
+                str(col + 1),
+                11,
+                SOFT,
+            )
         sheet.text(middle, top + side + 32, "column of the needle")
     sheet.upright(20, top + side / 2, "row of the needle")
     return sheet.finish()
@@ -215,7 +281,8 @@ def contact_sheet(
     """Pictures in rows of four, their longer side `size` points, their captions below in at most
     `lines` lines. A green frame marks a hit, an orange one a miss; None has no frame."""
     # 1. what each cell holds
-    gap, text = 14, 11.5
+    gap = 14
+    text = 11.5
     line_height = text + 4
     broken = []
     for caption in captions:
@@ -234,19 +301,45 @@ def contact_sheet(
     rows = math.ceil(len(images) / columns)
     sheet = Canvas(gap + columns * (size + gap), top + rows * step, title)
     # 3. the cells
-    cells = zip(images, sizes, broken, hits or [None] * len(images), strict=True)
+    cells = zip(
+        images,
+        sizes,
+        broken,
+        hits or [None] * len(images),
+        strict=True,
+    )
     for number, (image, (wide, high), caption, hit) in enumerate(cells):
         row, col = divmod(number, columns)
         y = top + row * step
-        left, upper = gap + col * (size + gap) + (size - wide) / 2, y + (tall - high) / 2
-        right, lower = left + wide, upper + high
-        color = HIT if hit else MISS
+        left = gap + col * (size + gap) + (size - wide) / 2
+        upper = y + (tall - high) / 2
+        right = left + wide
+        lower = upper + high
         if hit is not None:
-            sheet.box(left - 4, upper - 4, right + 4, lower + 4, fill=color)
+            color = HIT if hit else MISS
+            sheet.box(
+                left - 4,
+                upper - 4,
+                right + 4,
+                lower + 4,
+                fill=color,
+            )
         sheet.picture(left, upper, right, lower, image)
         if hit is not None:  # what the color of the frame says, without color
-            sheet.box(right - 22, upper - 4, right + 4, upper + 9, fill=color)
-            sheet.text(right - 9, upper + 2, "hit" if hit else "miss", 9, PAPER)
+            sheet.box(
+                right - 22,
+                upper - 4,
+                right + 4,
+                upper + 9,
+                fill=color,
+            )
+            sheet.text(
+                right - 9,
+                upper + 2,
+                "hit" if hit else "miss",
+                9,
+                PAPER,
+            )
         for line, words in enumerate(caption):
             sheet.text(left + wide / 2, y + tall + 12 + line * line_height, words, text)
     return sheet.finish()
@@ -268,21 +361,36 @@ def draw_boxes(
     scale = max(1, round(least / max(image.size)))
     image = image.resize((image.width * scale, image.height * scale), Image.Resampling.NEAREST)
     points = max(image.size) / 640  # a picture of 640 px has one point a pixel
-    width_pt, height_pt = image.width / DENSITY, image.height / DENSITY
-    sheet = Canvas(width_pt, height_pt)
-    sheet.picture(0, 0, width_pt, height_pt, image)
+    size = image.width / DENSITY, image.height / DENSITY
+    sheet = Canvas(*size)
+    sheet.picture(0, 0, *size, image)
     labels = labels or [""] * len(boxes)
     kinds = list(dict.fromkeys(labels))
     for box, label in zip(boxes, labels, strict=True):
         color = colors[kinds.index(label) % len(colors)]
         left, top, right, bottom = (value * scale / DENSITY for value in box)
-        sheet.box(left, top, right, bottom, outline=color, width=width * points)
+        sheet.box(
+            left,
+            top,
+            right,
+            bottom,
+            outline=color,
+            width=width * points,
+        )
         if label:
-            size, pad = 7.5 * points, 2 * points
+            size = 7.5 * points
+            pad = 2 * points
             high = size + 2 * pad
             # above the box, or in it at the picture's edge
             base = top if top >= high else top + high
             right = left + text_width(label, size) + 2 * pad
             sheet.box(left, base - high, right, base, fill=color)
-            sheet.text(left + pad, base - high / 2, label, size, _ink_on(color), "lm")
+            sheet.text(
+                left + pad,
+                base - high / 2,
+                label,
+                size,
+                _ink_on(color),
+                "lm",
+            )
     return sheet.finish()

@@ -35,10 +35,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 
-from eval.bench import Benchmark, Row, means, run, write_records
-from eval.data.published import check, check_unique, read, rows_in
+from eval.bench import Benchmark, Row, means, run, write_json
+from eval.data.files import check, check_unique, read, rows_in
 from eval.question import Question
-from model.common import UserError, atomic_path, quoted, run_command, shown
+from model.common import UserError, quoted, run_command, shown, write_text
 
 BASE = 1_000_000
 FAILED = "Failed to obtain answer via API"
@@ -51,10 +51,10 @@ REFUSALS = (
 NOT_SUBMITTED = ("hint", "category", "source", "image", "comment", "l2-category")
 # What pandas, with which the official scripts read, takes for no value. "None", which pandas 2 adds
 # by accident (pandas-dev/pandas issue 52493), and "none" are the texts of options.
-ABSENT = (
+NO_VALUE = (
     "#N/A #NA -1.#IND -1.#QNAN -NaN -nan 1.#IND 1.#QNAN <NA> N/A NA NULL NaN n/a nan null".split()
 )
-ABSENT += ["", "#N/A N/A"]
+NO_VALUE += ["", "#N/A N/A"]
 # One of the texts {}, as whole words: none of the "shirt" in "t-shirt", of the 5 in "-5" or "1.5".
 # Chinese has no blanks between words.
 AS_WORDS = "(?<![^\\W\u4e00-\u9fff])(?<![-−])(?<!\\d[.,])({})(?![^\\W\u4e00-\u9fff]|-\\w|[.,]\\d)"
@@ -80,9 +80,17 @@ class MMBench(Benchmark):
         for lines in read_lines(args.tsv)[: args.limit]:
             keys = [hashlib.sha256(line["image"].encode()).hexdigest()[:16] for line in lines]
             for line, key in zip(lines, keys, strict=True):
-                prompt = prompt_of(args.wording, line)
-                about = int(line["index"]), key, partial(open_picture, line), prompt
-                questions.append(Question(*about, truth=line, kind=args.wording, group=keys[0]))
+                questions.append(
+                    Question(
+                        int(line["index"]),
+                        key,
+                        partial(open_picture, line),
+                        prompt_of(args.wording, line),
+                        truth=line,
+                        kind=args.wording,
+                        group=keys[0],
+                    )
+                )
         return questions
 
     def rows(self, questions, answers):
@@ -101,12 +109,14 @@ class MMBench(Benchmark):
 
     def summary(self, rows):
         lines = defaultdict(list)
-        for row in [row for row in rows if row.scores]:
+        for row in rows:
+            if not row.scores:
+                continue
             line = row.question.truth
             split = line.get("split") or "all"
-            names = ["overall"]
-            for kind in ("", line.get("l2-category", ""), line.get("category", "")):
-                names.append(f"{split} {kind}".rstrip())
+            names = ["overall", split.rstrip()]
+            for column in ("l2-category", "category"):
+                names.append(f"{split} {line.get(column, '')}".rstrip())
             for name in dict.fromkeys(names):
                 lines[name].append(row)
         summary = {}
@@ -122,17 +132,15 @@ class MMBench(Benchmark):
         for q, answer, _ in rows:
             if answer is not None:  # with the prompt, since an answer is read by its wording
                 results.append({"question_id": q.id, "question": q.prefix, "answer": answer})
-        write_records(out / "results.json", results)
+        write_json(out / "results.json", results, indent=0)
         names = [name for name in rows[0].question.truth if name not in NOT_SUBMITTED]
         names.insert(6, "prediction")
-        with (
-            atomic_path(out / "submission.tsv") as path,
-            path.open("w", encoding="utf-8", newline="") as file,
-        ):
-            table = csv.DictWriter(file, names, extrasaction="ignore", delimiter="\t")
-            table.writeheader()
-            for question, answer, _ in rows:
-                table.writerow(question.truth | {"prediction": answer or ""})
+        file = io.StringIO(newline="")
+        table = csv.DictWriter(file, names, extrasaction="ignore", delimiter="\t")
+        table.writeheader()
+        for question, answer, _ in rows:
+            table.writerow(question.truth | {"prediction": answer or ""})
+        write_text(out / "submission.tsv", file.getvalue())
 
 
 def read_lines(path: str) -> list[list[dict[str, str]]]:
@@ -143,16 +151,15 @@ def read_lines(path: str) -> list[list[dict[str, str]]]:
 
     def values_of(row: list[str]) -> dict[str, str]:
         check(len(row) == len(names), f"{len(row)} values for {len(names)} columns")
-        values = {}
-        for name, value in zip(names, row, strict=True):
-            values[name] = "" if value.strip() in ABSENT else value
-        options = options_of(values)
+        cells = ["" if cell.strip() in NO_VALUE else cell for cell in row]
+        values = dict(zip(names, cells, strict=True))
+        options = options_in(values)
         is_numbered = values["index"].isdecimal()
         is_whole = is_numbered and values["question"] and values["image"] and len(options) > 1
         check(is_whole, "expected an index, a question, two options and an image")
         answer = values.get("answer")
-        listed = ", ".join(options)
-        check(not answer or answer in options, f"answer is {quoted(answer)}, not one of {listed}")
+        problem = f"answer is {quoted(answer)}, not one of {', '.join(options)}"
+        check(not answer or answer in options, problem)
         return values
 
     # 1. the rows, each with its picture
@@ -167,14 +174,14 @@ def read_lines(path: str) -> list[list[dict[str, str]]]:
     # 2. their rotations
     for base, group in groups.items():
         group.sort(key=lambda line: int(line["index"]))
-        count = len(options_of(group[0]))
+        count = len(options_in(group[0]))
         if [int(line["index"]) // BASE for line in group] != list(range(count)):
             problem = f"question {base} lacks some of its {count} rotations"
             raise UserError(f"{shown(path)}: {problem}: give the file for CircularEval")
     return list(groups.values())
 
 
-def options_of(line: Mapping[str, str]) -> dict[str, str]:
+def options_in(line: Mapping[str, str]) -> dict[str, str]:
     """The options of a row by letter."""
     return {letter: line[letter] for letter in "ABCD" if line.get(letter)}
 
@@ -184,34 +191,37 @@ def open_picture(line: Mapping[str, str]) -> io.BytesIO:
     try:
         return io.BytesIO(base64.b64decode(line["image"], validate=True))
     except ValueError:
-        raise UserError(
-            f"index {line['index']}: image is no base64: download the file again"
-        ) from None
+        problem = "image is no base64: download the file again"
+        raise UserError(f"index {line['index']}: {problem}") from None
 
 
 def prompt_of(wording: str, line: Mapping[str, str]) -> str:
     """LLaVA's prompt, or as in big_vision's transfers/aokvqa_mc.py, where the answer is the
     option's text."""
-    question, hint = line["question"], line.get("hint", "")
-    options = options_of(line)
+    options = options_in(line)
+    parts = [line["question"]]
+    if line.get("hint"):
+        parts.insert(0, line["hint"])
     if wording == "paligemma":
-        about = f"{hint} {question}" if hint else question
         listed = " \t ".join(options.values())
-        return f"answer en  {about} choose from: {listed}"
-    about = f"{hint}\n{question}" if hint else question
-    listed = "".join(f"{letter}. {text}\n" for letter, text in options.items())
+        return f"answer en  {' '.join(parts)} choose from: {listed}"
+    parts += [f"{letter}. {option}" for letter, option in options.items()]
     request = "Answer with the option's letter from the given choices directly."
-    if re.search("[\u4e00-\u9fff]", question):
+    if re.search("[\u4e00-\u9fff]", line["question"]):
         request = "请直接回答选项字母。"
-    return f"{about}\n{listed}{request}"
+    return "\n".join([*parts, request])
 
 
 def chosen(row: Row) -> str | None:
     """The letter that a row's answer names."""
-    return choose(row.answer, options_of(row.question.truth), row.question.kind)
+    return letter_of(row.answer, options_in(row.question.truth), row.question.kind)
 
 
-def choose(answer: str, options: Mapping[str, str], wording="llava") -> str | None:
+def letter_of(
+    answer: str,
+    options: Mapping[str, str],
+    wording="llava",
+) -> str | None:
     """The letter of the option that an answer names, by the rules of a wording above; Z for none of
     them, None if undecided."""
     if wording == "paligemma":

@@ -5,7 +5,7 @@ it is not there.
     python -m eval.needle --coco DIR --captions FILE --metadata DIR --model SRC --adapter RUN
     python -m eval.needle --results responses.json
 
-In: tests (`eval/data/published.py`) and a folder of COCO pictures, or a response file in MMNeedle's
+In: tests (`eval/data/mmneedle.py`) and a folder of COCO pictures, or a response file in MMNeedle's
 format. Out: such a file, existence, index and exact accuracy beside chance, a heatmap of accuracy
 by place, and a sheet of hits and misses.
 
@@ -15,7 +15,6 @@ The `paper` protocol is the adaptation of the differential PaliGemma paper: M = 
 questions with one word to answer.
 """
 
-import json
 import math
 import random
 import re
@@ -25,18 +24,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
-from itertools import groupby, product
+from itertools import groupby, product, zip_longest
 from pathlib import Path
 
+import numpy as np
 from PIL import Image
 
-from eval.bench import Benchmark, Row, by_kind, run
+from eval.bench import Benchmark, Row, by_kind, run, write_json
 from eval.command import whole
-from eval.data import published, scenes
-from eval.data.published import ABSENT, NeedleTest, check, find_image, find_picture, read, text
+from eval.data.files import check, check_unique, find_image, find_picture, read, text_at
+from eval.data.haystacks import NEEDLE_TITLES, NEEDLES, haystack, layout_of, place_questions
+from eval.data.mmneedle import ABSENT, NeedleTest, read_captions, read_needle_tests
 from eval.figures import contact_sheet, draw_boxes, heatmaps, save
 from eval.question import Question
-from model.common import UserError, quoted, run_command, write_text
+from model.common import UserError, quoted, run_command
 from model.images import load_image
 
 PROTOCOLS = ("paper", "constrained", "official")
@@ -44,7 +45,7 @@ PROTOCOL_HELP = (
     "paper: one exact word; constrained: the likelier word; "
     "official: MMNeedle's own prompt and parsing"
 )
-KINDS = "; ".join(f"{kind}: {title}" for kind, title in scenes.NEEDLE_TITLES.items())
+KIND_HELP = "; ".join(f"{kind}: {title}" for kind, title in NEEDLE_TITLES.items())
 METADATA_HELP = (
     "folder of MMNeedle's N_N.json and annotations_M_N_N.json "
     "(default: 2×2 tests drawn from --captions)"
@@ -52,8 +53,8 @@ METADATA_HELP = (
 LIMIT, SEED = 200, 42  # tests of each kind, by default; of their draw
 FIRST_ABSENT_ID = 5000  # MMNeedle's ids from here on have no needle in the haystack
 SUB_IMAGE = 256  # px along each side of a sub-image
-PLACE = r"(0, 0, 0|[1-9][0-9]?, [1-9][0-9]?, [1-9][0-9]?)"  # absent, or counted from 1
-TRUTH = re.compile(f"{PLACE}(; {PLACE})*")
+COUNTED = r"(0, 0, 0|[1-9][0-9]?, [1-9][0-9]?, [1-9][0-9]?)"  # absent, or a place from 1
+TRUTH = re.compile(f"{COUNTED}(; {COUNTED})*")
 
 
 class Needle(Benchmark):
@@ -66,9 +67,9 @@ class Needle(Benchmark):
     flags = {
         "--protocol": dict(help=PROTOCOL_HELP, default="paper", choices=PROTOCOLS),
         "--kind": dict(
-            help=f"of embedded tests ({KINDS}; default: all)",
+            help=f"of embedded tests ({KIND_HELP}; default: all)",
             nargs="+",
-            choices=scenes.NEEDLES,
+            choices=NEEDLES,
         ),
         "--coco": dict(
             help="folder of COCO val2014 pictures (default: the embedded scenes)", metavar="DIR"
@@ -102,15 +103,21 @@ class Needle(Benchmark):
             asked, said = zip(*group, strict=True)
             test = asked[0].truth
             record = response_record(test, respond(test, said, self.protocol))
-            rows.append(row_of(asked[0], record | {"said": said}))
+            rows.append(judged_row(asked[0], record | {"said": said}))
         return rows
 
     def read(self, file, args):
         rows = []
         for record in read_responses(file):
             name = str(record["id"])
-            question = Question(record["id"], name, (), "", kind=Path(file).stem)
-            rows.append(row_of(question, record))
+            question = Question(
+                record["id"],
+                name,
+                (),
+                "",
+                kind=Path(file).stem,
+            )
+            rows.append(judged_row(question, record))
         return rows
 
     def summary(self, rows):
@@ -119,43 +126,44 @@ class Needle(Benchmark):
             # 1. all tests
             records = [row.answer for row in of_kind if row.scores]
             by_place = accuracy_by_place(records)
-            mean = sum(by_place.values()) / len(by_place) if by_place else None
-            lines[kind] = score_responses(records) | {"exact, mean over places": mean}
+            lines[kind] = score_responses(records) | {"exact, mean over places": None}
+            if by_place:
+                mean = sum(by_place.values()) / len(by_place)
+                lines[kind]["exact, mean over places"] = 100 * mean
             test = of_kind[0].question.truth
             if test is not None:
                 places = len(test.haystack) * test.side**2
-                lines[kind]["chance"] = 1 / math.perm(places, len(test.places))
+                lines[kind]["chance"] = 100 * (1 / math.perm(places, len(test.places)))
             # 2. those whose needles are there, and absent
             halves = {"positives": [], "negatives": []}
             for record in records:
-                half = "negatives" if record["ground_truth"].startswith("0, ") else "positives"
-                halves[half].append(record)
+                is_absent = record["ground_truth"].startswith("0, ")
+                halves["negatives" if is_absent else "positives"].append(record)
             if all(halves.values()):
                 for half, of_half in halves.items():
                     lines[f"  {half}, {kind}"] = score_responses(of_half)
             # 3. by place
             for (row, column), accuracy in by_place.items():
-                lines[f"  {kind}, row {row}, column {column}"] = {"exact": accuracy}
-        for line in lines.values():
-            for name, share in line.items():
-                line[name] = None if share is None else 100 * share
+                lines[f"  {kind}, row {row}, column {column}"] = {"exact": 100 * accuracy}
         return lines
 
     def write(self, rows, out, subject):
         grids = {}
         for kind, of_kind in by_kind(rows).items():
-            records = [response_record(q.truth, record["response"]) for q, record, _ in of_kind]
-            listed = json.dumps(records, ensure_ascii=False, indent=1)
-            write_text(out / f"responses-{kind}.json", listed + "\n")
+            # 1. the responses
             test = of_kind[0].question.truth
-            needles, pictures = len(test.places), len(test.haystack)
-            title = f"{needles} needle(s) in {pictures} picture(s) of {test.side}×{test.side}"
-            title = scenes.NEEDLE_TITLES.get(kind, title)
-            grids[title] = [[math.nan] * test.side for _ in range(test.side)]
+            records = [response_record(q.truth, record["response"]) for q, record, _ in of_kind]
+            write_json(out / f"responses-{kind}.json", records)
+            # 2. accuracy by place
+            size = f"{len(test.haystack)} picture(s) of {test.side}×{test.side}"
+            title = NEEDLE_TITLES.get(kind, f"{len(test.places)} needle(s) in {size}")
+            grid = np.full((test.side, test.side), np.nan)
             for (row, col), accuracy in accuracy_by_place(records).items():
-                grids[title][row - 1][col - 1] = accuracy
+                grid[row - 1, col - 1] = accuracy
+            grids[title] = grid.tolist()
+            # 3. hits and misses
             if scored := [row for row in of_kind if row.scores]:
-                exact = 100 * score_responses(records)["exact"]
+                exact = score_responses(records)["exact"]
                 heading = f"{subject.title}, {title}: {exact:.1f} % exact (blue: the needle)"
                 save(draw_sheet(scored, heading), out / f"sheet-{kind}.png")
         heading = f"{subject.title}: needles found, {self.protocol} protocol"
@@ -182,7 +190,7 @@ def tests_of(args: Namespace) -> dict[str, list[NeedleTest]]:
     if is_coco:
         return {"1_2_2": drawn_tests(args.coco, args.captions, args.limit)}
     tests = {}
-    for kind in args.kind or scenes.NEEDLES:
+    for kind in args.kind or NEEDLES:
         tests[kind] = embedded_tests(kind, args.limit, needles=args.needles)
         if args.negatives:
             tests[kind] += embedded_tests(kind, args.limit, needles=args.needles, absent=True)
@@ -190,25 +198,36 @@ def tests_of(args: Namespace) -> dict[str, list[NeedleTest]]:
 
 
 def embedded_tests(
-    kind: str, count: int, split: str = "test", *, needles: int = 1, absent: bool = False
+    kind: str,
+    count: int,
+    split: str = "test",
+    *,
+    needles: int = 1,
+    absent: bool = False,
 ) -> list[NeedleTest]:
-    """`count` tests on the embedded scenes, of a kind in `scenes.NEEDLES`; first needles take all
+    """`count` tests on the embedded scenes, of a kind in `NEEDLES`; first needles take all
     places in turn. Raises UserError for more needles than places."""
-    side = range(scenes.layout_of(kind)[0])
-    if needles > len(side) ** 2:
-        raise UserError(f"--needles {needles}: {kind} has {len(side) ** 2} places")
-    half, first_id = ("-absent", FIRST_ABSENT_ID) if absent else ("", 0)
+    side = range(layout_of(kind)[0])
+    squares = list(product(side, side))
+    if needles > len(squares):
+        raise UserError(f"--needles {needles}: {kind} has {len(squares)} places")
+    half = "-absent" if absent else ""
+    first_id = FIRST_ABSENT_ID if absent else 0
     tests = []
     for number in range(count):
-        drawn = scenes.needle(kind, split, number, needles=needles, negative=absent)
+        drawn = haystack(kind, split, number, needles=needles, negative=absent)
         name = f"{kind}-{needles}{half}/{split}/{number}"
-        grid = {(row, col): f"{name}/{row}_{col}" for row, col in product(side, side)}
-        places = tuple(ABSENT if absent else (0, *target) for target in drawn.targets)
-        targets = tuple(grid.get(target, f"{name}/absent") for target in drawn.targets)
-        haystack = (tuple(grid.values()),)
-        pictures = (drawn.scene.render,)
-        about = haystack, places, targets, drawn.captions, pictures
-        tests.append(NeedleTest(first_id + number, *about))
+        grid = {(row, col): f"{name}/{row}_{col}" for row, col in squares}
+        tests.append(
+            NeedleTest(
+                first_id + number,
+                haystack=(tuple(grid.values()),),
+                places=tuple(ABSENT if absent else (0, *target) for target in drawn.targets),
+                targets=tuple(grid.get(target, f"{name}/absent") for target in drawn.targets),
+                captions=drawn.captions,
+                pictures=(drawn.scene.render,),
+            )
+        )
     return tests
 
 
@@ -219,21 +238,24 @@ def official_tests(args: Namespace) -> dict[str, list[NeedleTest]]:
     size = f"{args.side}_{args.side}"
     metadata = Path(args.metadata, f"{size}.json")
     annotations = Path(args.metadata, f"{few}annotations_{args.pictures}_{size}.json")
-    listed = published.read_needle_tests(metadata, annotations, args.captions)
-    chosen = choose([test for test in listed if ABSENT not in test.places], args.limit, SEED)
+    listed = read_needle_tests(metadata, annotations, args.captions)
+    chosen = sampled([test for test in listed if ABSENT not in test.places], args.limit)
     if args.negatives:
-        chosen += choose([test for test in listed if ABSENT in test.places], args.limit, SEED)
+        chosen += sampled([test for test in listed if ABSENT in test.places], args.limit)
     return {f"{few}{args.pictures}_{size}": [on_pictures(test, args.coco) for test in chosen]}
 
 
 def drawn_tests(
-    coco: str | Path, captions: str | Path, count: int, seed: int = SEED
+    coco: str | Path,
+    captions: str | Path,
+    count: int,
+    seed: int = SEED,
 ) -> list[NeedleTest]:
     """`count` tests of one needle in 2×2 pictures, drawn from all captioned ones of a folder:
     needles take all places in turn, no picture occurs twice in a test. Raises UserError if pictures
     are few."""
     described = {}
-    for name, caption in published.read_captions(captions).items():
+    for name, caption in read_captions(captions).items():
         has_folder = Path(name).name != name
         described[name if has_folder else f"val2014/{name}"] = caption
     names = sorted(name for name in described if find_image(coco, name).is_file())
@@ -247,14 +269,21 @@ def drawn_tests(
         spot = number % 4
         target = grid[spot]
         place = (0, *divmod(spot, 2))
-        test = NeedleTest(number, (grid,), (place,), (target,), (described[target],))
+        test = NeedleTest(
+            number,
+            (grid,),
+            (place,),
+            (target,),
+            (described[target],),
+        )
         tests.append(on_pictures(test, coco))
     return tests
 
 
 def on_pictures(test: NeedleTest, folder: str | Path) -> NeedleTest:
     """The test on stitched pictures of a folder. Raises UserError for one that is not there."""
-    pictures, files = [], []
+    pictures = []
+    files = []
     for names in test.haystack:
         grid = [find_picture(folder, name) for name in names]
         pictures.append(partial(stitch, grid))
@@ -262,7 +291,11 @@ def on_pictures(test: NeedleTest, folder: str | Path) -> NeedleTest:
     return replace(test, pictures=tuple(pictures), files=tuple(files))
 
 
-def choose(tests: Sequence[NeedleTest], count: int, seed: int) -> list[NeedleTest]:
+def sampled(
+    tests: Sequence[NeedleTest],
+    count: int,
+    seed: int = SEED,
+) -> list[NeedleTest]:
     """`count` tests drawn at random, in the order of their ids; with one needle a test the same
     number for every place, if there are as many. Raises UserError if there are too few."""
     pools = defaultdict(list)
@@ -272,10 +305,10 @@ def choose(tests: Sequence[NeedleTest], count: int, seed: int) -> list[NeedleTes
     if has_several or not 0 < len(pools) <= count:
         pools = {(): tests}
     each = count // len(pools)
-    if (least := min(map(len, pools.values()))) < each:
-        raise UserError(
-            f"--limit: {each} tests of a place are asked for, {least} are there: lower it"
-        )
+    least = min(map(len, pools.values()))
+    if least < each:
+        problem = f"{each} tests of a place are asked for, {least} are there"
+        raise UserError(f"--limit: {problem}: lower it")
     draw = random.Random(seed)
     chosen = []
     for places in sorted(pools):
@@ -298,7 +331,11 @@ def stitch(pictures: Sequence[Path]) -> Image.Image:
 # Prompts and answers
 
 
-def official_prompt(captions: Sequence[str], pictures: int, side: int) -> str:
+def official_prompt(
+    captions: Sequence[str],
+    pictures: int,
+    side: int,
+) -> str:
     """MMNeedle's own instruction for K captions, M `pictures` of `side`×`side` sub-images."""
     images = "images" if pictures > 1 else "image"
     parts = "subimages" if side > 1 else "subimage"
@@ -328,7 +365,11 @@ def official_prompt(captions: Sequence[str], pictures: int, side: int) -> str:
     return prompt
 
 
-def asks_of(tests: Sequence[NeedleTest], protocol: str, kind: str = "") -> list[Question]:
+def asks_of(
+    tests: Sequence[NeedleTest],
+    protocol: str,
+    kind: str = "",
+) -> list[Question]:
     """All questions about the tests, caption by caption; without choices the answer is free. Raises
     UserError for a protocol that cannot ask them."""
     questions = []
@@ -336,7 +377,7 @@ def asks_of(tests: Sequence[NeedleTest], protocol: str, kind: str = "") -> list[
         # 1. what is asked
         prompts = []
         for caption in test.captions:
-            prompts += scenes.place_questions(caption, test.side)
+            prompts += place_questions(caption, test.side)
         is_beyond = len(test.pictures) > 1 or test.side == 1
         if protocol == "official":
             prompts = [(official_prompt(test.captions, len(test.pictures), test.side), ())]
@@ -346,10 +387,18 @@ def asks_of(tests: Sequence[NeedleTest], protocol: str, kind: str = "") -> list[
         # 2. of which pictures
         key = sha256(repr(test.haystack).encode()).hexdigest()  # several tests may share a haystack
         for number, (prompt, words) in enumerate(prompts):
-            name = f"{kind}/{test.id}/{number}".removeprefix("/")
-            choices = words if protocol == "constrained" else ()
-            about = name, key, test.pictures, prompt, choices, test.files
-            questions.append(Question(*about, truth=test, kind=kind))
+            questions.append(
+                Question(
+                    f"{kind}/{test.id}/{number}".removeprefix("/"),
+                    key,
+                    test.pictures,
+                    prompt,
+                    choices=words if protocol == "constrained" else (),
+                    files=test.files,
+                    truth=test,
+                    kind=kind,
+                )
+            )
     return questions
 
 
@@ -360,34 +409,41 @@ def respond(test: NeedleTest, answers: Sequence, protocol: str) -> str | None:
         return None
     if protocol == "official":
         return answers[0]
-    words = [words for _, words in scenes.place_questions("", test.side)]
+    words = [words for _, words in place_questions("", test.side)]
     places = []
     for at in range(0, len(answers), len(words)):
-        numbers = []  # of the words that the answers about one caption are
-        for answer, of in zip(answers[at : at + len(words)], words, strict=True):
-            said = answer.strip().lower()
-            numbers.append(of.index(said) if said in of else -1)
+        said = [answer.strip().lower() for answer in answers[at : at + len(words)]]
+        pairs = list(zip(said, words, strict=True))
         place = "-1"
-        if -1 not in numbers:
+        if all(word in known for word, known in pairs):
+            numbers = [known.index(word) for word, known in pairs]
             row, col = numbers if test.side == 2 else divmod(numbers[0], test.side)
             place = f"1, {row + 1}, {col + 1}"
         places.append(place)
     return "; ".join(places)
 
 
-def row_of(question: Question, record: dict) -> Row:
+def judged_row(question: Question, record: dict) -> Row:
     """Without a response nothing is scored."""
     verdict = judge(record)
     scores = {f"exact, {question.kind}": float(verdict[2])} if verdict else {}
     return Row(question, record, scores)
 
 
-def evaluate_embedded(model, processor, kind: str, count: int, progress=None, *, ask_all) -> float:
+def evaluate_embedded(
+    model,
+    processor,
+    kind: str,
+    count: int,
+    progress=None,
+    *,
+    ask_all,
+) -> float:
     """Exact accuracy in percent on `count` tests of the embedded test split: all questions of a
     test must be right."""
     questions = asks_of(embedded_tests(kind, count), Needle.protocol)
     rows = Needle().rows(questions, ask_all(model, processor, questions, progress=progress))
-    return 100 * score_responses(row.answer for row in rows)["exact"]
+    return score_responses(row.answer for row in rows)["exact"]
 
 
 # Figures
@@ -398,7 +454,8 @@ def draw_sheet(rows: Sequence[Row], title: str) -> Image.Image:
     needle, and answers."""
     hits = [row for row in rows if judge(row.answer)[2]][:8]
     misses = [row for row in rows if not judge(row.answer)[2]][:8]
-    pictures, captions = [], []
+    pictures = []
+    captions = []
     for question, record, _ in hits + misses:
         # 1. the picture of the first needle
         test = question.truth
@@ -406,12 +463,12 @@ def draw_sheet(rows: Sequence[Row], title: str) -> Image.Image:
         picture = load_image(question.images()[index]).resize((512, 512))
         # 2. frames around the needles in it
         size = 512 / test.side
-        boxes, labels = [], []
+        boxes = []
+        labels = []
         for (number, row, col), caption in zip(test.places, test.captions, strict=True):
             if number == index:
                 boxes.append((col * size, row * size, (col + 1) * size, (row + 1) * size))
-                labels.append(caption)
-        labels = labels if len(test.places) > 1 else ()
+                labels.append(caption if len(test.places) > 1 else "")
         pictures.append(draw_boxes(picture, boxes, labels, width=4))
         captions.append(f"said {', '.join(record['said'])} | {' | '.join(test.captions)}")
     are_hits = [True] * len(hits) + [False] * len(misses)
@@ -441,7 +498,7 @@ def read_responses(path: str | Path) -> list[dict]:
     that occurs twice."""
 
     def response(record: dict) -> dict:
-        truth = text(record, "ground_truth")
+        truth = text_at(record, "ground_truth")
         expected = "'index, row, column', each from 1 to 99, or '0, 0, 0', joined by '; '"
         check(bool(TRUTH.fullmatch(truth)), f"ground_truth is {quoted(truth)}, expected {expected}")
         id_ = record["id"]
@@ -450,7 +507,7 @@ def read_responses(path: str | Path) -> list[dict]:
         return record
 
     records = read(path, response)
-    published.check_unique((record["id"] for record in records), path)
+    check_unique((record["id"] for record in records), path)
     return records
 
 
@@ -461,15 +518,13 @@ def answers_of(record: dict) -> tuple[tuple[str, ...], tuple[str, ...]]:
     -1, -1-1, and -1, -1, -1; -1, -1, -1."""
     if record["response"] is None:
         return (), ()
-    truth = tuple(
-        "-1" if part.startswith("0, ") else part for part in record["ground_truth"].split("; ")
-    )
+    truth = tuple(record["ground_truth"].replace("0, 0, 0", "-1").split("; "))
     given = record["response"].replace("\n", "").strip().strip(".").strip()
     if len(truth) == 1:
         return truth, (given,)
     nothing = ("-1",) * len(truth)
-    none_is_there = {"-1", "; ".join(["-1, -1, -1"] * len(truth))}
-    none_is_there |= {mark.join(nothing) for mark in ("", ", ", "; ")}
+    nowhere = ("-1, -1, -1",) * len(truth)
+    none_is_there = ["-1", "".join(nothing), ", ".join(nothing), "; ".join(nowhere)]
     parts = tuple(part.strip() for part in given.split("; "))
     if "; ".join(parts) in none_is_there:
         return truth, nothing
@@ -490,12 +545,12 @@ def judge(record: dict) -> tuple[bool, bool, bool] | None:
 
 
 def score_responses(records: Iterable[dict]) -> dict[str, float]:
-    """Accuracies "existence", "index" and "exact", fractions of the responses that are not None; 0
+    """Accuracies "existence", "index" and "exact", in percent of the responses that are not None; 0
     without any."""
     verdicts = list(filter(None, map(judge, records))) or [(False,) * 3]
-    columns = zip(*verdicts, strict=True)
-    names = ("existence", "index", "exact")
-    return {name: sum(of) / len(of) for name, of in zip(names, columns, strict=True)}
+    shares = np.mean(verdicts, axis=0).tolist()
+    pairs = zip(("existence", "index", "exact"), shares, strict=True)
+    return {name: 100 * share for name, share in pairs}
 
 
 def accuracy_by_place(records: Iterable[dict]) -> dict[tuple[int, int], float]:
@@ -504,10 +559,10 @@ def accuracy_by_place(records: Iterable[dict]) -> dict[tuple[int, int], float]:
     hits = defaultdict(list)
     for record in records:
         truth, given = answers_of(record)
-        for at, part in enumerate(truth):
+        for part, said in zip_longest(truth, given[: len(truth)]):
             if part != "-1":
                 _, row, col = map(int, part.split(", "))
-                hits[row, col].append(given[at : at + 1] == (part,))
+                hits[row, col].append(said == part)
     return {place: sum(hits[place]) / len(hits[place]) for place in sorted(hits)}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.command import add_flag, positive, whole
-from eval.data.published import PROMPT, check_prompt
+from eval.data.record import PROMPT, check_prompt
 from lora import adapter
 from model.common import UserError, file_errors, read_json, read_json_if, shown
 from model.device import DTYPES, THREADS, choose_device, choose_dtype, use_threads
@@ -56,7 +56,13 @@ def add_model_flags(parser: ArgumentParser, many: bool = False) -> None:
     dtype = "of the weights (default: bf16 on CUDA or in few bits, else fp32)"
     add_flag(parser, "--dtype", dtype, choices=[*DTYPES])
     add_flag(parser, "--device", "cpu, cuda, mps, … (default: cuda or mps if there is one)", "auto")
-    add_flag(parser, "--threads", THREADS, type=whole(1, 1024), metavar="N")
+    add_flag(
+        parser,
+        "--threads",
+        THREADS,
+        type=whole(1, 1024),
+        metavar="N",
+    )
     limit = "limit of a prompt's tokens, pictures too"
     add_flag(parser, "--max-length", limit, 8192, type=positive, metavar="N")
 
@@ -102,17 +108,16 @@ def models_of(args: Namespace) -> list[Subject]:
     for model, run, kind in flags:
         subjects.append(model_of(Namespace(model=model, adapter=run, quantize=kind), is_toy))
     titles = [subject.title for subject in subjects]
-    twice = [title for title in titles if titles.count(title) > 1]
-    if twice:
+    if twice := [title for title in titles if titles.count(title) > 1]:
         problem = f"two models are named {shown(twice[0])}"
         raise UserError(f"{problem}: give each once, or --results of two calls")
     return subjects
 
 
-def last_run(folder: Path = Path("runs"), is_toy: bool = False) -> str | None:
+def last_run(is_toy: bool = False) -> str | None:
     """The newest finished run on the embedded base, if there is one; a toy has learned from the
     embedded scenes alone."""
-    finished = folder.glob("*/summary.json")
+    finished = Path("runs").glob("*/summary.json")
     for file in sorted(finished, key=lambda file: file.stat().st_mtime, reverse=True):
         with suppress(UserError):  # a broken one is skipped
             made = read_json(file.with_name("config.json"))
@@ -139,7 +144,7 @@ def system_at(source: str) -> System | None:
     return system_of(str(model_type))
 
 
-def kind_of(source: str) -> str:
+def wording_of(source: str) -> str:
     """How a model is asked: `text`, as a language model; `llava`, as LLaVA's authors do; or
     `paligemma`."""
     system = None if preset_of(source) else system_at(source)
@@ -156,8 +161,8 @@ def stored_prompt(subject: Subject, default: str = PROMPT) -> str:
         folder = source.parent
     if folder is None:
         return default
-    for path in (folder / "config.json", folder / "adapter_config.json"):
-        stored = read_json(path) if path.is_file() else {}
+    for name in ("config.json", "adapter_config.json"):
+        stored = read_json_if(folder / name)
         sources = stored.get("data", ["vqav2:"])
         if not any(source.startswith("vqav2:") for source in sources):
             is_embedded = any(source.startswith(EMBEDDED) for source in sources)
@@ -171,21 +176,25 @@ def toy_note(subject: Subject) -> str:
     """TOY for the embedded base and its runs on the embedded scenes alone, "" for other models.
     Raises UserError."""
     made = read_json_if(run_file(subject, "config.json"))
-    if subject.run is None and subject.source == EMBEDDED:
-        return TOY
-    return TOY if (made.get("base"), made.get("data")) == (EMBEDDED, [EMBEDDED]) else ""
+    is_toy = made.get("base") == EMBEDDED and made.get("data") == [EMBEDDED]
+    is_base = subject.run is None and subject.source == EMBEDDED
+    return TOY if is_toy or is_base else ""
 
 
-def open_model(args: Namespace, subject: Subject, text: bool = False) -> tuple[Any, Any]:
+def open_subject(
+    args: Namespace,
+    subject: Subject,
+    text: bool = False,
+) -> tuple[Any, Any]:
     """A model and its processor. text: a language model may be opened, with the reader of its
     system. Raises UserError."""
     system = system_at(subject.source) if text else None
     make = system.reader if system and system.reader else Processor.from_source
     processor = make(subject.source, max_length=args.max_length)
-    return load(args, subject), processor
+    return load_subject(args, subject), processor
 
 
-def load(args: Namespace, subject: Subject) -> Any:
+def load_subject(args: Namespace, subject: Subject) -> Any:
     """The model of a subject with its adapter, in eval mode. Raises UserError."""
     device = choose_device(args.device)
     dtype = args.dtype

@@ -12,24 +12,14 @@ Source: Li et al., "Evaluating Object Hallucination in Large Vision-Language Mod
 """
 
 import re
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from eval.bench import PROMPT_FLAG, Benchmark, by_kind, means, run
-from eval.data import scenes
-from eval.data.published import (
-    check,
-    check_unique,
-    fill_prompt,
-    find_picture,
-    id_of,
-    read,
-    records_in,
-    text,
-)
-from eval.question import Question
+from eval.bench import PROMPT_FLAG, Benchmark, by_kind, mean_over, means, run
+from eval.data.files import check, check_unique, find_picture, id_of, read, records_in, text_at
+from eval.data.polls import STRATEGIES, pope
+from eval.data.record import fill_prompt
+from eval.question import Question, scored_twins
 from model.common import UserError, quoted, run_command
 
 SAYS_YES = "(?i)[^.]*(?<![a-z])yes(?![a-z])"  # in the first sentence
@@ -55,41 +45,52 @@ class Pope(Benchmark):
         else:
             is_whole = not args.images
         if not is_whole:
-            raise UserError(
-                "--questions and --images go together: give both, or neither for the embedded "
-                "scenes"
-            )
+            remedy = "give both, or neither for the embedded scenes"
+            raise UserError(f"--questions and --images go together: {remedy}")
         # 1. those of each set
-        self.kinds = [Path(name).stem for name in args.questions or scenes.STRATEGIES]
+        self.kinds = [Path(name).stem for name in args.questions or STRATEGIES]
         make = partial(self.question, args)
         questions = []
-        for file in args.questions or ():
-            records = records_in(file)[: args.limit]
-            questions += read(file, partial(make, Path(file).stem), records)
-        for kind in () if args.questions else scenes.STRATEGIES:
+        if args.questions:
+            for file, kind in zip(args.questions, self.kinds, strict=True):
+                questions += read(file, partial(make, kind), records_in(file)[: args.limit])
+        else:
             count = args.limit or 600
-            for s in scenes.pope(kind, images=-(-count // 6))[:count]:
-                record = {"question_id": s.question_id, "image": f"pope/{s.image_id}"}
-                record |= {"text": s.question, "label": s.suffix}
-                questions.append(make(kind, record, s.scene.render))
+            for kind in self.kinds:
+                for s in pope(kind, images=-(-count // 6))[:count]:
+                    record = {"question_id": s.question_id, "image": f"pope/{s.image_id}"}
+                    record |= {"text": s.question, "label": s.suffix}
+                    questions.append(make(kind, record, s.scene.render))
         check_unique((question.id for question in questions), "--questions")
         # 2. the same ones, for their probabilities
         if args.probability:
-            options = {"choices": ("yes", "no"), "scored": True}
-            questions += [replace(q, id=f"{q.id}, P(yes)", **options) for q in questions]
+            questions += scored_twins(questions, ("yes", "no"), "P(yes)")
         return questions
 
-    def question(self, args, kind: str, record: dict, picture=None) -> Question:
+    def question(
+        self,
+        args,
+        kind: str,
+        record: dict,
+        picture=None,
+    ) -> Question:
         label = record["label"]
         check(label in ("yes", "no"), f"label is {quoted(label)}, expected yes or no")
-        picture = picture or find_picture(args.images or "", text(record, "image"))
+        picture = picture or find_picture(args.images or "", text_at(record, "image"))
         id_ = id_of(record)
         if len(self.kinds) > 1:
             id_ = f"{kind}/{id_}"  # the sets share their ids
-        prompt = fill_prompt(args.template, text(record, "text"))
-        return Question(id_, record["image"], picture, prompt, truth=label, kind=kind)
+        prompt = fill_prompt(args.template, text_at(record, "text"))
+        return Question(
+            id_,
+            record["image"],
+            picture,
+            prompt,
+            truth=label,
+            kind=kind,
+        )
 
-    def score(self, question, answer: Any):
+    def score(self, question, answer):
         if not question.scored:
             return {f"accuracy, {question.kind}": float(question.truth == parse_answer(answer))}
         yes, no = answer
@@ -98,13 +99,12 @@ class Pope(Benchmark):
 
     def summary(self, rows):
         lines = {}
-        if lost := {*self.kinds} - by_kind(rows).keys():
+        kinds = by_kind(rows)
+        if lost := {*self.kinds} - kinds.keys():
             # a mean without it would be of other questions
-            raise UserError(
-                f"no question of {quoted(min(lost))} could be asked: mend its pictures, or leave "
-                "it out"
-            )
-        for kind, of_kind in by_kind(rows).items():
+            problem = f"no question of {quoted(min(lost))} could be asked"
+            raise UserError(f"{problem}: mend its pictures, or leave it out")
+        for kind, of_kind in kinds.items():
             free = [row for row in of_kind if not row.question.scored]
             lines[kind] = score_answers([(r.question.truth, parse_answer(r.answer)) for r in free])
             neither = sum(is_neither(row.answer) for row in free)
@@ -112,10 +112,7 @@ class Pope(Benchmark):
             if likely := [row for row in of_kind if row.question.scored]:
                 (lines[kind]["P(yes)"],) = means(likely).values()
         if len(lines) > 1:
-            mean = {}
-            for name in lines[kind]:
-                mean[name] = sum(line[name] for line in lines.values()) / len(lines)
-            lines["mean"] = mean
+            lines["mean"] = mean_over(list(lines.values()))
         return lines
 
 

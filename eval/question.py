@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eval.data.records import Picture, Record, gray_picture
+from eval.data.record import Picture, Record, gray_picture
 
 # a text; or, of a question whose choices are `scored`, their log-probabilities in nats
 Answer = str | list[float]
@@ -41,9 +41,8 @@ class Question:
         """Whether an answer, of a file, has the form of one to this question."""
         if not self.scored:
             return isinstance(answer, str)
-        if not isinstance(answer, list) or len(answer) != len(self.choices):
-            return False
-        is_numbers = all(type(number) is float for number in answer)
+        is_listed = isinstance(answer, list) and len(answer) == len(self.choices)
+        is_numbers = is_listed and all(type(number) is float for number in answer)
         return is_numbers and sum(answer) < 1  # NaN is not
 
     def blind(self) -> "Question":
@@ -54,7 +53,22 @@ class Question:
         return replace(self, key=f"gray {count}", picture=(gray_picture,) * count, files=())
 
 
+def scored_twins(
+    questions: Sequence[Question], choices: Sequence[str], name: str
+) -> list[Question]:
+    """The same questions, for the log-probabilities of `choices`; `name` ends their ids."""
+    options = {"choices": tuple(choices), "scored": True}
+    return [replace(q, id=f"{q.id}, {name}", **options) for q in questions]
+
+
 def question_of(record: Record, **more: Any) -> Question:
     """The question of a record's last turn."""
-    about = record.name, record.key, record.pictures, record.prefix
-    return Question(*about, before=record.turns[:-1], kind=record.kind, **more)
+    return Question(
+        record.name,
+        record.key,
+        record.pictures,
+        record.prefix,
+        before=record.turns[:-1],
+        kind=record.kind,
+        **more,
+    )

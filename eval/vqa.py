@@ -15,28 +15,21 @@ exact match, and by VQA accuracy where people differ; of a conversation the last
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import cache, partial
-from typing import Any
 
-from eval.bench import PROMPT_FLAG, Benchmark, run, write_records
+from eval.bench import PROMPT_FLAG, Benchmark, run, write_json
 from eval.data import scenes
-from eval.data.published import PROMPT, Annotation, fill_prompt, find_picture, read_vqa
-from eval.data.records import (
-    ANNOTATIONS_FILE,
-    QUESTIONS_FILE,
-    Record,
-    groups_of,
-    read_data,
-    source_parts,
-)
-from eval.question import Question, question_of
+from eval.data.files import find_picture
+from eval.data.published import Annotation, read_vqa
+from eval.data.record import PROMPT, Record, fill_prompt
+from eval.data.records import ANNOTATIONS_FILE, QUESTIONS_FILE, groups_of, read_data, source_parts
+from eval.question import Question, question_of, scored_twins
 from eval.vqa_scoring import SCORERS, answerability, official, record_scores, summarize, truths_of
 from model.common import UserError, run_command, shown
 
 # of a question and its answer in the files of their servers
-NAMES = {"gqa": ("questionId", "prediction"), "vizwiz": ("image", "answer")}
-EMBEDDED = 1200  # questions on the embedded scenes, by default
+SERVER_KEYS = {"gqa": ("questionId", "prediction"), "vizwiz": ("image", "answer")}
+BY_DEFAULT = 1200  # questions on the embedded scenes, by default
 TRAIN_QUESTIONS = 12_000  # embedded ones that the text-only guess knows
 GUESS = "text-only guess"
 
@@ -70,7 +63,7 @@ class Vqa(Benchmark):
         ),
         "--prompt": PROMPT_FLAG,
     }
-    limit = f"questions, the first N (default: all of files, {EMBEDDED} of the embedded scenes)"
+    limit = f"questions, the first N (default: all of files, {BY_DEFAULT} of the embedded scenes)"
 
     def questions(self, args):
         """Of one source, each with a method of its own."""
@@ -107,7 +100,7 @@ class Vqa(Benchmark):
         """On the embedded scenes."""
         self.scoring = args.scoring or "official"
         self.known = embedded(TRAIN_QUESTIONS, "train")
-        return embedded(args.limit or EMBEDDED, "test", args.template)
+        return embedded(args.limit or BY_DEFAULT, "test", args.template)
 
     def of_examples(self, args):
         """Of a user's examples, with their own prompts."""
@@ -124,26 +117,21 @@ class Vqa(Benchmark):
         fitting, asked = read_vqa(*files)
         questions = questions_of(asked[: args.limit], images, args.template)
         if fitting == "gqa" and args.scoring not in (None, "gqa", "paper"):
-            problem = (
-                f"{args.scoring} scoring cannot apply to one answer a question: take --scoring gqa"
-            )
-            raise UserError(f"{shown(files[1] or files[0])}: {problem}")
+            problem = f"{args.scoring} scoring cannot apply to one answer a question"
+            raise UserError(f"{shown(files[1] or files[0])}: {problem}: take --scoring gqa")
         self.scoring = args.scoring or fitting
         if args.guess:
             self.known = []
         if args.answerability:  # the same ones, for the probability of this answer
             if any(q.truth.answerable is None for q in questions):
-                raise UserError(
-                    "--answerability: no annotation says which questions are answerable: give "
-                    "VizWiz's"
-                )
+                problem = "no annotation says which questions are answerable"
+                raise UserError(f"--answerability: {problem}: give VizWiz's")
             # as the prompt spells it
             word = "Unanswerable" if "'Unanswerable'" in args.template else "unanswerable"
-            options = {"choices": (word,), "scored": True}
-            questions += [replace(q, id=f"{q.id}, {word}", **options) for q in questions]
+            questions += scored_twins(questions, (word,), word)
         return questions
 
-    def score(self, question, answer: Any):
+    def score(self, question, answer):
         truth = question.truth
         if isinstance(truth, Record):
             return record_scores(truth, answer)
@@ -159,8 +147,7 @@ class Vqa(Benchmark):
         elif scored:
             values = summarize([(row.question.truth, sum(row.scores.values())) for row in scored])
             percents = {"overall": values["overall"], **values["per_answer_type"]}
-            for name, percent in values["per_question_type"].items():
-                percents[f"  {name}"] = percent
+            percents |= {f"  {name}": p for name, p in values["per_question_type"].items()}
             lines = {name: {"VQA accuracy": percent} for name, percent in percents.items()}
         if unsure := [row for row in rows if row.question.scored]:
             cannot = [row.question.truth.answerable == 0 for row in unsure]
@@ -174,7 +161,7 @@ class Vqa(Benchmark):
         return {GUESS: self.rows(questions, text_only_guesses(questions, self.known))}
 
     def write(self, rows, out, subject):
-        id_, answer = NAMES.get(self.scoring, ("question_id", "answer"))
+        id_, answer = SERVER_KEYS.get(self.scoring, ("question_id", "answer"))
         results, unsure = [], []
         for q, said, scores in rows:
             if q.scored:
@@ -184,21 +171,23 @@ class Vqa(Benchmark):
             if isinstance(q.truth, Record):
                 result |= {"question": q.prefix, "right": truths_of(q.truth), **scores}
             results.append(result)
-        write_records(out / "results.json", results)
+        write_json(out / "results.json", results, indent=0)
         if unsure:
-            write_records(out / "answerability.json", unsure)
+            write_json(out / "answerability.json", unsure, indent=0)
 
 
 # Questions
 
 
 @cache
-def embedded(limit: int = EMBEDDED, split: str = "test", template: str = PROMPT) -> list[Question]:
+def embedded(
+    limit: int = BY_DEFAULT,
+    split: str = "test",
+    template: str = PROMPT,
+) -> list[Question]:
     """The first `limit` questions on the embedded scenes of a split."""
-    samples = []
-    for number in range(-(-limit // len(scenes.QUESTIONS))):
-        samples += scenes.vqa_picture(split, number)
-    return of_samples(samples[:limit], split, template)
+    samples = [scenes.sample("vqa", split, number) for number in range(limit)]
+    return of_samples(samples, split, template)
 
 
 def of_samples(
@@ -208,11 +197,25 @@ def of_samples(
     questions = []
     for s in samples:
         answers = tuple({"answer": s.suffix, "answer_id": i} for i in range(1, 11))
-        types = s.answer_type, s.question_type
-        truth = Annotation(s.question_id, answers, s.suffix, *types, question=s.question)
+        truth = Annotation(
+            s.question_id,
+            answers,
+            s.suffix,
+            s.answer_type,
+            s.question_type,
+            question=s.question,
+        )
         prompt = fill_prompt(template, s.question)
-        about = s.question_id, f"{split}/{s.image_id}", s.scene.render, prompt
-        questions.append(Question(*about, truth=truth))
+        key = f"{split}/{s.image_id}"
+        questions.append(
+            Question(
+                s.question_id,
+                key,
+                s.scene.render,
+                prompt,
+                truth=truth,
+            )
+        )
     return questions
 
 
@@ -225,7 +228,15 @@ def questions_of(
     for truth in asked:
         path = find_picture(images, truth.image) if images else ()
         prompt = fill_prompt(template, truth.question)
-        questions.append(Question(truth.question_id, truth.image, path, prompt, truth=truth))
+        questions.append(
+            Question(
+                truth.question_id,
+                truth.image,
+                path,
+                prompt,
+                truth=truth,
+            )
+        )
     return questions
 
 
@@ -240,8 +251,8 @@ def text_only_guesses(test: Sequence[Question], train: Sequence[Question]) -> li
 
     def keys(question: Question) -> list[tuple]:
         truth = question.truth
-        general = [("type", truth.question_type), ()]
-        return [("question", truth.question), *general] if train else general
+        known = [("question", truth.question), ("type", truth.question_type), ()]
+        return known if train else known[1:]
 
     counts = defaultdict(Counter)
     for question in train or test:
@@ -269,7 +280,12 @@ def guess_accuracy(
 
 
 def evaluate_embedded(
-    model, processor, limit: int, progress: str | None = None, *, ask_all: Callable
+    model,
+    processor,
+    limit: int,
+    progress: str | None = None,
+    *,
+    ask_all: Callable,
 ) -> dict:
     """{"overall", "per_answer_type", "per_question_type"} on `limit` questions of the embedded test
     split."""

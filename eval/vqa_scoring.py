@@ -16,7 +16,7 @@ from itertools import groupby
 from operator import attrgetter
 
 from eval.data.published import Annotation
-from eval.data.records import Record
+from eval.data.record import Record
 
 # Normalisation of answers
 
@@ -24,7 +24,7 @@ PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'  # kept by the official scorer: ' : & % $
 DIGIT_COMMA_DIGIT = re.compile(r"\d,\d")
 LONE_PERIOD = re.compile(r"\.(?!\d)")
 WORDS = "zero one two three four five six seven eight nine ten".split()
-NUMBERS = {"none": "0"} | {word: str(number) for number, word in enumerate(WORDS)}
+DIGITS = {"none": "0"} | {word: str(number) for number, word in enumerate(WORDS)}
 ARTICLES = {"a", "an", "the"}
 ANNOTATORS = 4  # with fewer answers, or mere spellings of one, no answer could reach 1
 _CONTRACTED = """
@@ -67,7 +67,7 @@ def clean(text: str) -> str:
         result = result.replace(mark, "" if apart or number else " ")
     # the official call passes re.UNICODE, 32, where the count goes
     result = LONE_PERIOD.sub("", result, count=32)
-    words = (NUMBERS.get(word, word) for word in result.lower().split())
+    words = (DIGITS.get(word, word) for word in result.lower().split())
     return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in ARTICLES)
 
 

@@ -23,7 +23,7 @@ from PIL import Image
 from safetensors import safe_open
 
 from eval import answer, bench, needle, pope
-from eval.data import published, records
+from eval.data import mmneedle, published, records
 from eval.open import last_run
 from eval.question import Question
 from lora import adapter
@@ -228,10 +228,10 @@ READERS: dict[str, Callable[[Path], object]] = {  # each opens its file as the c
     "llava/data.json": records.read_examples,
     "coco/boxes.json": records.read_coco,
     "pope/questions.jsonl": read_pope,
-    "captions/captions.json": published.read_captions,
+    "captions/captions.json": mmneedle.read_captions,
     "gqa/gqa.json": published.read_vqa,
     "textvqa/textvqa.json": published.read_vqa,
-    "needle/a.json": lambda path: published.read_needle_tests(
+    "needle/a.json": lambda path: mmneedle.read_needle_tests(
         path.with_name("2_2.json"), path, path.with_name("c.json")
     ),
     "needle/responses.json": needle.read_responses,

@@ -28,8 +28,8 @@ FLOORS = {
     "train.reproduce": 9,
 }
 # tokens, see house.py
-MAX_TOKENS = {"main": 106_000, "aside": 50_000, "tests": 155_300}
-MAX_NODES = {"model": 6.2, "lora": 6.9, "weights": 6.5, "eval": 6.4, "train": 6.5, "tests": 8.4}
+MAX_TOKENS = {"main": 106_000, "aside": 50_500, "tests": 155_300}
+MAX_NODES = {"model": 6.2, "lora": 6.9, "weights": 6.5, "eval": 6.2, "train": 6.5, "tests": 8.4}
 # what is still folded, by room: only ever less
 MAX_FOLDED = {"model": 4, "lora": 0, "weights": 0, "eval": 0, "train": 36, "tests": 121}
 MAX_STATEMENTS = 40
@@ -38,8 +38,8 @@ MAX_CLOSURE = {
     "model.generate": 16_700,
     "weights.load": 18_000,
     "train.finetune": 96_000,
-    "eval.needle": 57_000,
-    "eval.pope": 52_000,
+    "eval.needle": 51_000,
+    "eval.pope": 44_500,
 }
 
 

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.optim import Optimizer
 
-from eval.data.published import problems_at
+from eval.data.files import problems_at
 from model.common import UserError, file_errors, read_json, shown, sync_files, sync_folder
 from train.distributed import World, is_sharded
 from train.optim import changed_by

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.data.published import PROMPT, check_prompt
+from eval.data.record import PROMPT, check_prompt
 from eval.data.records import EMBEDDED_TASKS, SOURCES
 from lora.adapter import DECODER_TARGETS
 from model.common import UserError, shown

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from eval import figures
-from eval.data.published import PROMPT, fill_prompt
-from eval.data.scenes import NEEDLE_TITLES, NEEDLES
+from eval.data.haystacks import NEEDLE_TITLES, NEEDLES
+from eval.data.record import PROMPT, fill_prompt
 from eval.detect import draw_row
 from eval.vqa import embedded, guess_accuracy
 from model.common import write_text

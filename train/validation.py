@@ -129,7 +129,7 @@ class HeldOut:
         result.tests = {"vqa": result.scores["vqa_accuracy"], "needle": None}
         if self.settings.is_embedded:
             from eval import needle, vqa
-            from eval.data import scenes
+            from eval.data.haystacks import NEEDLE_TITLES, NEEDLES
 
             limit, kinds = self.settings.eval_limit, dict.fromkeys(self.settings.tasks.split(","))
             opened, ask_all = (model, self.processor), partial(ask_together, self.world)
@@ -139,11 +139,11 @@ class HeldOut:
                     *opened,
                     kind,
                     limit // 2,
-                    f"needle, {scenes.NEEDLE_TITLES[kind]}, {column}",
+                    f"needle, {NEEDLE_TITLES[kind]}, {column}",
                     ask_all=ask_all,
                 )
                 for kind in kinds
-                if kind in scenes.NEEDLES
+                if kind in NEEDLES
             }
             result.tests = {"vqa": details["overall"], "needle": needles.get("n2o1")}
             result.tests |= {"vqa_details": details, "needle_details": needles}

@@ -13,17 +13,31 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from hashlib import sha256
 from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+import numpy as np
 from PIL import ExifTags, Image
 
-from eval.data import published
-from eval.data.published import PROMPT, check, find_picture, text
+from eval.data import files
+from eval.data.files import Places, check, find_picture, some, text_at
+from eval.data.published import read_vqa
+from eval.data.record import (
+    PROMPT,
+    Box,
+    Detection,
+    Picture,
+    Record,
+    Refusal,
+    Turns,
+    check_prompt,
+    fill_prompt,
+    gray_picture,
+)
 from model.common import UserError, quoted, read_bytes, read_json, shown
 from model.turns import SLOT, check_turns
 
@@ -57,82 +71,13 @@ SOURCES = (
     "conversations, or messages as TRL's and ms-swift's), csv:FILE (image,prefix,suffix), "
     "coco:FILE (boxes to detect)"
 )
-# a file, an image, or a function that draws or opens one
-Picture = Path | Image.Image | Callable[[], Any]
-Turns = tuple[tuple[str, str], ...]  # (prompt, answer) pairs
-# of whatever size, a model sees the same
-gray_picture = partial(Image.new, "RGB", (64, 64), (127, 127, 127))
 
 
-@dataclass(frozen=True)
-class Box:
-    """An object in a picture: x and y of its upper left corner, in pixels. A crowd is not one
-    object."""
-
-    label: str
-    x: float
-    y: float
-    width: float
-    height: float
-    area: float  # as annotated: of the object's outline, not of the box
-    is_crowd: bool = False
-
-    def __post_init__(self) -> None:
-        """Raise TypeError or ValueError for what a file may hold that is no box."""
-        label, *numbers, is_crowd = vars(self).values()
-        is_sound = math.isfinite(sum(numbers)) and min(numbers[2:]) >= 0
-        is_sound = is_sound and isinstance(label, str) and is_crowd in (0, 1)
-        check(is_sound, f"{quoted(self, 200)}: a name, a number or is_crowd is none")
-
-
-@dataclass(frozen=True)
-class Detection:
-    """The objects of a picture of width × height pixels, those that are asked for."""
-
-    width: int
-    height: int
-    boxes: tuple[Box, ...]
-
-
-@dataclass(frozen=True)
-class Record:
-    """One example: pictures, then one or several turns of a prompt and its answer.
-
-    A record without turns stands for data that cannot be used: its picture raises the UserError
-    that says why.
-    """
-
-    name: str  # unique, for messages
-    key: str  # names the pictures; records with the same key share them, and their encoding
-    pictures: tuple[Picture, ...]  # in the order in which they are shown; none for text alone
-    turns: Turns  # `<image>` in a prompt marks the place of a picture
-    answers: tuple[str, ...] = ()  # of the last turn where there are several, one by annotator
-    sampled: bool = False  # each epoch learns one of `answers`, drawn anew
-    detection: Detection | None = None  # the objects to be found
-    kind: str = ""  # of the question, for a line of a table
-
-    @property
-    def prefix(self) -> str:
-        """The prompt of the last turn."""
-        return self.turns[-1][0] if self.turns else ""
-
-    @property
-    def suffix(self) -> str:
-        """The answer of the last turn."""
-        return self.turns[-1][1] if self.turns else ""
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A picture that cannot be used: opening it raises UserError."""
-
-    problem: str
-
-    def __call__(self) -> NoReturn:
-        raise UserError(self.problem)
-
-
-def read_data(source: str, images: str | Path | None = None, prompt: str = PROMPT) -> list[Record]:
+def read_data(
+    source: str,
+    images: str | Path | None = None,
+    prompt: str = PROMPT,
+) -> list[Record]:
     """The records of a source in files, see `SOURCES`. images: the folder of the pictures. prompt:
     of VQAv2. Raises UserError, also for a file without any usable record."""
     kind, path = source_parts(source)
@@ -154,7 +99,10 @@ def source_parts(source: str) -> tuple[str, Path]:
 
 
 def embedded_records(
-    tasks: Sequence[str] = EMBEDDED_TASKS, split: str = "train", count: int = 12000, seed: int = 0
+    tasks: Sequence[str] = EMBEDDED_TASKS,
+    split: str = "train",
+    count: int = 12000,
+    seed: int = 0,
 ) -> list[Record]:
     """`count` records of the embedded scenes, the tasks in turn; a task that is listed twice comes
     twice as often."""
@@ -182,14 +130,33 @@ def sample_record(s: Any, split: str) -> Record:
         for number, name in enumerate(s.scene.squares):
             if name == label:
                 row, column = divmod(number, GRID)
-                boxes.append(Box(label, column * side, row * side, side, side, side * side))
+                boxes.append(
+                    Box(
+                        label,
+                        column * side,
+                        row * side,
+                        side,
+                        side,
+                        side * side,
+                    )
+                )
         truth = Detection(SIDE, SIDE, tuple(boxes))
     name = f"{s.task}/{split}/{s.question_id}"
     key = f"{s.task}/{s.image_id}"
-    return Record(name, key, (s.scene.render,), ((s.prefix, s.suffix),), detection=truth)
+    return Record(
+        name,
+        key,
+        (s.scene.render,),
+        ((s.prefix, s.suffix),),
+        detection=truth,
+    )
 
 
-def one_picture_records(source: str, limit: int, images: str | Path | None = None) -> list[Record]:
+def one_picture_records(
+    source: str,
+    limit: int,
+    images: str | Path | None = None,
+) -> list[Record]:
     """The first `limit` records with one picture, in the first turn, the only one that is kept; of
     each embedded scene one. Raises UserError if there are none."""
     from eval.data import scenes
@@ -202,9 +169,8 @@ def one_picture_records(source: str, limit: int, images: str | Path | None = Non
         return records
     for record in read_data(source, images):
         later = record.turns[1:]
-        if not record.turns or len(record.pictures) != 1:
-            continue
-        if not any(SLOT in prompt for prompt, _ in later):
+        is_in_first = not any(SLOT in prompt for prompt, _ in later)
+        if record.turns and len(record.pictures) == 1 and is_in_first:
             answers = () if later else record.answers
             records.append(replace(record, turns=record.turns[:1], answers=answers))
     if not records:
@@ -218,15 +184,23 @@ def vqav2_records(
     """Questions of VQAv2's train2014, in their official layout under `folder`; pictures there or
     under `images`. prompt: a template with {question}. The suffix is multiple_choice_answer. Raises
     UserError."""
-    published.check_prompt(prompt)
-    find = cache(partial(published.find_image, images or folder))
-    _, asked = published.read_vqa(folder / QUESTIONS_FILE, folder / ANNOTATIONS_FILE)
+    check_prompt(prompt)
+    find = cache(partial(files.find_image, images or folder))
+    _, asked = read_vqa(folder / QUESTIONS_FILE, folder / ANNOTATIONS_FILE)
     records = []
     for q in asked:
-        turn = published.fill_prompt(prompt, q.question), q.answer
+        turn = fill_prompt(prompt, q.question), q.answer
         answers = tuple(answer["answer"] for answer in q.answers)
         pictures = (find(q.image),)
-        records.append(Record(str(q.question_id), q.image, pictures, (turn,), answers))
+        records.append(
+            Record(
+                str(q.question_id),
+                q.image,
+                pictures,
+                (turn,),
+                answers,
+            )
+        )
     return records
 
 
@@ -234,21 +208,23 @@ def vqav2_records(
 
 
 def read_examples(
-    path: str | Path, images: str | Path | None = None, kind: str = "jsonl"
+    path: str | Path,
+    images: str | Path | None = None,
+    kind: str = "jsonl",
 ) -> list[Record]:
     """The examples of JSON lines, a JSON list, or a CSV table (kind csv, or *.csv), whose first row
     names the columns. images: the folder of the pictures, by default the file's. Raises UserError
     for a file without any usable entry."""
     is_table = kind == "csv" or Path(path).suffix == ".csv"
-    places = rows_of(path) if is_table else published.records_in(path)
+    places = table_rows(path) if is_table else files.records_in(path)
     folder = images or Path(path).parent
     return read_records(path, partial(record_of, folder=folder), places)
 
 
-def rows_of(path: str | Path) -> published.Places:
+def table_rows(path: str | Path) -> Places:
     """The rows of a CSV table by column; an empty cell is absent, cells without a column are at
     None. Raises UserError for another header."""
-    (_, names), *rows = published.rows_in(path) or [("", [])]
+    (_, names), *rows = files.rows_in(path) or [("", [])]
     named = Counter(filter(None, names))
     if not {"prefix", "suffix"} <= named.keys() or max(named.values()) > 1:
         problem = f"its columns are {quoted(names, 400)}"
@@ -268,7 +244,9 @@ def name_of(picture: Picture) -> str:
 
 
 def read_records(
-    path: str | Path, make: Callable[[dict], Record], places: published.Places
+    path: str | Path,
+    make: Callable[[dict], Record],
+    places: Places,
 ) -> list[Record]:
     """The records of a file, with names by their places and keys by their pictures, also of what
     cannot be used."""
@@ -277,7 +255,7 @@ def read_records(
         return Record("", "", (Refusal(problem),), ())
 
     records = []
-    made = published.read(path, make, places, refuse)
+    made = files.read(path, make, places, refuse)
     for (place, _), record in zip(places, made, strict=True):
         key = "\n".join(map(name_of, record.pictures)) or f"{path}{place}"
         records.append(replace(record, name=f"{Path(path).name}{place}", key=key))
@@ -295,7 +273,14 @@ def record_of(example: Mapping, folder: str | Path = ".") -> Record:
     turns, answers = read_turns(example)
     check_turns(len(names), turns)
     pictures = tuple(picture_of(name, folder) for name in names)
-    return Record("", "", pictures, turns, answers, kind=str(example.get("type") or ""))
+    return Record(
+        "",
+        "",
+        pictures,
+        turns,
+        answers,
+        kind=str(example.get("type") or ""),
+    )
 
 
 def picture_of(picture: Any, folder: str | Path) -> Picture:
@@ -317,37 +302,42 @@ def picture_names(record: Mapping) -> list[Any]:
     named = [key for key in ("image", "images") if record.get(key) is not None]
     check_read(record, UNREAD if named else f"{UNREAD}|image|img|picture|photo")
     # 1. the parts of its messages that show a picture
-    shown_in, order = [], []
+    in_parts = []
+    order = []
     for _, said in dialogue(record):
         for part in said if isinstance(said, list) else ():
-            for key in ("image", "image_url", "url", "path"):
-                if part.get(key) is not None:
-                    shown_in.append(part[key])
+            values = [part.get(key) for key in ("image", "image_url", "url", "path")]
+            in_parts += [value for value in values if value is not None]
             if part.get("index") is not None:
                 order.append(part["index"])
     in_order = order == list(range(len(order)))
     check(in_order, "its messages show the pictures in another order than 'images'")
     # 2. the one place that names them
     lists = [record[key] for key in named]
-    if shown_in:
-        lists.append(shown_in)
+    if in_parts:
+        lists.append(in_parts)
     check(len(lists) < 2, "names its pictures in two places")
     if not lists:
-        files = [key for key, value in record.items() if FILE_NAME.search(str(value))]
-        check(not files, f"{published.some(files)} is no 'image' or 'images': rename it")
+        misnamed = [key for key, value in record.items() if FILE_NAME.search(str(value))]
+        check(not misnamed, f"{some(misnamed)} is no 'image' or 'images': rename it")
     if lists and isinstance(lists[0], list | tuple):
         return list(lists[0])
     return lists
 
 
-def check_read(entry: Mapping, unread: str = UNREAD, role: str = ROLES[1]) -> None:
+def check_read(
+    entry: Mapping,
+    unread: str = UNREAD,
+    role: str = ROLES[1],
+) -> None:
     """Raise ValueError if a record, or a turn of `role`, has something under an `unread` key, a
     pattern, or a mark that its answer is not learned, or its prompt is."""
     is_learned = role == ROLES[1]
-    strange = [key for key in entry if re.match(unread, key, re.IGNORECASE) and entry[key]]
+    named = [key for key in entry if re.match(unread, key, re.IGNORECASE)]
+    strange = [key for key in named if entry[key]]  # others may be arrays, neither true nor false
     strange += [key for key in MARKS if entry.get(key) not in (None, is_learned)]
     remedy = "each answer is learned, nothing else; 'image' or 'images' names the pictures"
-    check(not strange, f"has {published.some(strange)}: {remedy}")
+    check(not strange, f"has {some(strange)}: {remedy}")
 
 
 def dialogue(record: Mapping) -> list[tuple[str, Any]]:
@@ -368,41 +358,45 @@ def read_turns(record: Mapping) -> tuple[Turns, tuple[str, ...]]:
     LookupError, TypeError and ValueError for another layout."""
     answers = record.get("answers") or ()
     check(not isinstance(answers, str), "answers is a text, expected a list")
-    answers = tuple(text({"answers": answer}, "answers") for answer in answers)
+    answers = tuple(text_at({"answers": answer}, "answers") for answer in answers)
     layouts = [key for key in ("conversations", "messages", "prefix") if record.get(key)]
-    check(len(layouts) < 2, f"has {published.some(layouts)}: give one of them")
+    check(len(layouts) < 2, f"has {some(layouts)}: give one of them")
 
     # 1. who says what
     said = dialogue(record)
     if not said:
-        keys = published.some(list(record))
+        keys = some(list(record))
         check("prefix" in record, f"has {keys}, which is none of the layouts {LAYOUTS}")
-        prefix = text(record, "prefix")
-        suffix = {"suffix": Counter(answers).most_common(1)[0][0]} if answers else {}
-        said = [(ROLES[0], prefix), (ROLES[1], text(suffix | dict(record), "suffix"))]
+        known = dict(record)
+        if answers:
+            known.setdefault("suffix", Counter(answers).most_common(1)[0][0])
+        texts = text_at(record, "prefix"), text_at(known, "suffix")
+        said = list(zip(ROLES, texts, strict=True))
     # 2. system texts belong to the first prompt
-    system = [text_of(record.get("system") or "")]
+    system = [message_text(record.get("system") or "")]
     while said and said[0][0] == "system":
-        system.append(text_of(said.pop(0)[1]))
+        system.append(message_text(said.pop(0)[1]))
     if said and said[0][0] == ROLES[1]:
         del said[0]
     # 3. pairs of a prompt and its answer
     roles = [role for role, _ in said]
-    takes_turns = len(said) > 0 and roles == list(ROLES) * (len(said) // 2)
+    takes_turns = roles and roles == [*ROLES] * (len(roles) // 2)
     check(takes_turns, "human (user) and gpt (assistant) take turns, and the last one is gpt's")
-    texts = [text_of(content) for _, content in said]
+    texts = [message_text(content) for _, content in said]
     texts[0] = "\n".join([*filter(None, system), texts[0]])
-    return tuple(zip(texts[::2], texts[1::2], strict=True)), answers
+    turns = zip(texts[::2], texts[1::2], strict=True)
+    return tuple(turns), answers
 
 
-def text_of(content: Any) -> str:
+def message_text(content: Any) -> str:
     """The text of a message, in which `<image>` stands for each picture among its parts. Raises
     ValueError."""
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     kinds = [part["type"] for part in parts]
     is_known = {"text", "image", "image_url"}.issuperset(kinds)
-    check(is_known, f"has parts {published.some(kinds)}: give text and image")
-    return "".join(text(part, "text") if part["type"] == "text" else SLOT for part in parts)
+    check(is_known, f"has parts {some(kinds)}: give text and image")
+    texts = [text_at(part, "text") if part["type"] == "text" else SLOT for part in parts]
+    return "".join(texts)
 
 
 # COCO's boxes
@@ -417,21 +411,21 @@ def read_coco(path: str | Path, images: str | Path | None = None) -> list[Record
     # 1. names, and objects by picture
     objects = defaultdict(list)
     places = []
-    with published.problems_at(path):
+    with files.problems_at(path):
         labels = {}
         for entry in value["categories"]:
-            labels[entry["id"]] = " ".join(text(entry, "name").split())
+            labels[entry["id"]] = " ".join(text_at(entry, "name").split())
         strange = [label for label in labels.values() if not label or set(";<>") & set(label)]
         remedy = "; < > stand between the names of an answer"
-        check(not strange, f"names {published.some(strange)}: {remedy}")
+        check(not strange, f"names {some(strange)}: {remedy}")
         for part in ("categories", "images"):
-            published.check_unique((entry["id"] for entry in value[part]), path)
+            files.check_unique((entry["id"] for entry in value[part]), path)
         for entry in value["annotations"]:
             objects[entry["image_id"]].append(entry)
         lost = objects.keys() - {entry["id"] for entry in value["images"]}
-        problem = f"annotations are of pictures that are not listed: {published.some([*lost])}"
+        problem = f"annotations are of pictures that are not listed: {some([*lost])}"
         check(not lost, problem)
-        for place, entry in published.placed(value["images"], ":images"):
+        for place, entry in files.placed(value["images"], ":images"):
             if not all(annotated.get("iscrowd") == 1 for annotated in objects[entry["id"]]):
                 places.append((place, entry))
         places.sort(key=lambda pair: pair[1]["id"])
@@ -439,12 +433,18 @@ def read_coco(path: str | Path, images: str | Path | None = None) -> list[Record
     def detection(entry: dict) -> Record:
         width, height = entry["width"], entry["height"]
         there = objects[entry["id"]]
-        boxes = tuple(box_of(annotated, labels, width, height) for annotated in there)
-        truth = Detection(width, height, boxes)
-        file = find_picture(folder, text(entry, "file_name"))
+        boxes = [box_of(annotated, labels, width, height) for annotated in there]
+        truth = Detection(width, height, tuple(boxes))
+        file = find_picture(folder, text_at(entry, "file_name"))
         check_upright(file, width, height)
         turn = detection_turn(truth, list(labels.values()))
-        return Record("", "", (file,), (turn,), detection=truth)
+        return Record(
+            "",
+            "",
+            (file,),
+            (turn,),
+            detection=truth,
+        )
 
     # 2. the records
     records = read_records(path, detection, places)
@@ -452,7 +452,12 @@ def read_coco(path: str | Path, images: str | Path | None = None) -> list[Record
     return records
 
 
-def box_of(annotated: Mapping, labels: Mapping, width: int, height: int) -> Box:
+def box_of(
+    annotated: Mapping,
+    labels: Mapping,
+    width: int,
+    height: int,
+) -> Box:
     """An object of a picture of width × height pixels. Raises LookupError, TypeError and
     ValueError."""
     category = annotated["category_id"]
@@ -460,8 +465,8 @@ def box_of(annotated: Mapping, labels: Mapping, width: int, height: int) -> Box:
     check(category in labels, f"category_id {quoted(category)} is not among the categories")
     is_within = min(x + across, y + down) >= 0
     is_within = is_within and x <= width < math.inf and y <= height < math.inf
-    picture = f"outside of the picture, {width}×{height} pixels"
-    check(is_within, f"bbox {quoted(annotated['bbox'])} is {picture}")
+    outside = f"is outside of the picture, {width}×{height} pixels"
+    check(is_within, f"bbox {quoted(annotated['bbox'])} {outside}")
     area = annotated.get("area", across * down)
     is_crowd = annotated.get("iscrowd") or False
     return Box(labels[category], x, y, across, down, area, is_crowd)
@@ -480,15 +485,15 @@ def check_upright(file: Path, width: int, height: int) -> None:
 
 def check_unit(path: str | Path, detections: Sequence[Detection]) -> None:
     """Raise UserError where boxes are no [x, y, width, height] in pixels."""
-    are_shares = are_corners = True
-    reach_out = False
+    rows = []
     for detection in detections:
         for box in detection.boxes:
-            are_shares = are_shares and max(box.x, box.y, box.width, box.height) <= 1
-            are_corners = are_corners and box.width >= box.x and box.height >= box.y
-            is_out = box.x + box.width > detection.width + 1
-            is_out = is_out or box.y + box.height > detection.height + 1
-            reach_out = reach_out or is_out
+            rows.append((box.x, box.y, box.width, box.height, detection.width, detection.height))
+    sides = np.array(rows, np.float64).reshape(-1, 3, 2)
+    corner, size, picture = sides.transpose(1, 0, 2)
+    are_shares = (sides[:, :2] <= 1).all()
+    are_corners = (size >= corner).all()
+    reach_out = (corner + size > picture + 1).any()
     if are_shares or (reach_out and are_corners):
         unit = "shares of the sides" if are_shares else "[x1, y1, x2, y2]"
         raise UserError(f"{shown(path)}: boxes are {unit}: give [x, y, width, height] in pixels")
@@ -500,9 +505,12 @@ def detection_turn(detection: Detection, order: list[str]) -> tuple[str, str]:
     share of the side, is the bin round(1023·v), within 0 … 1023 (big_vision,
     pp/proj/paligemma/segmentation.py)."""
     boxes = [box for box in detection.boxes if not box.is_crowd]
-    boxes.sort(key=lambda box: (order.index(box.label), box.y, box.x))
+
+    def place(box: Box) -> tuple:
+        return order.index(box.label), box.y, box.x
+
     parts = []
-    for box in boxes:
+    for box in sorted(boxes, key=place):
         shares = (
             box.y / detection.height,
             box.x / detection.width,
@@ -511,7 +519,7 @@ def detection_turn(detection: Detection, order: list[str]) -> tuple[str, str]:
         )
         places = [min(max(round(1023 * share), 0), 1023) for share in shares]
         parts.append("".join(f"<loc{place:04d}>" for place in places) + f" {box.label}")
-    labels = dict.fromkeys(box.label for box in boxes)
+    labels = sorted({box.label for box in boxes}, key=order.index)
     return "detect " + " ; ".join(labels), " ; ".join(parts)
 
 
@@ -519,7 +527,11 @@ def detection_turn(detection: Detection, order: list[str]) -> tuple[str, str]:
 
 
 def split_records(
-    records: Sequence[Record], split: str, fraction: float, validation: float, seed: int = 0
+    records: Sequence[Record],
+    split: str,
+    fraction: float,
+    validation: float,
+    seed: int = 0,
 ) -> list[Record]:
     """The records of the split "train" or "validation": all records of a picture are in the same
     one. The share `validation` of the pictures is held out; the share `fraction` of the others is
@@ -533,12 +545,11 @@ def split_records(
     chosen = set(names[held_out:used])
     if split == "validation":
         chosen = set(names[:held_out])
-    kept = []
-    for record in records:
-        is_kept = groups[record.name] in chosen if record.turns else split == "train"
-        if is_kept:
-            kept.append(record)
-    return kept
+
+    def is_kept(record: Record) -> bool:
+        return groups[record.name] in chosen if record.turns else split == "train"
+
+    return list(filter(is_kept, records))
 
 
 def groups_of(records: Sequence[Record]) -> dict[str, str]:
@@ -546,7 +557,7 @@ def groups_of(records: Sequence[Record]) -> dict[str, str]:
     in common, whatever their names, or of the same text without one."""
     usable = [record for record in records if record.turns]
     # of each key and each picture, a smaller one of its group, or itself
-    root: dict[tuple, tuple] = {}
+    root = {}
 
     def find(link: tuple) -> tuple:
         while root.setdefault(link, link) != link:
@@ -580,7 +591,11 @@ def contents_of(records: Sequence[Record]) -> list[set[str]]:
     def content(picture: Picture) -> str:
         return contents.get(picture) or getattr(picture, "digest", "")
 
-    return [{*map(content, r.pictures)} - {""} if r.pictures else {repr(r.turns)} for r in records]
+    found = []
+    for record in records:
+        texts = map(content, record.pictures) if record.pictures else [repr(record.turns)]
+        found.append({*texts} - {""})
+    return found
 
 
 def blind(records: Sequence[Record]) -> list[Record]:

@@ -21,7 +21,7 @@ from eval.command import add_flag, add_limit, command_parser, positive
 from eval.data.records import one_picture_records
 from eval.explore.page import page
 from eval.explore.record import Case
-from eval.open import add_model_flags, load, models_of, open_model, out_folder
+from eval.open import add_model_flags, load_subject, models_of, open_subject, out_folder
 from model.common import UserError, run_command, shown, write_text
 from model.images import load_image
 
@@ -65,12 +65,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     out_folder(out.parent)
     # 2. the answers; one model is in memory at a time
     for subject in subjects:
-        model, processor = open_model(args, subject)
+        model, processor = open_subject(args, subject)
         for case in cases:
             case.ask(subject.title, model, processor, args.max_new_tokens)
         del model
         if subject.run is not None:  # the base of an adapter reads the same tokens
-            plain = load(args, subject._replace(run=None))
+            plain = load_subject(args, subject._replace(run=None))
             for case in cases:
                 case.add_plain(subject.title, plain)
     # 3. the page

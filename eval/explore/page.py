@@ -19,8 +19,8 @@ from PIL import Image
 
 from eval.explore.record import Case, Maps, Said
 
-MOST_BYTES = 4_800_000  # of a page
-SIDE = 640  # pixels of a picture's longer side
+PAGE_BYTES = 4_800_000  # of a page
+LONGER_SIDE = 640  # pixels of a picture's longer side
 TEMPLATE = Path(__file__).parent
 
 
@@ -35,13 +35,16 @@ def quantized(
     is_prompt = ~slots & (np.arange(len(slots)) < prompt)
     # 1. the scales and the sums
     scales = [np.abs(maps[..., keys]).max(-1) for keys in (slots, ~slots)]
-    sums = [maps[..., keys].sum(-1) for keys in (slots, is_prompt, ~slots & ~is_prompt)]
+    parts = (slots, is_prompt, ~slots & ~is_prompt)
+    sums = [maps[..., keys].sum(-1) for keys in parts]
     header = np.stack([*scales, *sums, maps[..., 0]], axis=-1)
     # 2. the weights, in a byte each
     of_picture, of_others = np.maximum(scales, 1e-12)[..., None]
     shares = maps / np.where(slots, of_picture, of_others)
-    levels, kind = (127, np.int8) if signed else (255, np.uint8)
-    weights = np.rint(shares * levels).astype(kind)
+    if signed:
+        weights = np.rint(shares * 127).astype(np.int8)
+    else:
+        weights = np.rint(shares * 255).astype(np.uint8)
     return header.astype("<f4").tobytes(), weights.tobytes()
 
 
@@ -49,10 +52,14 @@ def picture_url(image: Image.Image) -> str:
     """The picture as a data URL: small ones exact, larger ones scaled down."""
     is_small = max(image.size) <= 256
     image = image.convert("RGB")
-    image.thumbnail((SIDE, SIDE))
+    image.thumbnail((LONGER_SIDE, LONGER_SIDE))
     file = BytesIO()
     image.save(file, "webp", lossless=is_small, quality=85)
     return f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def rounded(numbers: np.ndarray, digits: int) -> list:
+    return np.round(numbers, digits).tolist()
 
 
 def model_entry(name: str, said: Said, maps: Maps) -> dict:
@@ -60,8 +67,6 @@ def model_entry(name: str, said: Said, maps: Maps) -> dict:
     prompt = said.batch.input_ids.shape[1]
     _, layers, heads, keys = next(iter(maps.kinds.values())).shape
     words = {str(position): text for position, text in said.words.items() if position < keys}
-    laws = {kind: np.round(100 * shares, 3).tolist() for kind, shares in maps.laws.items()}
-    factor = None if maps.factor is None else np.round(maps.factor, 4).tolist()
     tokens = []
     for number, chance in enumerate(maps.probabilities):
         text = said.words[prompt + number]
@@ -74,9 +79,9 @@ def model_entry(name: str, said: Said, maps: Maps) -> dict:
         "shape": [layers, heads, keys],
         "prompt": prompt,
         "words": words,
-        "laws": laws,
-        "apart": np.round(maps.apart, 2).tolist(),
-        "factor": factor,
+        "laws": {kind: rounded(100 * shares, 3) for kind, shares in maps.laws.items()},
+        "apart": rounded(maps.apart, 2),
+        "factor": None if maps.factor is None else rounded(maps.factor, 4),
         "formula": maps.formula,
         "tokens": tokens,
     }
@@ -103,13 +108,17 @@ def fill(title: str, entries: Sequence[dict]) -> str:
     data = json.dumps(known, ensure_ascii=False, separators=(",", ":"))
     # "<" is escaped: no text of a prompt or an answer can end the script element that holds it
     parts = {"title": html.escape(title), "data": data.replace("<", "\\u003c")}
-    for name in ("css", "js"):
+    for name in ("css", "js", "html"):
         parts[name] = (TEMPLATE / f"page.{name}").read_text(encoding="utf-8")
-    template = (TEMPLATE / "page.html").read_text(encoding="utf-8")
+    template = parts.pop("html")
     return "".join(parts.get(part, part) for part in template.split("%%"))
 
 
-def page(cases: Sequence[Case], title: str, most_bytes: int = MOST_BYTES) -> str:
+def page(
+    cases: Sequence[Case],
+    title: str,
+    most_bytes: int = PAGE_BYTES,
+) -> str:
     """The HTML of the cases. Single heads, then means, are left out where the file would be larger
     than the bound."""
     # 1. all tokens, the first ones of all cases first
@@ -132,10 +141,15 @@ def page(cases: Sequence[Case], title: str, most_bytes: int = MOST_BYTES) -> str
     return fill(title, entries)
 
 
-def coded_maps(said: Said, maps: Maps, number: int, part: str) -> str:
+def coded_maps(
+    said: Said,
+    maps: Maps,
+    number: int,
+    part: str,
+) -> str:
     """The maps of a token, `mean` over heads or all `heads`: all numbers, then all weights."""
     prompt = said.batch.input_ids.shape[1]
-    headers, weights = b"", b""
+    headers = weights = b""
     for kind in sorted(maps.kinds):
         rows = maps.kinds[kind][number]
         if part == "mean":

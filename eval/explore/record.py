@@ -8,6 +8,7 @@ prompt and answer.
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,7 +72,13 @@ class Case:
     # (left, top, right, bottom) in pixels, of the first model
     boxes: list[list[float]] = field(default_factory=list)
 
-    def ask(self, title: str, model: PaliGemma, processor: Processor, limit: int) -> None:
+    def ask(
+        self,
+        title: str,
+        model: PaliGemma,
+        processor: Processor,
+        limit: int,
+    ) -> None:
         """Let a model answer in up to `limit` tokens, and keep its maps. Raises UserError."""
         said = answer(model, processor, self.image, self.prompt, limit)
         if not self.answers:
@@ -89,7 +96,11 @@ class Case:
 
 
 def answer(
-    model: PaliGemma, processor: Processor, image: Image.Image, prompt: str, limit: int
+    model: PaliGemma,
+    processor: Processor,
+    image: Image.Image,
+    prompt: str,
+    limit: int,
 ) -> Said:
     """The greedy answer of up to `limit` tokens. Raises UserError."""
     device = next(model.parameters()).device
@@ -105,8 +116,9 @@ def answer(
     ids = torch.cat((batch.input_ids[0], new)).tolist()
     slots = np.array(ids) == processor.config.image_token_id
     words = {}
-    for position in np.flatnonzero(~slots).tolist():
-        words[position] = spell_token(processor, ids[position])
+    for position, id_ in enumerate(ids):
+        if not slots[position]:
+            words[position] = spell_token(processor, id_)
     text = processor.decode(new.tolist())
     return Said(batch, new, text, words, slots[:-1])
 
@@ -142,12 +154,12 @@ def decoder_maps(
     if not layers:
         problem = "the model has no attention in its decoder, and no maps: take a PaliGemma"
         raise UserError(f"{name}: {problem}")
-    maps: dict[Attention, list] = {}
-    taps = {}
-    for layer in layers:
-        kept = maps[layer] = []
-        taps[layer] = lambda weights, kept=kept: kept.append(reduce(weights))
-    with tapped(taps):
+    maps = {layer: [] for layer in layers}
+
+    def keep_map(layer: Attention, weights: torch.Tensor) -> None:
+        maps[layer].append(reduce(weights))
+
+    with tapped({layer: partial(keep_map, layer) for layer in layers}):
         logits = model(**batch, positions_to_keep=keep)
     check_finite(logits, name)
     return maps, logits
@@ -211,7 +223,13 @@ def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
     *_, last = factors
     mix, formula = mixed(last, first, second, factor[..., None])
     kinds = {"A1": first, "A2": second, "mix": mix}
-    return Maps(kinds, {"A1": share, "A2": second_share}, *known, factor, formula)
+    return Maps(
+        kinds,
+        {"A1": share, "A2": second_share},
+        *known,
+        factor,
+        formula,
+    )
 
 
 def stacked(maps: Iterable[tuple[np.ndarray, float]]) -> tuple[np.ndarray, np.ndarray]:
@@ -220,7 +238,12 @@ def stacked(maps: Iterable[tuple[np.ndarray, float]]) -> tuple[np.ndarray, np.nd
     return np.stack(rows, axis=1), np.array(shares)
 
 
-def mixed(layer: Differential, first, second, weight) -> tuple[np.ndarray, str]:
+def mixed(
+    layer: Differential,
+    first,
+    second,
+    weight,
+) -> tuple[np.ndarray, str]:
     """What is left of two maps, and its formula."""
     if layer.extrapolates:
         return first + weight * (first - second), "A₁ + μ(A₁ − A₂)"

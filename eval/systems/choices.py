@@ -26,33 +26,30 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from string import ascii_uppercase
-from typing import Any
 
 from eval import vqa
-from eval.bench import PROMPT_FLAG, Benchmark, Row, run, write_records
+from eval.bench import PROMPT_FLAG, Benchmark, Row, mean_over, read_rows, run, write_json
 from eval.command import whole
+from eval.data.files import check, check_unique, find_picture, read, records_in, rows_in, text_at
 from eval.data.pictures import Dice
-from eval.data.published import (
-    check,
-    check_unique,
-    fill_prompt,
-    find_picture,
-    read,
-    records_in,
-    rows_in,
-    text,
-)
-from eval.data.records import gray_picture, picture_names
+from eval.data.record import fill_prompt, gray_picture
+from eval.data.records import picture_names
 from eval.question import Question
 from model.common import UserError, quoted, read_json, run_command, shown
 
 LETTERS = tuple("ABCD")
 TEXT_PROMPT = "Question: {question}\nAnswer:"
-EMBEDDED = 600  # questions, by default
+BY_DEFAULT = 600  # questions, by default
 
 
 def question(
-    id_, subject: str, prompt: str, choices: Sequence[str], right: int, pictures=(), picture=""
+    id_,
+    subject: str,
+    prompt: str,
+    choices: Sequence[str],
+    right: int,
+    pictures=(),
+    picture="",
 ) -> Question:
     """right: number of the right choice. picture: names the pictures; questions about text alone
     are independent. Raises TypeError and ValueError."""
@@ -60,24 +57,35 @@ def question(
     is_right = is_listed and 0 <= right < len(choices) > 1
     check(is_right, f"answer {quoted(right)} is none of two choices")
     choices = tuple(choices)
-    is_whole = all(text({"choice": choice}, "choice").strip() for choice in choices)
+    is_whole = all(text_at({"choice": choice}, "choice").strip() for choice in choices)
     check(is_whole, f"choices {quoted(choices)}: one is empty")
-    about = str(id_), picture or "text", pictures, prompt, choices
-    group = picture or str(id_)
-    return Question(*about, scored=True, truth=right, kind=subject, group=group)
+    return Question(
+        str(id_),
+        picture or "text",
+        pictures,
+        prompt,
+        choices,
+        scored=True,
+        truth=right,
+        kind=subject,
+        group=picture or str(id_),
+    )
 
 
 def files_in(folder: Path, pattern: str) -> list[Path]:
     """The files of a pattern. Raises UserError if there are none."""
     if paths := sorted(folder.glob(pattern)):
         return paths
-    raise UserError(
-        f"{shown(folder)}: holds no {pattern}: give the folder of the official files (--data DIR)"
-    )
+    remedy = "give the folder of the official files (--data DIR)"
+    raise UserError(f"{shown(folder)}: holds no {pattern}: {remedy}")
 
 
 def exam(
-    args: Namespace, head: str, ending: str, names: Mapping[str, str], columns: int = 6
+    args: Namespace,
+    head: str,
+    ending: str,
+    names: Mapping[str, str],
+    columns: int = 6,
 ) -> list[Question]:
     """MMLU or CMMLU: test/SUBJECT.csv, and dev/, from which examples come. A row is a question,
     four options and the right letter; of 7 `columns` the first is a number, and the first line has
@@ -93,10 +101,8 @@ def exam(
     def rows_of(path: Path) -> list[tuple[str, str]]:
         rows = rows_in(path)
         if columns == 7 and rows and rows.pop(0)[1][-1] in LETTERS:
-            raise UserError(
-                f"{shown(path)}:1: is a question, not the names of the columns: take the official "
-                "file"
-            )
+            problem = "is a question, not the names of the columns"
+            raise UserError(f"{shown(path)}:1: {problem}: take the official file")
         return read(path, worded, rows)
 
     questions = []
@@ -105,13 +111,13 @@ def exam(
         dev = Path(args.data, "dev", path.name.replace("_test.", "_dev."))
         shots = rows_of(dev)[: args.shots] if args.shots else []
         if len(shots) < args.shots:
-            raise UserError(
-                f"{shown(dev)}: holds {len(shots)} questions: lower --shots {args.shots}"
-            )
+            remedy = f"lower --shots {args.shots}"
+            raise UserError(f"{shown(dev)}: holds {len(shots)} questions: {remedy}")
         prompt = head.format(names.get(subject, subject.replace("_", " ")))
         prompt += "".join(f"{asked} {right}\n\n" for asked, right in shots)
         for number, (asked, letter) in enumerate(rows_of(path)[: args.limit]):
-            name, right = f"{subject}/{number}", LETTERS.index(letter)
+            right = LETTERS.index(letter)
+            name = f"{subject}/{number}"
             questions.append(question(name, subject, prompt + asked, LETTERS, right))
     return questions
 
@@ -120,7 +126,13 @@ MMLU_HEAD = "The following are multiple choice questions (with answers) about {}
 CMMLU_NAMES = read_json(Path(__file__).with_name("cmmlu.json"))
 CMMLU_HEAD = "以下是关于{}的单项选择题，请直接给出正确答案的选项。\n\n"
 mmlu = partial(exam, head=MMLU_HEAD, ending="Answer:", names={})
-cmmlu = partial(exam, head=CMMLU_HEAD, ending="答案：", names=CMMLU_NAMES, columns=7)
+cmmlu = partial(
+    exam,
+    head=CMMLU_HEAD,
+    ending="答案：",
+    names=CMMLU_NAMES,
+    columns=7,
+)
 
 # Other files
 
@@ -131,7 +143,7 @@ def race(args: Namespace) -> list[Question]:
     and so does this."""
 
     def of_passage(name: str, record: dict) -> Question:
-        prompt = f"Article: {text(record, 'article')}\n\n"
+        prompt = f"Article: {text_at(record, 'article')}\n\n"
         columns = (record[key] for key in ("questions", "options", "answers"))
         made = []
         for asked, options, letter in zip(*columns, strict=True):
@@ -160,8 +172,14 @@ def arc(args: Namespace) -> list[Question]:
         labels = [option["label"] for option in asked["choices"]]
         options = [option["text"] for option in asked["choices"]]
         check(len({*labels}) == len(labels), f"labels {quoted(labels)}: one is there twice")
-        prompt = f"Question: {text(asked, 'stem')}\nAnswer:"
-        return question(record["id"], "arc", prompt, options, labels.index(record["answerKey"]))
+        prompt = f"Question: {text_at(asked, 'stem')}\nAnswer:"
+        return question(
+            record["id"],
+            "arc",
+            prompt,
+            options,
+            labels.index(record["answerKey"]),
+        )
 
     return read(args.data, of_record, records_in(args.data)[: args.limit])
 
@@ -179,10 +197,18 @@ def own(args: Namespace) -> list[Question]:
         if isinstance(right, str):
             named = choices if choices.count(right) == 1 else list(ascii_uppercase)
             right = named.index(right)
-        prompt = fill_prompt(args.template, text(record, "question"))
+        prompt = fill_prompt(args.template, text_at(record, "question"))
         pictures = tuple(find_picture(folder, name) for name in names)
         subject = str(record.get("subject", "own"))
-        made = question(next(numbers), subject, prompt, choices, right, pictures, "\n".join(names))
+        made = question(
+            next(numbers),
+            subject,
+            prompt,
+            choices,
+            right,
+            pictures,
+            "\n".join(names),
+        )
         # the first of equally likely ones counts, which may be the other
         is_single = choices.count(choices[right]) == 1
         check(is_single, f"choices has {quoted(choices[right])}, the right one, twice")
@@ -195,9 +221,9 @@ def embedded_scenes(args: Namespace) -> list[Question]:
     """Questions on the embedded pictures, as in `eval.vqa`, with up to three answers to others of
     their kind."""
     answers = defaultdict(set)
-    for q in vqa.embedded(EMBEDDED):
+    for q in vqa.embedded(BY_DEFAULT):
         answers[q.truth.question_type].add(q.truth.answer)
-    asked = vqa.embedded(args.limit or EMBEDDED, "test", args.template)
+    asked = vqa.embedded(args.limit or BY_DEFAULT, "test", args.template)
     questions = []
     for number, q in enumerate(asked):
         right = q.truth.answer
@@ -237,7 +263,7 @@ class Choices(Benchmark):
         "--prompt": dict(help=f"{PROMPT_FLAG['help'][:-1]}; of language models {TEXT_PROMPT!r})"),
     }
     limit = (
-        f"questions, the first N, of each subject of an exam (default: all, {EMBEDDED} embedded)"
+        f"questions, the first N, of each subject of an exam (default: all, {BY_DEFAULT} embedded)"
     )
 
     def questions(self, args):
@@ -255,7 +281,7 @@ class Choices(Benchmark):
         pictures = (gray_picture,) * max(1, len(question.pictures))
         return replace(question, picture=pictures, key="gray").blind()
 
-    def score(self, question, answer: Any):
+    def score(self, question, answer):
         pairs = zip(answer, question.choices, strict=True)
         by_character = [total / len(choice) for total, choice in pairs]
         scores = {}
@@ -267,10 +293,7 @@ class Choices(Benchmark):
         lines = super().summary(rows)
         subjects = list(lines.values())[1:]
         if len(subjects) > 1:
-            means = {}
-            for name in subjects[0]:
-                means[name] = sum(line[name] or 0 for line in subjects) / len(subjects)
-            lines["mean over subjects"] = means
+            lines["mean over subjects"] = mean_over(subjects)
         return lines
 
     def write(self, rows, out, subject):
@@ -285,19 +308,23 @@ class Choices(Benchmark):
                 "log_likelihoods": likelihoods,
             }
             results.append(written)
-        write_records(out / "results.json", results)
+        write_json(out / "results.json", results, indent=0)
 
     def read(self, file, args):
         def row(record: dict) -> Row:
-            about = record["id"], text(record, "subject"), "", record["choices"], record["answer"]
-            asked = question(*about, picture=text(record, "picture"))
+            asked = question(
+                record["id"],
+                text_at(record, "subject"),
+                "",
+                record["choices"],
+                record["answer"],
+                picture=text_at(record, "picture"),
+            )
             likely = record["log_likelihoods"]
             check(abs(sum(likely)) < 1e30, "a log-likelihood is no finite number")
             return Row(asked, likely, self.score(asked, likely))
 
-        rows = read(file, row)
-        check_unique((row.question.id for row in rows), file)
-        return rows
+        return read_rows(file, row)
 
 
 main = partial(run, Choices(text=TEXT_PROMPT))

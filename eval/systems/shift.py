@@ -26,7 +26,7 @@ import torch
 from eval.command import add_flag, command_parser, positive
 from eval.data.records import one_picture_records
 from eval.explore.record import decoder_maps
-from eval.open import add_model_flags, model_of, open_model, out_folder
+from eval.open import add_model_flags, model_of, open_subject, out_folder
 from eval.report import bootstrap, interval_text
 from model.common import run_command, shown, write_text
 from model.paligemma import PaliGemma
@@ -74,7 +74,11 @@ def put_slot(prompt: str, share: float = 0.5) -> str:
     return " ".join(words[:place]) + SLOT + after
 
 
-def measure(model: PaliGemma, processor: Processor, examples: Sequence[tuple[Any, str]]) -> Shift:
+def measure(
+    model: PaliGemma,
+    processor: Processor,
+    examples: Sequence[tuple[Any, str]],
+) -> Shift:
     """LAWS of (picture, prompt) pairs; `model` must be in eval mode. Of a differential attention it
     is the first map's, whose rows sum to 1. Raises UserError for a decoder without attention, and
     NonFiniteError."""
@@ -93,10 +97,14 @@ def measure(model: PaliGemma, processor: Processor, examples: Sequence[tuple[Any
         is_picture = batch.input_ids[0] == model.config.image_token_id
         after = is_picture.cumsum(0) > 0
         groups = torch.stack((~after, is_picture, after & ~is_picture), dim=1).float()  # (S, 3)
-        inputs = {
-            name: getattr(batch, name) for name in ("input_ids", "pixel_values", "token_type_ids")
-        }
-        maps, _ = decoder_maps(model, received, f"prompt {number}", **inputs)
+        maps, _ = decoder_maps(
+            model,
+            received,
+            f"prompt {number}",
+            input_ids=batch.input_ids,
+            pixel_values=batch.pixel_values,
+            token_type_ids=batch.token_type_ids,
+        )
         by_layer = torch.stack([first for first, *_ in maps.values()])  # (layers, S)
         laws.append((by_layer @ groups).cpu().numpy())
         queries.append(batch.input_ids.shape[1])
@@ -106,27 +114,13 @@ def measure(model: PaliGemma, processor: Processor, examples: Sequence[tuple[Any
 def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser("eval.systems.shift", __doc__)
     add_model_flags(parser)
-    add_flag(
-        parser,
-        "--data",
-        "embedded, or a JSONL file of image, prefix, suffix",
-        "embedded",
-        metavar="SRC",
-    )
-    add_flag(
-        parser,
-        "--slot",
-        "of the picture (default: inside for WINGS, else first)",
-        choices=("first", "inside"),
-    )
+    data = "embedded, or a JSONL file of image, prefix, suffix"
+    add_flag(parser, "--data", data, "embedded", metavar="SRC")
+    slot = "of the picture (default: inside for WINGS, else first)"
+    add_flag(parser, "--slot", slot, choices=("first", "inside"))
     add_flag(parser, "--limit", "prompts", 100, type=positive, metavar="N")
-    add_flag(
-        parser,
-        "--out",
-        "folder of the files (default: runs/eval/MODEL/shift)",
-        type=Path,
-        metavar="DIR",
-    )
+    out = "folder of the files (default: runs/eval/MODEL/shift)"
+    add_flag(parser, "--out", out, type=Path, metavar="DIR")
     args = parser.parse_args(argv)
     # 1. the prompts
     subject = model_of(args)
@@ -134,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     source = args.data if args.data == "embedded" else f"jsonl:{args.data}"
     records = one_picture_records(source, args.limit)
     examples = [(record.pictures[0], record.prefix) for record in records]
-    model, processor = open_model(args, subject)
+    model, processor = open_subject(args, subject)
     slot = args.slot or ("inside" if isinstance(model.config, WingsConfig) else "first")
     if slot == "inside":
         examples = [(picture, put_slot(prompt)) for picture, prompt in examples]

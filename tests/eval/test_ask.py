@@ -110,12 +110,12 @@ def test_the_toy_s_questions_are_for_the_toy(workplace):
         subject._replace(run=Path("runs/own")),
         Subject("a", Path("runs/own/best"), ""),
     ):
-        assert demo.examples(of, workplace) == [[f"{workplace}/0.png", "b"]]
+        assert demo.example_rows(of, workplace) == [[f"{workplace}/0.png", "b"]]
         assert load_image(workplace / "0.png").getpixel((0, 0)) == (255, 0, 0)
-    toy = demo.examples(subject._replace(source="runs/toy/model"), workplace)
+    toy = demo.example_rows(subject._replace(source="runs/toy/model"), workplace)
     assert toy[0] == [f"{workplace}/0.png", "answer en Where is the dog?"] and len(toy) == 4
     Path("runs/own/answers.jsonl").write_text("{")
-    assert demo.examples(subject, workplace) == []
+    assert demo.example_rows(subject, workplace) == []
 
 
 @pytest.mark.parametrize(("seconds", "shares"), [(1, range(10, 101, 10)), (0, [100])])

@@ -68,9 +68,9 @@ def test_differences_are_paired():
 def test_several_models_are_one_table(source, twin, workplace, monkeypatch, capsys):
     """A base and its adapter are asked as one model, or share files; --quantize forgets the
     adapter."""
-    opened, original = [], open.open_model
+    opened, original = [], open.open_subject
     monkeypatch.setattr(
-        open, "open_model", lambda *args, **text: opened.append(original(*args)) or opened[-1]
+        open, "open_subject", lambda *args, **text: opened.append(original(*args)) or opened[-1]
     )
     flags = f"--model {source} --adapter none --adapter {twin} --quantize none --quantize int8 --device cpu --out out"
     pope.main([*flags.split(), *SMALL])

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from eval.data import published
-from eval.data import published as data
+from eval.data import mmneedle, published
+from eval.data.files import find_picture
 from eval.data.published import Annotation
 from tests.runs import refused
 
@@ -107,7 +107,9 @@ def test_relatives_of_vqav2(value, layout, expected, tmp_path):
 )
 def test_answers_that_are_no_list_are_refused(change, tmp_path):
     """Breaks when letters of a text are ten answers, or a text "0" says that all can be answered."""
-    refused(lambda: data.read_vqa(write(tmp_path / "q.json", [VIZWIZ[0] | change])), "q.json[0]: ")
+    refused(
+        lambda: published.read_vqa(write(tmp_path / "q.json", [VIZWIZ[0] | change])), "q.json[0]: "
+    )
 
 
 @pytest.mark.parametrize("ids", [(1, "1"), ("a", "b", "a")])
@@ -128,9 +130,9 @@ def test_coco_s_pictures_may_lie_flat(tmp_path):
     (tmp_path / "data/link.png").symlink_to(tmp_path / "data/c.png")
     names = {name: name for name in ("val2014/COCO_a.png", "link.png", "../data/c.png")}
     for name, path in (names | {"val2014/COCO_b.png": "COCO_b.png"}).items():
-        assert published.find_picture(tmp_path / "data", name) == tmp_path / "data" / path
+        assert find_picture(tmp_path / "data", name) == tmp_path / "data" / path
     refused(
-        lambda: published.find_picture(tmp_path, "val2014/c.png"),
+        lambda: find_picture(tmp_path, "val2014/c.png"),
         "'val2014/c.png' is not in",
         "--images",
     )
@@ -157,7 +159,7 @@ TWO = {
 
 def read(tmp_path, records, grids=GRIDS):
     files = (("2_2.json", grids), ("annotations.json", records), ("captions.json", CAPTIONS))
-    return published.read_needle_tests(*(write(tmp_path / name, value) for name, value in files))
+    return mmneedle.read_needle_tests(*(write(tmp_path / name, value) for name, value in files))
 
 
 def test_needle_tests(tmp_path):
@@ -170,7 +172,7 @@ def test_needle_tests(tmp_path):
         ("val2014/201.jpg",),
         ("caption 201",),
     )
-    assert negative.places == (published.ABSENT,) and negative.captions == ("caption 311",)
+    assert negative.places == (mmneedle.ABSENT,) and negative.captions == ("caption 311",)
     assert two.places == ((0, 1, 0), (1, 0, 1)) and two.captions == ("caption 010", "caption 201")
 
 
@@ -183,7 +185,7 @@ def test_captions_of_coco_the_last_counts(tmp_path):
     value["annotations"] = [
         {"image_id": n, "caption": text} for n, text in ((0, "first"), (1, "only"), (0, "last "))
     ]
-    assert published.read_captions(write(tmp_path / "c.json", value)) == {
+    assert mmneedle.read_captions(write(tmp_path / "c.json", value)) == {
         "a.jpg": "last ",
         "b.jpg": "only",
     }

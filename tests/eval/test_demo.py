@@ -28,7 +28,7 @@ SVG = (
 def test_without_gradio_nothing_is_loaded(monkeypatch):
     """Breaks when a traceback of imports comes after a large model was read."""
     monkeypatch.setitem(sys.modules, "gradio", None)
-    monkeypatch.setattr(demo, "open_model", None)
+    monkeypatch.setattr(demo, "open_subject", None)
     refused(lambda: demo.main(["--model", "embedded"]), "pip install 'gradio")
 
 

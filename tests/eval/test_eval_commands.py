@@ -142,7 +142,7 @@ def test_the_likeliest_choice_is_the_answer(processor, kind, monkeypatch):
     monkeypatch.setattr(
         answer, "log_likelihoods", lambda *args, **options: [torch.tensor([-2.0, -1, -1, -1])]
     )
-    assert answer.choose(model, processor, asked[:1], batch, {}) == ["bottom left"]
+    assert answer.likeliest(model, processor, asked[:1], batch, {}) == ["bottom left"]
 
 
 def count_asked(monkeypatch, batches: int = 99) -> list[int]:

@@ -136,7 +136,7 @@ def test_a_page_of_3b_is_small_and_safe_and_longer_answers_lose_their_end():
     assert data_of(text)["cases"][0]["prompt"] == data_of(text)["title"] == HOSTILE
     assert text.count("<script") == 2 and "alert(1)</" not in text and text.count("<!--") == 0
     assert "http" not in re.sub(r'http-equiv|"http://www.w3.org/2000/svg"', "", text)
-    assert len(text.encode()) < 1_500_000 < page.MOST_BYTES < 5e6
+    assert len(text.encode()) < 1_500_000 < page.PAGE_BYTES < 5e6
     models = data_of(text)["cases"][0]["models"]
     assert all(token["mean"] and token["heads"] for model in models for token in model["tokens"])
     case = random_case(6, layers=4, heads=4, slots=64)

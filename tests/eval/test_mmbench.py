@@ -102,7 +102,9 @@ def test_thirty_questions_by_hand(workplace, capsys):
     """Breaks when an answer names another option than VLMEvalKit's rules say, or one rotation is
     enough."""
     for text, options, named, _ in BY_HAND:
-        assert (mmbench.choose(text, dict(zip("ABCD", options, strict=False))) or "") == named, text
+        assert (mmbench.letter_of(text, dict(zip("ABCD", options, strict=False))) or "") == named, (
+            text
+        )
     said = []
     for index, *_, right, _, _, _, _ in rows_of():
         turn, number = divmod(index, mmbench.BASE)
@@ -143,9 +145,9 @@ def test_an_answer_in_words_names_the_option_of_these_words():
         options = dict(zip("ABCD", (text.strip() for text in texts.split("|")), strict=True))
         for letter, said in zip(options, named.split("|"), strict=True):
             if said.strip():
-                assert mmbench.choose(said, options, "paligemma") == letter, said
+                assert mmbench.letter_of(said, options, "paligemma") == letter, said
         for said in neither.split("|"):
-            assert mmbench.choose(said, options, "paligemma") is None, said
+            assert mmbench.letter_of(said, options, "paligemma") is None, said
 
 
 def test_a_file_of_answers_in_words(workplace, capsys):
@@ -187,7 +189,7 @@ def test_what_pandas_reads_as_nothing_is_no_option(text, workplace):
         rows if is_option else [[*row[:6], text, *row[7:]] for row in rows]
     )  # in the column of the fourth option
     (lines,) = mmbench.read_lines(write(workplace / "T", rows))
-    options = [list(mmbench.options_of(line).values()) for line in lines]
+    options = [list(mmbench.options_in(line).values()) for line in lines]
     assert all(len(of) == 3 + is_option and (text in of) == is_option for of in options)
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from eval import answer, needle
 from eval.bench import parser_of
-from eval.data import scenes
+from eval.data import haystacks
 from model.processor import Processor
 from tests.files import write_mmneedle
 from tests.runs import refused
@@ -21,13 +21,13 @@ FAST = ["--max-new-tokens", "3", "--batch-size", "8", "--json"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", scenes.NEEDLES)
+@pytest.mark.parametrize("kind", haystacks.NEEDLES)
 @pytest.mark.parametrize(("needles", "absent"), [(1, False), (2, False), (2, True)])
 def test_embedded_trials_ask_what_is_trained(kind, needles, absent):
     """A model is asked in other words than it learned, right answers do not count, or half a place
     does."""
     for number, test in enumerate(needle.embedded_tests(kind, 20, needles=needles, absent=absent)):
-        samples = scenes.needle(kind, "test", number, needles=needles, negative=absent).samples
+        samples = haystacks.haystack(kind, "test", number, needles=needles, negative=absent).samples
         free, said = needle.asks_of([test], "paper"), [s.suffix for s in samples]
         assert [q.prefix for q in free] == [s.prefix for s in samples] and not free[0].choices
         assert np.array_equal(free[0].images()[0], samples[0].scene.render())
@@ -76,7 +76,7 @@ def test_the_embedded_accuracy_of_a_training_run(model, processor):
     rows = needle.Needle().rows(asked, answer.ask_all(model, processor, asked))
     assert len(rows) == 4 and not any("-1" in row.answer["response"] for row in rows)
     right = [
-        s.suffix for number in range(20) for s in scenes.needle("n2o1", "test", number).samples
+        s.suffix for number in range(20) for s in haystacks.haystack("n2o1", "test", number).samples
     ]
     for wrong_every, accuracy in ((10**6, 95.0), (2, 0.0), (4, 50.0)):
         said = ["neither" if at % wrong_every == 0 else suffix for at, suffix in enumerate(right)]

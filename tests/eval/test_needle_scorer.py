@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from eval import needle
-from eval.data import scenes
-from eval.data.published import ABSENT, NeedleTest
+from eval.data.haystacks import place_questions
+from eval.data.mmneedle import ABSENT, NeedleTest
 from tests.runs import refused
 
 
@@ -70,7 +70,7 @@ def test_a_missing_response_leaves_the_denominator():
     pairs = [("1, 1, 1", "1, 1, 1"), ("1, 1, 1", None), ("1, 1, 2", "1, 1, 1")]
     pairs += [("0, 0, 0", "-1"), ("0, 0, 0", "2, 1, 1")]
     values = needle.score_responses(record(*pair) for pair in pairs)
-    assert values == {"existence": 3 / 4, "index": 3 / 4, "exact": 2 / 4}
+    assert values == {"existence": 75.0, "index": 75.0, "exact": 50.0}
     assert set(needle.score_responses([record("1, 1, 1", None)]).values()) == {0}
 
 
@@ -115,7 +115,7 @@ def test_prompts():
         f"Caption: A dog. Where is the caption? {sides}?"
         for sides in ("Top or Bottom", "Left or Right")
     ]
-    assert [prompt for prompt, _ in scenes.place_questions("A dog", 2)] == asked
+    assert [prompt for prompt, _ in place_questions("A dog", 2)] == asked
     one = needle.official_prompt(["A dog."], 1, 2)
     assert one.startswith(
         "Given 1 image indexed from 1 to 1, each divided into 2*2 subimages, identify the subimage "
@@ -154,18 +154,20 @@ def test_sample_has_each_place_equally_often():
     tests = [
         NeedleTest(n, (tuple("abcd"),), (place,), ("a",), ("x",)) for n, place in enumerate(places)
     ]
-    chosen = needle.choose(tests, 20, 42)
+    chosen = needle.sampled(tests, 20, 42)
     assert [sum(t.places[0] == (0, r, c) for t in chosen) for r in (0, 1) for c in (0, 1)] == [
         5,
         5,
         5,
         5,
     ]
-    assert chosen == needle.choose(tests, 22, 42) != needle.choose(tests, 20, 43)
+    assert chosen == needle.sampled(tests, 22, 42) != needle.sampled(tests, 20, 43)
     assert [t.id for t in chosen] == sorted(t.id for t in chosen) and len(
-        needle.choose(tests, 3, 42)
+        needle.sampled(tests, 3, 42)
     ) == 3
-    refused(lambda: needle.choose(tests, 84, 42), "21 tests of a place are asked for, 20 are there")
+    refused(
+        lambda: needle.sampled(tests, 84, 42), "21 tests of a place are asked for, 20 are there"
+    )
 
 
 def test_drawn_tests_are_true(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from eval import ask, vqa
-from eval.data.published import check_prompt, fill_prompt
+from eval.data.record import check_prompt, fill_prompt
 from lora import adapter
 from model.processor import Processor
 from tests.runs import refused

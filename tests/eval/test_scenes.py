@@ -14,7 +14,7 @@ from itertools import combinations
 import pytest
 from sentencepiece import SentencePieceProcessor
 
-from eval.data import pictures, scenes
+from eval.data import haystacks, pictures, polls, scenes, wording
 from eval.data.records import sample_record
 from model.common import read_json
 from model.processor import Processor
@@ -97,9 +97,7 @@ def test_every_composition_belongs_to_one_split():
         split: [s for task in scenes.TASKS for s in stream(task, split, 100)]
         for split in pictures.SPLITS
     }
-    groups["test"] += [
-        s for strategy in scenes.STRATEGIES for s in scenes.pope(strategy, images=20)
-    ]
+    groups["test"] += [s for strategy in polls.STRATEGIES for s in polls.pope(strategy, images=20)]
     compositions = {split: {s.scene.squares for s in samples} for split, samples in groups.items()}
     assert min(map(len, compositions.values())) > 300
     assert not any(a & b for a, b in combinations(compositions.values(), 2))
@@ -123,9 +121,9 @@ def test_the_benchmark_and_its_pixels_are_the_published_ones():
     digest = hashlib.sha256(
         "".join(texts).replace("Placed(square=", "Placed(cell=").encode()
     )  # as it was published
-    for strategy in scenes.STRATEGIES:
+    for strategy in polls.STRATEGIES:
         digest.update(
-            repr([(s.prefix, s.suffix) for s in scenes.pope(strategy, images=20)]).encode()
+            repr([(s.prefix, s.suffix) for s in polls.pope(strategy, images=20)]).encode()
         )
     assert digest.hexdigest()[:16] == "b392ca89673b7e97"
     digest, processor = hashlib.sha256(), Processor.from_source("embedded")
@@ -188,7 +186,9 @@ def test_scan_and_caption_say_what_is_there():
         assert sum(numbers[word] for word, _ in told) == len(objects) and s.suffix.count(
             " and "
         ) == (len(told) > 1)
-    assert scenes.describe(["apple", "none", "dog", "bus", "dog"]) == "an apple, two dogs and a bus"
+    assert (
+        wording.describe(["apple", "none", "dog", "bus", "dog"]) == "an apple, two dogs and a bus"
+    )
 
 
 def test_detection_boxes_hold_the_objects():
@@ -217,14 +217,14 @@ def nouns(caption: str) -> list[str]:
     return [part.split()[1] for part in caption.split(" and ")]
 
 
-@pytest.mark.parametrize("kind", scenes.NEEDLES)
+@pytest.mark.parametrize("kind", haystacks.NEEDLES)
 def test_needles_are_in_one_place_and_take_turns(kind):
     """Breaks when a caption fits no or two sub-images, one object tells the place, or a quadrant
     comes more often."""
-    n, objects, _ = scenes.NEEDLES[kind]
+    n, objects, _ = haystacks.NEEDLES[kind]
     turns = Counter()
     for index in range(4 * n**2):
-        needle = scenes.needle(kind, "test", index)
+        needle = haystacks.haystack(kind, "test", index)
         parts, (target,), (caption,) = parts_of(needle), needle.targets, needle.captions
         (row, column), wanted = target, nouns(caption)
         assert (
@@ -244,16 +244,16 @@ def test_needles_are_in_one_place_and_take_turns(kind):
         }
         assert {s.prefix: s.suffix for s in needle.samples} == told
     assert set(turns.values()) == {4} and len(turns) == n**2
-    streamed = [s for index in range(8) for s in scenes.needle(kind, "train", index).samples]
+    streamed = [s for index in range(8) for s in haystacks.haystack(kind, "train", index).samples]
     assert streamed == stream(kind, "train", len(streamed))
 
 
-@pytest.mark.parametrize("kind", scenes.NEEDLES)
+@pytest.mark.parametrize("kind", haystacks.NEEDLES)
 def test_absent_and_several_needles(kind):
     """Breaks when an absent needle can be found, or the second needle is not where it is said to
     be."""
     for index in range(20):
-        absent = scenes.needle(kind, "test", index, needles=2, negative=True)
+        absent = haystacks.haystack(kind, "test", index, needles=2, negative=True)
         wanted, parts = (
             {frozenset(nouns(caption)) for caption in absent.captions},
             parts_of(absent).values(),
@@ -263,7 +263,7 @@ def test_absent_and_several_needles(kind):
         assert kind != "n2o2" or set().union(*wanted) <= set().union(
             *parts
         )  # both objects are there, apart
-        there = scenes.needle(kind, "test", index, needles=2)
+        there = haystacks.haystack(kind, "test", index, needles=2)
         assert len(set(there.targets)) == 2 and len({s.question_id for s in there.samples}) == len(
             there.samples
         )
@@ -275,15 +275,15 @@ def test_absent_and_several_needles(kind):
 def test_pope_asks_about_present_and_absent_objects_in_turn():
     """Breaks when labels are wrong or unbalanced, or the strategies differ in more than the absent
     objects."""
-    polls = {strategy: scenes.pope(strategy, images=60) for strategy in scenes.STRATEGIES}
-    frequency, company = scenes.object_statistics()
+    asked = {strategy: polls.pope(strategy, images=60) for strategy in polls.STRATEGIES}
+    frequency, company = polls.object_statistics()
     fame, closeness = Counter(), Counter()
-    for strategy, poll in polls.items():
+    for strategy, poll in asked.items():
         assert [s.suffix for s in poll] == ["yes", "no"] * 180 and [
             s.question_id for s in poll
         ] == [*range(1, 361)]
-        assert [s.prefix for s in poll[::2]] == [s.prefix for s in polls["random"][::2]]
-        assert [s.scene for s in poll] == [s.scene for s in polls["random"]]
+        assert [s.prefix for s in poll[::2]] == [s.prefix for s in asked["random"][::2]]
+        assert [s.scene for s in poll] == [s.scene for s in asked["random"]]
         assert all(
             len({s.prefix for s in poll[start : start + 6]}) == 6 for start in range(0, 360, 6)
         )

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from eval import vqa
-from eval.data import scenes
+from eval.data.polls import pope
 from eval.vqa_scoring import official
 from model.common import UserError
 from train.flags import flag, from_values, several
@@ -48,7 +48,7 @@ ROWS: dict[str, dict] = {
     "swiglu": PLAIN | {"feed_forward": "swiglu"},
 }
 # On the embedded scenes; difficulties at which plain LoRA neither guesses nor is perfect, as the
-# range table shows. eval/data/scenes.py names them: n4d7 is a 4×4 needle with 7 distractors, o1 and
+# range table shows. eval/data/haystacks.py names them: n4d7 is a 4×4 needle with 7 distractors, o1 and
 # o2 are full pictures.
 NEEDLES = {
     "n2o2": "2×2, two objects each",
@@ -129,7 +129,7 @@ def tasks_of(options: Options, split: str) -> dict[str, Task]:
 def existence_task(questions: int, split: str) -> Task:
     """POPE's questions about pictures with `EXISTENCE` different objects; half of the answers are
     yes."""
-    samples = scenes.pope("random", split, math.ceil(questions / 6), objects=EXISTENCE)
+    samples = pope("random", split, math.ceil(questions / 6), objects=EXISTENCE)
     asks = vqa.of_samples(samples, f"{split}/e{EXISTENCE}")
     asks = [replace(question, choices=("yes", "no")) for question in asks]
     return asking(f"is it there, among {EXISTENCE}", asks, official, chance=50.0)

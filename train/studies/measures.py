@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from eval import needle, vqa
-from eval.data import scenes
-from eval.data.published import Annotation, NeedleTest, read_vqa
+from eval.data.haystacks import layout_of
+from eval.data.mmneedle import NeedleTest
+from eval.data.published import Annotation, read_vqa
 from eval.data.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record
 from eval.question import Question, question_of
 from eval.vqa_scoring import SCORERS, record_scores
@@ -64,7 +65,7 @@ def asking(
 
 def scene_needles(kind: str, tests: int, split: str = "test") -> list[NeedleTest]:
     """Needles of the embedded scenes; `tests` is rounded to whole turns over the places."""
-    places = scenes.layout_of(kind)[0] ** 2
+    places = layout_of(kind)[0] ** 2
     return needle.embedded_tests(kind, -(-tests // places) * places, split=split)
 
 

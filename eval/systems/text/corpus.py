@@ -74,15 +74,11 @@ def read_texts(paths: Sequence[str | Path]) -> dict[str, str]:
         read = {str(file): _decoded(file) for file in files}
         usable = {name: text for name, text in read.items() if text}
         if not usable:
-            raise UserError(
-                f"--text {path}: not found, empty, or not UTF-8 text: give files of text, or their "
-                "folder"
-            )
+            problem = "not found, empty, or not UTF-8 text"
+            raise UserError(f"--text {path}: {problem}: give files of text, or their folder")
         if left_out := len(files) - len(usable):
-            print(
-                f"--text {shown(path)}: left out {left_out} files that are empty or not UTF-8 text",
-                file=sys.stderr,
-            )
+            problem = f"left out {left_out} files that are empty or not UTF-8 text"
+            print(f"--text {shown(path)}: {problem}", file=sys.stderr)
         texts |= usable
     if len(texts) >= HELD_OUT:
         return texts
@@ -101,8 +97,7 @@ def library_texts() -> dict[str, str]:
     texts = {}
     for path in root.rglob("*.py"):
         name = path.relative_to(root)
-        text = "" if NOT_LIBRARY & {*name.parts} else _decoded(path)
-        if text:
+        if NOT_LIBRARY.isdisjoint(name.parts) and (text := _decoded(path)):
             texts[name.as_posix()] = text
     return texts
 
@@ -180,10 +175,8 @@ def open_corpus(
 def kept_corpus(folder: Path) -> Corpus:
     """The corpus in `folder`. Raises UserError if there is none."""
     if not (folder / "corpus.json").is_file():
-        raise UserError(
-            f"{folder}: no corpus here (tokenizer.model, tokens.safetensors, corpus.json): give "
-            "the run's"
-        )
+        problem = "no corpus here (tokenizer.model, tokens.safetensors, corpus.json)"
+        raise UserError(f"{folder}: {problem}: give the run's")
     tensors = load_file(folder / "tokens.safetensors")
     tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     ids = {name: tensors[f"{name}_ids"] for name in SPLITS}

@@ -58,7 +58,13 @@ Panels = dict[str, Scores]
 
 
 @torch.no_grad()
-def nll(model: TextModel, corpus: Corpus, length: int, limit: int, split: str = SPLIT) -> Panels:
+def nll(
+    model: TextModel,
+    corpus: Corpus,
+    length: int,
+    limit: int,
+    split: str = SPLIT,
+) -> Panels:
     """Negative log-likelihood of a token, in nats, by how many tokens of its own document the model
     has seen, on `limit` windows of `length` tokens; label: the longest context of the bin. Under
     "all" each bin weighs the same. Raises UserError if no document is that long."""
@@ -75,7 +81,12 @@ def nll(model: TextModel, corpus: Corpus, length: int, limit: int, split: str = 
     return {"nll": Scores(*zip(*rows, strict=True))}
 
 
-def windows(corpus: Corpus, length: int, limit: int, split: str = SPLIT) -> list[tuple[int, int]]:
+def windows(
+    corpus: Corpus,
+    length: int,
+    limit: int,
+    split: str = SPLIT,
+) -> list[tuple[int, int]]:
     """(start, document) of up to `limit` windows of `length` tokens, evenly taken from those that
     lie side by side."""
     places = []
@@ -94,7 +105,13 @@ def context_bins(length: int) -> list[tuple[int, int]]:
     return list(pairwise([0, *inner, length]))
 
 
-def recall(model: TextModel, corpus: Corpus, length: int, limit: int, split: str = SPLIT) -> Panels:
+def recall(
+    model: TextModel,
+    corpus: Corpus,
+    length: int,
+    limit: int,
+    split: str = SPLIT,
+) -> Panels:
     """Accuracy on one of N records, `limit` tests of each N that fits."""
     tasks = Tasks(corpus, split)
     dice = random.Random(f"recall/{split}/{SEED}")
@@ -104,7 +121,11 @@ def recall(model: TextModel, corpus: Corpus, length: int, limit: int, split: str
 
 
 def needle_tests(
-    corpus: Corpus, length: int, limit: int, numbers: Sequence[int] = NEEDLES, split: str = SPLIT
+    corpus: Corpus,
+    length: int,
+    limit: int,
+    numbers: Sequence[int] = NEEDLES,
+    split: str = SPLIT,
 ) -> list[tuple[int, float, Document]]:
     """(N, depth, document) of `limit` tests of each number of needles that fits, every depth as
     often as another."""
@@ -115,33 +136,49 @@ def needle_tests(
         if 3 * n < length:
             for test in range(limit):
                 depth = DEPTHS[test % len(DEPTHS)]
-                tests.append((n, depth, tasks.needles(dice, length, n, 1, depth)))
+                document = tasks.needles(dice, length, n, 1, depth)
+                tests.append((n, depth, document))
     return tests
 
 
-def needle(model: TextModel, corpus: Corpus, length: int, limit: int, split: str = SPLIT) -> Panels:
+def needle(
+    model: TextModel,
+    corpus: Corpus,
+    length: int,
+    limit: int,
+    split: str = SPLIT,
+) -> Panels:
     """Accuracy on one of N needles, `limit` tests of each N; the same by N and depth."""
-    numbers, depths, documents = zip(*needle_tests(corpus, length, limit, split=split), strict=True)
+    drawn = needle_tests(corpus, length, limit, split=split)
+    numbers, depths, documents = zip(*drawn, strict=True)
     right = hits(model, documents, "needle")
     tests = range(len(documents))
     places = [(n, 100 * depth) for n, depth in zip(numbers, depths, strict=True)]
-    return {"needle": Scores(numbers, tests, right), "needle-map": Scores(places, tests, right)}
+    return {
+        "needle": Scores(numbers, tests, right),
+        "needle-map": Scores(places, tests, right),
+    }
 
 
-def attention(model: TextModel, corpus: Corpus, length: int, limit: int) -> Panels:
+def attention(
+    model: TextModel,
+    corpus: Corpus,
+    length: int,
+    limit: int,
+) -> Panels:
     """Shares of the attention that predicts a needle's value, by the needle's depth: on its line,
     and on the noise, which is the rest of the text and the other needles. For the largest number of
     needles that fits."""
     most = max(n for n in NEEDLES if 3 * n < length)
-    depths, answers, noises = [], [], []
-    for number, test in enumerate(needle_tests(corpus, length, limit, [most]), start=1):
-        _, depth, document = test
-        answer, noise = attention_shares(model, document, f"attention test {number}")
+    depths = []
+    shares = []
+    tests = needle_tests(corpus, length, limit, [most])
+    for number, (_, depth, document) in enumerate(tests, start=1):
         depths.append(100 * depth)
-        answers.append(answer)
-        noises.append(noise)
-    head = depths, range(len(depths))
-    return {"attention": Scores(*head, answers), "attention-noise": Scores(*head, noises)}
+        shares.append(attention_shares(model, document, f"attention test {number}"))
+    numbers = range(len(depths))
+    panels = zip(("attention", "attention-noise"), zip(*shares, strict=True), strict=True)
+    return {panel: Scores(depths, numbers, values) for panel, values in panels}
 
 
 @torch.no_grad()
@@ -152,7 +189,8 @@ def attention_shares(
     of its haystack, at the position that decides the answer; the mean over layers and heads.
     Absolute values, since a difference may be negative, and the norm by head takes any factor
     out."""
-    place, first = document.answers[0], document.needles[0]
+    place = document.answers[0]
+    first = document.needles[0]
     ids = torch.tensor([document.ids[:place]], device=next(model.parameters()).device)
     layers, _ = decoder_maps(model, lambda weights: weights[0, :, -1].float(), name, input_ids=ids)
     shares = []
@@ -169,7 +207,11 @@ def attention_shares(
 
 
 def examples(
-    model: TextModel, corpus: Corpus, length: int, limit: int, split: str = SPLIT
+    model: TextModel,
+    corpus: Corpus,
+    length: int,
+    limit: int,
+    split: str = SPLIT,
 ) -> Panels:
     """Accuracy by the number of examples that fit, over ORDERS random orders of the same examples,
     `limit` questions of each; and the margin: how far the best order of a question is above the
@@ -195,7 +237,11 @@ def examples(
 
 
 @torch.no_grad()
-def hits(model: TextModel, documents: Sequence[Document], name: str) -> list[float]:
+def hits(
+    model: TextModel,
+    documents: Sequence[Document],
+    name: str,
+) -> list[float]:
     """For each document, 1 if its first answer is the likeliest token after those before it, else
     0."""
     device = next(model.parameters()).device
@@ -203,12 +249,14 @@ def hits(model: TextModel, documents: Sequence[Document], name: str) -> list[flo
     for start in range(0, len(documents), BATCH):
         batch = documents[start : start + BATCH]
         # padded on the right, where a causal model does not see it
-        ids = pad_sequence([torch.tensor(document.ids) for document in batch], True, PAD).to(device)
+        rows = [torch.tensor(document.ids) for document in batch]
+        ids = pad_sequence(rows, True, PAD).to(device)
         places = torch.tensor([[document.answers[0]] for document in batch], device=device)
         logits = model(ids, positions_to_keep=places - 1)
         if broken := (~finite_rows(logits)).nonzero().flatten().tolist():
             raise NonFiniteError(broken, f"{name} test {start + broken[0] + 1}")
-        right += (logits.argmax(-1) == ids.gather(1, places))[:, 0].float().tolist()
+        is_right = logits.argmax(-1) == ids.gather(1, places)
+        right += is_right[:, 0].float().tolist()
     return right
 
 
@@ -218,7 +266,9 @@ MEASURES = {measure.__name__: measure for measure in (nll, recall, needle, atten
 def chance(panel: str, n: int) -> float:
     """The accuracy of repeating the value of any of n records: the right one, or another with the
     same value."""
-    return 1 / SHOWN if panel == "examples" else 1 / n + (1 - 1 / n) / len(LETTERS)
+    if panel == "examples":
+        return 1 / SHOWN
+    return 1 / n + (1 - 1 / n) / len(LETTERS)
 
 
 def table(panel: str, scores: Scores) -> list[str]:
@@ -226,9 +276,9 @@ def table(panel: str, scores: Scores) -> list[str]:
     over examples."""
     body = []
     for label in [*dict.fromkeys(scores.labels), "all"]:
-        chosen = [i for i, other in enumerate(scores.labels) if label in ("all", other)]
-        values = [scores.values[i] for i in chosen]
-        interval = bootstrap(values, [str(scores.groups[i]) for i in chosen])
+        rows = [row for row in zip(*scores, strict=True) if label in ("all", row[0])]
+        _, groups, values = zip(*rows, strict=True)
+        interval = bootstrap(values, list(map(str, groups)))
         by_guess = ""
         if panel in ("recall", "needle", "examples") and label != "all":
             by_guess = f"{chance(panel, label):.3f}"

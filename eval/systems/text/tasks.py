@@ -62,16 +62,25 @@ class Tasks:
         return self.id_of("«{}={}»".format(*record))
 
     def document(
-        self, ids: list[int], asked: Sequence[Record], needles: Sequence[int] = ()
+        self,
+        ids: list[int],
+        asked: Sequence[Record],
+        needles: Sequence[int] = (),
     ) -> Document:
         """`ids`, then the questions with their answers, a new line and the end."""
         ends = []
         for city, letter in asked:
             ends += [self.id_of(f"«{city}?»"), self.id_of(f"«{letter}»")]
-        answers = range(len(ids) + 1, len(ids) + len(ends), 2)
-        return Document([*ids, *ends, self.newline, EOS], answers, needles, (1, len(ids)))
+        start = len(ids)
+        answers = range(start + 1, start + len(ends), 2)
+        return Document([*ids, *ends, self.newline, EOS], answers, needles, (1, start))
 
-    def draw(self, dice: random.Random, records: int, asked: int) -> list[Record]:
+    def draw(
+        self,
+        dice: random.Random,
+        records: int,
+        asked: int,
+    ) -> list[Record]:
         """Records, those that are asked for first: their keys have no other record."""
         keys = dice.sample(CITIES, min(asked, records))
         others = [city for city in CITIES if city not in keys]
@@ -79,40 +88,56 @@ class Tasks:
         return [(city, dice.choice(LETTERS)) for city in keys]
 
     def needles(
-        self, dice: random.Random, length: int, needles: int, asked: int, depth: float | None = None
+        self,
+        dice: random.Random,
+        length: int,
+        needles: int,
+        asked: int,
+        depth: float | None = None,
     ) -> Document:
         """A haystack with so many `needles`, at most `length` tokens in total. depth: of the needle
         asked first, 0 at the start of the text, 1 at its end, None at random."""
         # 1. the needles, and the gaps where they may lie
         drawn = self.draw(dice, needles, asked)
         text = self._lines(dice, length - 2 * needles - 2 * min(asked, needles) - 3)
-        gaps = [0, *(place + 1 for place, token in enumerate(text) if token == self.newline)]
+        gaps = [0]
+        gaps += [place for place, token in enumerate(text, start=1) if token == self.newline]
         places = [dice.choice(gaps) for _ in drawn]
         if depth is not None:
             places[0] = min(gaps, key=lambda gap: abs(gap - depth * len(text)))
         # 2. the text around them; those in one gap in random order
         order = dice.sample(range(needles), needles)
-        ids, spots, done = [BOS], {}, 0
+        ids = [BOS]
+        spots = {}
+        done = 0
         for number in sorted(order, key=places.__getitem__):
             ids += text[done : places[number]]
             spots[number] = len(ids)
             ids += [self.record(drawn[number]), self.newline]
             done = places[number]
         ids += text[done:]
-        return self.document(ids, drawn[:asked], [spots[n] for n in range(min(asked, needles))])
+        first = [spots[number] for number in range(min(asked, needles))]
+        return self.document(ids, drawn[:asked], first)
 
     def _lines(self, dice: random.Random, room: int) -> list[int]:
         """At most `room` tokens of text, from the start of a line to the end of one."""
         assert room > 0, "needles and questions do not fit"
         start = dice.randrange(max(1, len(self.ids) - 2 * room))
         text = self.ids[start : start + 2 * room].tolist()
-        first = text.index(self.newline) + 1 if self.newline in text[:room] else 0
+        first = 0
+        if self.newline in text[:room]:
+            first = text.index(self.newline) + 1
         text = [token for token in text[first : first + room] if token != EOS]
         while self.newline in text[:-1] and text[-1] != self.newline:
             text.pop()
         return [*text[:-1], self.newline]
 
-    def recall(self, dice: random.Random, records: int, asked: int) -> Document:
+    def recall(
+        self,
+        dice: random.Random,
+        records: int,
+        asked: int,
+    ) -> Document:
         """Records without text."""
         drawn = self.draw(dice, records, asked)
         return self.listed(dice.sample(drawn, records), drawn[:asked])
@@ -120,8 +145,9 @@ class Tasks:
     def episode(self, dice: random.Random, examples: int) -> tuple[list[Record], list[Record]]:
         """Examples, of SHOWN keys in turn, in random order; and each key that has one with the
         value that is right."""
-        right = dict(zip(dice.sample(CITIES, SHOWN), dice.sample(LETTERS, SHOWN), strict=True))
-        keys = [list(right)[number % SHOWN] for number in range(examples)]
+        cities = dice.sample(CITIES, SHOWN)
+        right = dict(zip(cities, dice.sample(LETTERS, SHOWN), strict=True))
+        keys = [cities[number % SHOWN] for number in range(examples)]
         drawn = []
         for key in keys:
             letter = right[key]
