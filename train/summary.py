@@ -21,7 +21,7 @@ from train.checkpoint import Progress, Result
 from train.estimates import estimate
 from train.run import read_metrics
 from train.settings import Settings
-from train.validation import HeldOut, choose, is_better, rows_of_boxes
+from train.validation import HeldOut, draw_numbers, is_better, rows_of_boxes
 
 SCORES = {
     "loss": "loss, nats a token",
@@ -95,7 +95,7 @@ def write_answers(run: Path, held_out: HeldOut, results: Results) -> None:
         line |= {name: result.answers[n] for name, result in results.items()} | {"right": is_right}
         lines += json.dumps(line, ensure_ascii=False) + "\n"
     write_text(run / "answers.jsonl", lines)
-    shown = choose(
+    shown = draw_numbers(
         [n for n in held_out.asked if right[n] is not None and records[n].pictures], SHOWN
     )
     if not shown:

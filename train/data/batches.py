@@ -102,7 +102,7 @@ class MicroBatches(Dataset):
         return collate(records, self.processor)
 
 
-def load(
+def load_batches(
     batches: Dataset, plan: Iterable[Sequence], workers: int | None = 0, pin: bool = False
 ) -> Iterator:
     """`batches[item]` for each item of a plan, in its order, made by `workers` processes, 0: by
@@ -271,7 +271,7 @@ class Order:
             epoch, done = divmod(step, self.steps_per_epoch)
             plan = self.plan(epoch, done * self.accumulate * self.world_size)
             share = islice(plan, self.rank, None, self.world_size)
-            batches = load(
+            batches = load_batches(
                 MicroBatches(self.records, self.processor, f"{self.seed}/{epoch}"),
                 share,
                 workers,

@@ -27,7 +27,7 @@ from model.processor import Movable
 from model.systems.configs import BOS, TEXT_PRESETS
 from model.systems.language import TextModel, new_model
 from train.checkpoint import Progress, newest_progress
-from train.data.batches import load
+from train.data.batches import load_batches
 from train.distributed import World, joined_world, whole_model
 from train.flags import RunArguments, flag, read_run
 from train.loop import LoopSettings, fit
@@ -172,7 +172,7 @@ class TextOrder:
         plan = (
             range(start + micro.start, start + micro.stop) for start in starts for micro in micros
         )
-        batches = load(self, plan, workers, pin)
+        batches = load_batches(self, plan, workers, pin)
         for _ in range(first, self.total):
             yield list(islice(batches, len(micros)))
 
