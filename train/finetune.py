@@ -29,7 +29,7 @@ from model.paligemma import PaliGemma
 from model.processor import Processor
 from train.checkpoint import Progress, atomic_folder, newest_progress
 from train.data.batches import Order
-from train.data.sources import MEMORY, held_records, read_records
+from train.data.sources import MEMORY, example_records, read_records
 from train.distributed import World, joined_world
 from train.model import (
     load_start,
@@ -103,7 +103,7 @@ def finetune(
     if examples.keys() - {*settings.data, *settings.eval_data}:
         raise UserError("resume: the run has its data from files: leave data and eval_data out")
     memory = {
-        name: held_records(of, name[len(MEMORY) :], settings.images or ".")
+        name: example_records(of, name[len(MEMORY) :], settings.images or ".")
         for name, of in examples.items()
     }
     return run_settings(settings, arguments, memory, on_log, metrics)
