@@ -24,7 +24,7 @@ from train.checkpoint import Progress, Result, newest_progress
 from train.data.batches import collate
 from train.data.sources import read_records
 from train.settings import Settings, parse
-from train.summary import gain_over_blind, print_summary, trained
+from train.summary import gain_over_blind, print_summary, recommended
 from train.validation import HeldOut, draw_numbers, open_held_out
 from weights.load import load_model
 
@@ -156,8 +156,8 @@ def test_the_best_is_kept(tmp_path, monkeypatch):
     low, high = (
         Result(matches=[1.0], scores={"loss": loss, "exact_match": None}) for loss in (1.0, 2.0)
     )
-    assert trained({"after": high, "best": low}) is low  # which the run recommends
-    assert trained({"after": low, "best": high}) is low is trained({"after": low})
+    assert recommended({"after": high, "best": low}) is low  # which the run recommends
+    assert recommended({"after": low, "best": high}) is low is recommended({"after": low})
 
 
 @pytest.mark.parametrize(
