@@ -2,12 +2,14 @@
 nothing is trained."""
 
 import gc
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -216,6 +218,17 @@ def test_the_toy_s_seconds_grow_with_its_steps():
         for samples in (20, 2000)
     )
     assert 20 * short < long
+
+
+def test_own_pictures_have_a_plan(tmp_path):
+    """Breaks when --plan ends in a traceback on own data, or leaves the alignment out."""
+    for number in range(8):
+        Image.new("RGB", (8, 8), (30 * number, 0, 0)).save(tmp_path / f"{number}.png")
+    lines = [{"image": f"{number}.png", "prefix": "color?", "suffix": "red"} for number in range(8)]
+    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    flags = f"--data jsonl:{tmp_path}/own.jsonl --validation 0 --batch-size 4 --steps 1 --align"
+    short, long = (cpu_seconds(parse(f"{flags} {steps}".split())[0]) for steps in (1, 4000))
+    assert 50 * short < long
 
 
 def test_the_paper_s_model_has_611_million_parameters_to_train():
