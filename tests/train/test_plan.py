@@ -226,7 +226,7 @@ def test_own_pictures_have_a_plan(tmp_path):
         Image.new("RGB", (8, 8), (30 * number, 0, 0)).save(tmp_path / f"{number}.png")
     lines = [{"image": f"{number}.png", "prefix": "color?", "suffix": "red"} for number in range(8)]
     (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    flags = f"--data jsonl:{tmp_path}/own.jsonl --validation 0 --batch-size 4 --steps 1 --align"
+    flags = f"--data jsonl:{tmp_path}/own.jsonl --recipe own --validation 0 --steps 1 --batch-size 4 --align"
     short, long = (cpu_seconds(parse(f"{flags} {steps}".split())[0]) for steps in (1, 4000))
     assert 50 * short < long
 
