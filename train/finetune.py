@@ -137,7 +137,7 @@ def run_settings(
     their source."""
     with (
         joined_world(settings.device) as world,
-        run_folder(arguments, settings, settings.stem, settings.program, world) as run,
+        run_folder(arguments, settings, world) as run,
     ):
         # 1. mistakes are reported before weights are read
         outline, _ = open_model(settings, torch.device("meta"))

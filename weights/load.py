@@ -93,7 +93,9 @@ def open_tensors(path: Path) -> Any:
         ) from None
 
 
-def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+def save_tensors(
+    tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
     """Write a safetensors file with the permissions of any new file: the package gives it to its
     owner alone."""
     path.touch()

@@ -73,6 +73,14 @@ class TextSettings(LoopSettings):
     warmup: float = flag(0.05, "warm-up steps; below 1, a share of all steps", least=0, most=1e12)
 
     @property
+    def program(self) -> str:
+        return PROGRAM
+
+    @property
+    def stem(self) -> str:
+        return f"text-{self.attention}"
+
+    @property
     def rows(self) -> int:
         """Rows of a step, of all processes together."""
         return self.step_batch or self.batch_size
@@ -231,10 +239,9 @@ def learn(
 
 def main(argv: Sequence[str] | None = None) -> None:
     settings, arguments = read_run(PROGRAM, __doc__, TextSettings, RunArguments, argv)
-    stem = f"text-{settings.attention}"
     with (
         joined_world(settings.device) as world,
-        run_folder(arguments, settings, stem, PROGRAM, world) as run,
+        run_folder(arguments, settings, world) as run,
     ):
         folder, progress = (
             Path(settings.corpus or run / "corpus"),
