@@ -34,9 +34,9 @@ def axis(
     rough = (high - low) / 6
     unit = 10.0 ** math.floor(math.log10(rough))
     step = unit * next(factor for factor in (1, 2, 5, 10) if factor * unit >= rough * (1 - 1e-9))
-    marks = [
-        step * n for n in range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)
-    ]
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
+    marks = [step * number for number in range(first, last + 1)]
     if tight:
         marks = [mark for mark in marks if low <= mark <= high]
     else:
@@ -69,7 +69,8 @@ def line_chart(
     if len(series) > 1:
         legend = max(text_width(name, 12) for name in series) + 34
     left, right = 66, WIDTH - 22 - legend
-    top, bottom = 46 if title else 18, HEIGHT - 52
+    top = 46 if title else 18
+    bottom = HEIGHT - 52
     sheet = Canvas(WIDTH, HEIGHT)
     sheet.text((left + right) / 2, 22, title, 16)
     sheet.text((left + right) / 2, HEIGHT - 14, x_label, 13)

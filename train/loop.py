@@ -204,15 +204,13 @@ def count_records(micros: Sequence, progress: Progress, most_bad: int, world: Wo
 
     Raises UserError for more than `most_bad` unusable records.
     """
-    shares = chain.from_iterable(
-        world.gather([(len(micro.names), micro.tokens, micro.bad) for micro in micros])
-    )
-    samples, tokens, bad = zip(*shares, strict=True)
+    share = [(len(micro.names), micro.tokens, micro.bad) for micro in micros]
+    samples, tokens, bad = zip(*chain(*world.gather(share)), strict=True)
     progress.samples += sum(samples)
-    progress.empty_steps += not any(tokens)
-    progress.bad = list(
-        dict.fromkeys(chain(progress.bad, *bad))
-    )  # every epoch reports a record again
+    if not any(tokens):
+        progress.empty_steps += 1
+    # every epoch reports a record again
+    progress.bad = list(dict.fromkeys(chain(progress.bad, *bad)))
     if len(progress.bad) > most_bad:
         raise UserError(
             f"{len(progress.bad)} records are unusable, more than {most_bad}: correct them, or "
@@ -230,16 +228,13 @@ def check_finite(
     norm: of the gradient; if it is not finite, the step would leave no weight finite.
     """
     if not math.isfinite(total):
-        damaged = [
-            (loss, *micro.names)
-            for loss, micro in zip(losses, micros, strict=True)
-            if not math.isfinite(loss)
-        ]
-        loss, *names = next(chain.from_iterable(world.gather(damaged)), (total, "all"))
-        raise Diverged(
-            f"step {step}: the loss is {loss} on {', '.join(names)}: lower --lr, or look at these "
-            "records"
-        )
+        damaged = []
+        for loss, micro in zip(losses, micros, strict=True):
+            if not math.isfinite(loss):
+                damaged.append((loss, *micro.names))
+        loss, *names = next(chain(*world.gather(damaged)), (total, "all"))
+        problem = f"step {step}: the loss is {loss} on {', '.join(names)}"
+        raise Diverged(f"{problem}: lower --lr, or look at these records")
     if not math.isfinite(norm):
         raise Diverged(
             f"step {step}: the loss is finite, but the norm of its gradient is {norm}: lower --lr"
