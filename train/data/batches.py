@@ -251,7 +251,7 @@ class Order:
         keys = [self.records[n].key for n in drawn]
         lengths = [self.lengths[n] for n in drawn]
         batches = plan_epoch(keys, lengths, self.batch_size, self.seed, epoch, self.per_picture)
-        return [[drawn[n] for n in batch] for batch in batches[first:]]
+        return (list(map(drawn.__getitem__, batch)) for batch in batches[first:])
 
     def steps(
         self, first: int, workers: int | None = 0, pin: bool = False

@@ -125,7 +125,8 @@ def read_sources(
     validation = 0.0 if settings.eval_data else settings.validation
     kept = split_records(files, split, fraction, validation, settings.seed)
     left_out = {r.name for r in files} - {r.name for r in kept}
-    parts = [[r for r in part if r.name not in left_out] for part in parts]
+    for number, part in enumerate(parts):
+        parts[number] = [r for r in part if r.name not in left_out]
     records = list(chain(*parts))
 
     # 3. whether they can be used

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import IO
 
@@ -142,13 +143,11 @@ class Run:
 
     def at_rates(self, rates: Mapping[str, float], seeds: Sequence[int]) -> dict[str, list[dict]]:
         """The cells of rows at their rates, seed by seed."""
-        jobs = [
-            Job(row, self.study.rows[row], rate, seed)
-            for row, rate in rates.items()
-            for seed in seeds
-        ]
+        jobs = []
+        for row, rate in rates.items():
+            jobs += [Job(row, self.study.rows[row], rate, seed) for seed in seeds]
         cells = iter(self.get(jobs))
-        return {row: [next(cells) for _ in seeds] for row in rates}
+        return {row: list(islice(cells, len(seeds))) for row in rates}
 
     def compute(self) -> None:
         """Choose the rates, then make the cells of all rows at them, and judge their

@@ -121,21 +121,22 @@ def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -
         if room >= SHORTEST and kind < needles:
             length = round(SHORTEST * (room / SHORTEST) ** dice.random())  # log-uniform
             most = min(MOST_RECORDS, length // 4)
-            document = tasks.needles(dice, length, round(most ** dice.random()), MOST_ASKED).ids
+            records = round(most ** dice.random())
+            document = tasks.needles(dice, length, records, MOST_ASKED).ids
         elif room >= LEAST and kind < needles + alone:
             most = min(MOST_RECORDS, room - 2 * MOST_ASKED - 2)
             records = round(4 * (most / 4) ** dice.random())
             is_recall = is_early or kind < needles + alone / 2
-            task = (
-                tasks.recall(dice, records, MOST_ASKED)
-                if is_recall
-                else tasks.listed(*tasks.episode(dice, records))
-            )
+            if is_recall:
+                task = tasks.recall(dice, records, MOST_ASKED)
+            else:
+                task = tasks.listed(*tasks.episode(dice, records))
             document = task.ids
         else:
             start = dice.randrange(len(ids))
-            end = starts[torch.searchsorted(starts, start, right=True)]
-            document = [BOS, *ids[start : min(start + room, int(end))].tolist()]
+            end = int(starts[torch.searchsorted(starts, start, right=True)])
+            end = min(end, start + room)
+            document = [BOS, *ids[start:end].tolist()]
         documents.append(document[: room + 1])
         room -= len(documents[-1]) - 1
     return documents
@@ -156,49 +157,54 @@ class TextOrder:
         rank: int = 0,
         processes: int = 1,
     ):
-        self.corpus, self.settings, self.tasks = corpus, settings, Tasks(corpus, split)
-        self.total, self.rank, (self.share, rest) = (
-            settings.steps,
-            rank,
-            divmod(settings.rows, processes),
-        )
+        self.corpus = corpus
+        self.settings = settings
+        self.tasks = Tasks(corpus, split)
+        self.total = settings.steps
+        self.rank = rank
+        self.share, rest = divmod(settings.rows, processes)
         if rest:
-            raise UserError(
-                f"--step-batch {settings.rows}: expected a multiple of the {processes} processes"
-            )
+            problem = f"--step-batch {settings.rows}: expected a multiple of the {processes}"
+            raise UserError(f"{problem} processes")
 
     def steps(
         self, first: int, workers: int | None = 0, pin: bool = False
     ) -> Iterator[list[TextBatch]]:
         """The micro-batches of each step, from step `first` to the last."""
-        of_process = range(self.rank * self.share, (self.rank + 1) * self.share)
-        micros = [
-            of_process[n : n + self.settings.batch_size]
-            for n in range(0, self.share, self.settings.batch_size)
-        ]
-        starts = (step * self.settings.rows for step in range(first, self.total))
-        plan = (
-            range(start + micro.start, start + micro.stop) for start in starts for micro in micros
-        )
-        batches = load_batches(self, plan, workers, pin)
+        size = self.settings.batch_size
+        begin = self.rank * self.share
+        of_process = range(begin, begin + self.share)
+        micros = [of_process[n : n + size] for n in range(0, self.share, size)]
+
+        def plan() -> Iterator[range]:
+            for step in range(first, self.total):
+                start = step * self.settings.rows
+                for micro in micros:
+                    yield range(start + micro.start, start + micro.stop)
+
+        batches = load_batches(self, plan(), workers, pin)
         for _ in range(first, self.total):
             yield list(islice(batches, len(micros)))
 
     def __getitem__(self, numbers: range) -> TextBatch:
         """Rows of packed documents: each token's target is the next of its document, unless it is
         unforeseen."""
-        rows = [draw_row(self.corpus, self.tasks, self.settings, number) for number in numbers]
-        ids = torch.tensor([[*chain(*(document[:-1] for document in row))] for row in rows])
-        targets = torch.tensor([[*chain(*(document[1:] for document in row))] for row in rows])
-        documents = torch.tensor(
-            [[n for n, document in enumerate(row) for _ in document[1:]] for row in rows]
-        )
-        hidden, names = (
-            torch.isin(targets, torch.tensor(self.tasks.unforeseen)),
-            tuple(f"row {n}" for n in numbers),
-        )
+        inputs, targets, places = [], [], []
+        for number in numbers:
+            row = draw_row(self.corpus, self.tasks, self.settings, number)
+            inputs.append(list(chain(*(document[:-1] for document in row))))
+            targets.append(list(chain(*(document[1:] for document in row))))
+            places.append([])
+            for place, document in enumerate(row):
+                places[-1] += [place] * (len(document) - 1)
+        targets = torch.tensor(targets)
+        hidden = torch.isin(targets, torch.tensor(self.tasks.unforeseen))
         return TextBatch(
-            ids, documents, targets.masked_fill(hidden, -100), names, int((~hidden).sum())
+            input_ids=torch.tensor(inputs),
+            documents=torch.tensor(places),
+            targets=targets.masked_fill(hidden, -100),
+            names=tuple(f"row {number}" for number in numbers),
+            tokens=int((~hidden).sum()),
         )
 
 
@@ -219,15 +225,12 @@ def learn(
     """Train from the newest checkpoint in `run`, if there is one; the model and the run's
     progress."""
     kind = settings.attention
-    model = new_model(settings.preset, kind == "differential", settings.seed, kind == "wide").to(
-        world.device
-    )
+    model = new_model(settings.preset, kind == "differential", settings.seed, kind == "wide")
+    model.to(world.device)
     use_threads(settings.threads, model)
     model.set_checkpointing(settings.checkpointing)
-    optimizer, order = (
-        make_optimizer(model, settings),
-        TextOrder(corpus, settings, "train", world.rank, world.size),
-    )
+    optimizer = make_optimizer(model, settings)
+    order = TextOrder(corpus, settings, "train", world.rank, world.size)
 
     def loss(called: torch.nn.Module, micro: TextBatch) -> torch.Tensor:
         micro = micro.to(world.device)
@@ -243,36 +246,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         joined_world(settings.device) as world,
         run_folder(arguments, settings, world) as run,
     ):
-        folder, progress = (
-            Path(settings.corpus or run / "corpus"),
-            newest_progress(run) or Progress(world.size),
-        )
+        # 1. the text
+        folder = Path(settings.corpus or run / "corpus")
+        progress = newest_progress(run) or Progress(world.size)
         if world.is_first:
             if not progress.step:  # a resumed run keeps its tokens, even if the text has changed
-                open_corpus(
-                    folder, settings.text, TEXT_PRESETS[settings.preset].vocab_size, SYMBOLS
-                )
+                vocabulary = TEXT_PRESETS[settings.preset].vocab_size
+                open_corpus(folder, settings.text, vocabulary, SYMBOLS)
             corpus = kept_corpus(folder)
             print(f"{len(corpus.ids['train']):,} tokens of text to learn from", flush=True)
             set_origin(run, progress, settings, {"corpus": corpus.digest}, arguments.allow_changed)
         world.barrier()  # the first process has written the corpus
+
+        # 2. the model
         model, progress = learn(settings, kept_corpus(folder), run, world, progress)
         model = whole_model(model, world)
         if world.is_first:
             shutil.rmtree(run / "model", ignore_errors=True)
             export_model(model, run / "model", companions=[folder / "tokenizer.model"])
             draw_loss(run)
-            size, tokens = (
-                count(model.parameters()),
-                settings.steps * settings.rows * settings.length,
-            )
-            print(
-                f"{size:,} parameters, {settings.attention} attention, {tokens:,} tokens in "
-                f"{progress.seconds:.0f} s"
-            )
-            print(
-                f"{run}: model/, metrics.jsonl, loss.png; next: python -m eval.systems.text all {run}"
-            )
+            size = count(model.parameters())
+            tokens = settings.steps * settings.rows * settings.length
+            learned = f"{tokens:,} tokens in {progress.seconds:.0f} s"
+            print(f"{size:,} parameters, {settings.attention} attention, {learned}")
+            command = f"python -m eval.systems.text all {run}"
+            print(f"{run}: model/, metrics.jsonl, loss.png; next: {command}")
 
 
 if __name__ == "__main__":
