@@ -82,7 +82,13 @@ def line_chart(
     y_marks, to_y = axis([y for _, y in drawn] + ends, bottom, top)
     for mark in y_marks:
         sheet.line([(left, to_y(mark)), (right, to_y(mark))], GRID)
-        sheet.text(left - 8, to_y(mark), spell_number(mark), 12, anchor="rm")
+        sheet.text(
+            left - 8,
+            to_y(mark),
+            spell_number(mark),
+            12,
+            anchor="rm",
+        )
     x_marks, to_x = axis([x for x, _ in drawn], left, right, tight=True)
     is_whole = all(float(x).is_integer() for x, _ in drawn)  # as layers or steps: no mark between
     for mark in x_marks:
@@ -113,7 +119,15 @@ def is_finite(point: Point) -> bool:
     return all(map(math.isfinite, point))
 
 
-def draw_series(sheet: Canvas, points: Sequence[Point], to_x, to_y, color, thick, has_dots) -> None:
+def draw_series(
+    sheet: Canvas,
+    points: Sequence[Point],
+    to_x,
+    to_y,
+    color,
+    thick,
+    has_dots,
+) -> None:
     """A line through the points, broken where one is not finite; a single point is a dot."""
     for is_visible, group in groupby(points, is_finite):
         if not is_visible:

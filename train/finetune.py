@@ -224,7 +224,11 @@ def learn(
 
 
 def score_trained(
-    settings: Settings, held_out: HeldOut | None, run: Path, world: World, progress: Progress
+    settings: Settings,
+    held_out: HeldOut | None,
+    run: Path,
+    world: World,
+    progress: Progress,
 ) -> PaliGemma:
     """Open the last weights and the best ones in turn, one model at a time, and put their scores
     into `progress.results`; returns the model that the run recommends."""

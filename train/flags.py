@@ -22,7 +22,14 @@ MANY = 2**31 - 1  # the largest number of a flag without another limit
 RUN_CONFIG = "config.json"
 
 
-def flag(default: Any, help: str, *, least: float = -MANY, most: float = MANY, **argument) -> Any:
+def flag(
+    default: Any,
+    help: str,
+    *,
+    least: float = -MANY,
+    most: float = MANY,
+    **argument,
+) -> Any:
     """A dataclass field that is also a flag of the same name. least, most: the range of a number,
     ends included. argument: of `add_argument`, such as `choices`."""
     return dataclasses.field(
@@ -30,10 +37,21 @@ def flag(default: Any, help: str, *, least: float = -MANY, most: float = MANY, *
     )
 
 
-def several(choices: Iterable[str], help: str, default: Iterable[str] = (), **argument) -> Any:
+def several(
+    choices: Iterable[str],
+    help: str,
+    default: Iterable[str] = (),
+    **argument,
+) -> Any:
     """A flag of one or more of the `choices`; by default all of them."""
     choices = tuple(choices)
-    return flag(tuple(default) or choices, help, choices=choices, nargs="+", **argument)
+    return flag(
+        tuple(default) or choices,
+        help,
+        choices=choices,
+        nargs="+",
+        **argument,
+    )
 
 
 def flag_name(name: str) -> str:
@@ -83,7 +101,11 @@ def given_flags(
     return vars(parser.parse_args(argv))
 
 
-def argument_of(kind: type, field: dataclasses.Field, recipes: Mapping[str, Mapping]) -> dict:
+def argument_of(
+    kind: type,
+    field: dataclasses.Field,
+    recipes: Mapping[str, Mapping],
+) -> dict:
     """The arguments of `add_argument` for a field of the dataclass `kind`."""
     # 1. what --help says
     help = field.metadata["help"]
@@ -109,7 +131,9 @@ def argument_of(kind: type, field: dataclasses.Field, recipes: Mapping[str, Mapp
 
 
 def from_values(
-    settings: type[Settings], values: Mapping[str, object], where: str = ""
+    settings: type[Settings],
+    values: Mapping[str, object],
+    where: str = "",
 ) -> Settings:
     """An instance of the dataclass `settings`; lists, as argparse and JSON give them, become
     tuples.

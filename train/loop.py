@@ -133,7 +133,15 @@ def fit(
 class Update:
     """A step of training: accumulate, unscale, clip, step."""
 
-    def __init__(self, model, optimizer, loss, settings: LoopSettings, world: World, total: int):
+    def __init__(
+        self,
+        model,
+        optimizer,
+        loss,
+        settings: LoopSettings,
+        world: World,
+        total: int,
+    ):
         """As for `fit`; total: steps of the run."""
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.settings, self.world, self.total = settings, world, total
@@ -179,7 +187,11 @@ class Update:
         rate = self.optimizer.param_groups[-1]["lr"]
         return record | {"lr": rate, "gradient_norm": norm}, signals
 
-    def backward(self, micros: Sequence, tokens: int) -> list[torch.Tensor]:
+    def backward(
+        self,
+        micros: Sequence,
+        tokens: int,
+    ) -> list[torch.Tensor]:
         """Add up the gradients of the mean loss over `tokens`; returns the sums of the
         micro-batches."""
         losses = []
@@ -198,7 +210,12 @@ def read_numbers(*tensors: torch.Tensor) -> list[float]:
     return torch.stack(tensors).float().tolist()
 
 
-def count_records(micros: Sequence, progress: Progress, most_bad: int, world: World) -> int:
+def count_records(
+    micros: Sequence,
+    progress: Progress,
+    most_bad: int,
+    world: World,
+) -> int:
     """Add the samples and unusable records of a step to `progress`; returns its supervised tokens,
     of all processes.
 
@@ -220,7 +237,12 @@ def count_records(micros: Sequence, progress: Progress, most_bad: int, world: Wo
 
 
 def check_finite(
-    total: float, losses: Sequence[float], step: int, micros: Sequence, world: World, norm: float
+    total: float,
+    losses: Sequence[float],
+    step: int,
+    micros: Sequence,
+    world: World,
+    norm: float,
 ) -> None:
     """Raise Diverged in every process, naming the records, if the loss of a micro-batch of any is
     not finite.

@@ -90,7 +90,13 @@ def learning_rules(settings: Settings, model: PaliGemma) -> list[Rule]:
         tower = {r"vision_tower\..*": 0.1} if settings.align else {}
         return rules_of(model, settings, tower | {".*": 1.0})
     torch.manual_seed(settings.seed)  # LoRA's A is drawn here
-    adapter.inject(model, settings.targets, settings.r, settings.alpha, settings.dropout)
+    adapter.inject(
+        model,
+        settings.targets,
+        settings.r,
+        settings.alpha,
+        settings.dropout,
+    )
     names = list(trainable(model))
     rules = [Rule(names, settings.lr, settings.weight_decay)]
     scalars = [name for name in names if re.fullmatch(SCALARS, name)]
@@ -101,7 +107,11 @@ def learning_rules(settings: Settings, model: PaliGemma) -> list[Rule]:
     return rules
 
 
-def rules_of(model: PaliGemma, settings: Settings, factors: Mapping[str, float]) -> list[Rule]:
+def rules_of(
+    model: PaliGemma,
+    settings: Settings,
+    factors: Mapping[str, float],
+) -> list[Rule]:
     """Rules for parameters by pattern of their names, each with a factor of the rate."""
     rules = []
     for pattern, factor in factors.items():
@@ -110,7 +120,11 @@ def rules_of(model: PaliGemma, settings: Settings, factors: Mapping[str, float])
     return rules
 
 
-def make_optimizer(model: PaliGemma, rules: Sequence[Rule], settings: Settings) -> Optimizer:
+def make_optimizer(
+    model: PaliGemma,
+    rules: Sequence[Rule],
+    settings: Settings,
+) -> Optimizer:
     """The optimizer that `settings` name, over the parameters that `rules` do."""
     groups = parameter_groups(model, rules)
     betas = (0.9, settings.beta2)
@@ -167,7 +181,11 @@ def inputs(micro: MicroBatch) -> dict[str, torch.Tensor]:
 
 
 def write_trained(
-    model: PaliGemma, folder: Path, settings: Settings, world: World, files: Sequence[Path]
+    model: PaliGemma,
+    folder: Path,
+    settings: Settings,
+    world: World,
+    files: Sequence[Path],
 ) -> None:
     """Write the adapter, or the whole model with the `files` that belong beside it. Every process
     must call it."""
@@ -176,7 +194,13 @@ def write_trained(
         if world.is_first:
             export_model(whole, folder, companions=files)
     else:
-        adapter.save(model, folder, settings.base, settings.question_prompt, write=world.is_first)
+        adapter.save(
+            model,
+            folder,
+            settings.base,
+            settings.question_prompt,
+            write=world.is_first,
+        )
     world.barrier()
 
 

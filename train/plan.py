@@ -91,7 +91,11 @@ class PlanRow:
         return " – ".join(f"{self.flops / (share * peak) / 3600:,.2f}" for share in SHARES)
 
 
-def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
+def plan(
+    settings: Settings,
+    name: str | None = None,
+    gpus: int = 1,
+) -> PlanRow:
     """What the run of `settings` on `gpus` GPUs takes. `device` decides dtypes; "auto" is a GPU
     here. Raises UserError for all that the run would refuse."""
     # 1. the model, without its values, and some data
@@ -172,7 +176,11 @@ def open_sample(order: Order, settings: Settings) -> list[MicroBatch]:
 
 
 def spread_cost(
-    cost: StepCost, gpus: int, model: PaliGemma, shard: bool, autocast: torch.dtype | None
+    cost: StepCost,
+    gpus: int,
+    model: PaliGemma,
+    shard: bool,
+    autocast: torch.dtype | None,
 ) -> StepCost:
     """The cost of one of `gpus` GPUs: DDP exchanges copies of the gradients, FSDP2 gathers two
     layers at a time."""
@@ -373,7 +381,14 @@ def cpu_seconds(settings: Settings) -> float:
     # 2. those of its alignment, in a process that shows no progress
     if settings.align:
         quiet = replace(ALONE, rank=1)
-        align(model, records, replace(settings, align=4), quiet, Path(), Progress())
+        align(
+            model,
+            records,
+            replace(settings, align=4),
+            quiet,
+            Path(),
+            Progress(),
+        )
         seconds += settings.align * (time.process_time() - marks[-1]) / 4
     return seconds
 

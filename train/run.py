@@ -89,7 +89,11 @@ def free_folder(stem: str) -> Path:
 
 
 @contextlib.contextmanager
-def run_folder(arguments: RunArguments, settings: Any, world: World) -> Iterator[Path]:
+def run_folder(
+    arguments: RunArguments,
+    settings: Any,
+    world: World,
+) -> Iterator[Path]:
     """The folder of a run for the block, locked: the resumed one, or a new `--out` or
     `free_folder`.
 
@@ -176,7 +180,13 @@ class Log:
     were.
     """
 
-    def __init__(self, run: Path, total: int, progress: Progress, world: World):
+    def __init__(
+        self,
+        run: Path,
+        total: int,
+        progress: Progress,
+        world: World,
+    ):
         self.progress = progress
         self.device = world.device
         self.samples = progress.samples  # before the step that runs

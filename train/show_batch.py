@@ -73,7 +73,11 @@ def with_boxes(image: Image.Image, answer: str) -> Image.Image:
     return figures.draw_boxes(image, corners, labels, least=448)
 
 
-def text_of(ids: list[int], processor: Processor, slots: Iterator[int]) -> str:
+def text_of(
+    ids: list[int],
+    processor: Processor,
+    slots: Iterator[int],
+) -> str:
     """Tokens as text; a picture's are one [picture n], control tokens have their names."""
     config, tokenizer = processor.config, processor.tokenizer
     control = {config.bos_token_id, config.eos_token_id, config.pad_token_id}

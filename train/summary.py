@@ -44,7 +44,11 @@ def recommended(results: Results) -> Result:
 
 
 def summarize(
-    settings: Settings, progress: Progress, results: Results, size: int, held_out: HeldOut | None
+    settings: Settings,
+    progress: Progress,
+    results: Results,
+    size: int,
+    held_out: HeldOut | None,
 ) -> dict:
     """The content of summary.json. size: the number of trained parameters."""
     summary = dict.fromkeys(("before", "after"), {"vqa": None, "needle": None})
@@ -134,7 +138,12 @@ def write_answers(run: Path, held_out: HeldOut, results: Results) -> None:
     figures.save(sheet, run / "answers.png")
 
 
-def print_summary(summary: dict, results: Results, settings: Settings, run: Path) -> None:
+def print_summary(
+    summary: dict,
+    results: Results,
+    settings: Settings,
+    run: Path,
+) -> None:
     """Print the accuracies, the best step, whether the pictures were used, the files, and the
     commands that go on."""
     # 1. how good it is
@@ -259,7 +268,11 @@ def cells_of(scores: Mapping, tests: Mapping) -> dict[str, float]:
     return cells
 
 
-def next_commands(settings: Settings, run: Path, takes_best: bool) -> list[str]:
+def next_commands(
+    settings: Settings,
+    run: Path,
+    takes_best: bool,
+) -> list[str]:
     """The commands that go on from a run. Of the embedded data they ask the last weights, as the
     table has done."""
     # 1. the model

@@ -249,7 +249,11 @@ class HeldOut:
         return record
 
 
-def is_better(scores: Mapping[str, Any], others: Mapping[str, Any], asked: int) -> bool:
+def is_better(
+    scores: Mapping[str, Any],
+    others: Mapping[str, Any],
+    asked: int,
+) -> bool:
     """Whether `scores` beat others on the same examples: by exact match, of `asked` answers, where
     it differs by more than two standard errors of one of them, else by the loss, which tells more
     of few examples."""

@@ -85,7 +85,13 @@ class Process(subprocess.Popen):
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         command = [sys.executable, "-m", f"train.benchmark.{name}"]
         pipe = subprocess.PIPE
-        super().__init__(command, stdin=pipe, stdout=pipe, stderr=self.log, text=True)
+        super().__init__(
+            command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=self.log,
+            text=True,
+        )
 
     def ask(self, do: str, **arguments) -> dict:
         """The answer to a request of `work.serve`. Raises UserError, in one line, for a side that
@@ -135,7 +141,13 @@ class Row:
         sides = zip(*self.seconds, strict=True)
         times = [f"{1e3 * statistics.median(of_side):,.3g} ms" for of_side in sides]
         sizes = [f"{size / 2**20:,.0f} MiB" for size in (*self.peak, self.weights)]
-        return [title, *times, interval_text(self.ratio()), *sizes, "{} of {}".format(*self.same)]
+        return [
+            title,
+            *times,
+            interval_text(self.ratio()),
+            *sizes,
+            "{} of {}".format(*self.same),
+        ]
 
     def measure(self, settings: dict, rounds: int) -> None:
         """Add `rounds`, in two new processes; of a load one, which has a first forward pass. A
@@ -195,7 +207,11 @@ def rows_of(options: Options) -> list[Row]:
     return rows
 
 
-def write_report(file: Path, about: dict, rows: Sequence[Row]) -> None:
+def write_report(
+    file: Path,
+    about: dict,
+    rows: Sequence[Row],
+) -> None:
     """Write the rows that are done, as Markdown and as JSON."""
     head = ", ".join(f"{name} {value}" for name, value in about.items())
     table = markdown_table(TITLES.split(", "), [row.cells() for row in rows])

@@ -77,7 +77,14 @@ def collate(records: Sequence[Record], processor: Processor) -> MicroBatch:
     positions, targets = supervised(batch.labels)
     targets = targets if good else torch.full_like(targets, -100)
     names = tuple(record.name for record in good)
-    return MicroBatch(batch, positions, targets, int((targets != -100).sum()), names, tuple(bad))
+    return MicroBatch(
+        batch,
+        positions,
+        targets,
+        int((targets != -100).sum()),
+        names,
+        tuple(bad),
+    )
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,10 @@ class MicroBatches(Dataset):
 
 
 def load_batches(
-    batches: Dataset, plan: Iterable[Sequence], workers: int | None = 0, pin: bool = False
+    batches: Dataset,
+    plan: Iterable[Sequence],
+    workers: int | None = 0,
+    pin: bool = False,
 ) -> Iterator:
     """`batches[item]` for each item of a plan, in its order, made by `workers` processes, 0: by
     this one. pin: for a GPU, in page-locked memory; then workers None are this process's share of
@@ -177,7 +187,11 @@ class Weighted(list):
     """The records of several sources, `parts`; of an epoch's samples each source gives a share, its
     weight."""
 
-    def __init__(self, parts: Sequence[Sequence[Record]], weights: Sequence[float]):
+    def __init__(
+        self,
+        parts: Sequence[Sequence[Record]],
+        weights: Sequence[float],
+    ):
         super().__init__(chain(*parts))
         self.parts = parts
         shares = accumulate(weights, initial=0)
@@ -242,7 +256,11 @@ class Order:
             whole = max(whole, min(STEPS, MOST_EPOCHS * self.steps_per_epoch))
         self.total = settings.steps or whole
 
-    def plan(self, epoch: int, first: int) -> Iterable[list[int]]:
+    def plan(
+        self,
+        epoch: int,
+        first: int,
+    ) -> Iterable[list[int]]:
         """The numbers of the records of an epoch's micro-batches, of all processes, from number
         `first` on."""
         drawn: Sequence[int] = range(len(self.records))
@@ -250,7 +268,14 @@ class Order:
             drawn = self.records.numbers(self.seed, epoch)
         keys = [self.records[n].key for n in drawn]
         lengths = [self.lengths[n] for n in drawn]
-        batches = plan_epoch(keys, lengths, self.batch_size, self.seed, epoch, self.per_picture)
+        batches = plan_epoch(
+            keys,
+            lengths,
+            self.batch_size,
+            self.seed,
+            epoch,
+            self.per_picture,
+        )
         return (list(map(drawn.__getitem__, batch)) for batch in batches[first:])
 
     def steps(

@@ -52,7 +52,11 @@ def example_record(example: Mapping, folder: str | Path = ".") -> Record:
     return record_of({name: value for name, value in example.items() if value is not None}, folder)
 
 
-def example_records(examples: Sequence[Mapping], name: str, folder: str | Path) -> list[Record]:
+def example_records(
+    examples: Sequence[Mapping],
+    name: str,
+    folder: str | Path,
+) -> list[Record]:
     """The records of a program's examples; pictures in files stay there, in `folder` if their paths
     are relative.
 
@@ -73,7 +77,9 @@ def example_records(examples: Sequence[Mapping], name: str, folder: str | Path) 
 
 
 def read_records(
-    settings: Settings, split: str = "train", memory: Mapping[str, list[Record]] = {}
+    settings: Settings,
+    split: str = "train",
+    memory: Mapping[str, list[Record]] = {},
 ) -> Sequence[Record]:
     """The records of the split "train" or "validation", which is --eval-data where it is given;
     what of it is trained on is counted on stderr. Raises UserError."""
@@ -144,7 +150,11 @@ def read_sources(
     return Weighted(parts, weights) if is_weighted else records
 
 
-def read_weights(given: str, flag: str, sources: Sequence[str]) -> tuple[list[str], list[float]]:
+def read_weights(
+    given: str,
+    flag: str,
+    sources: Sequence[str],
+) -> tuple[list[str], list[float]]:
     """The sources without their weights, and these, if there are any. Raises UserError."""
     names, weights = [], []
     for source in sources:
@@ -162,7 +172,11 @@ def read_weights(given: str, flag: str, sources: Sequence[str]) -> tuple[list[st
 
 
 def read_source(
-    source: str, flag: str, split: str, settings: Settings, memory: Mapping[str, list[Record]]
+    source: str,
+    flag: str,
+    split: str,
+    settings: Settings,
+    memory: Mapping[str, list[Record]],
 ) -> list[Record]:
     """All records of a source; of the embedded scenes those of a split. Raises UserError."""
     if source == "embedded":

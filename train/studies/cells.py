@@ -139,7 +139,11 @@ def provenance() -> dict[str, str]:
     command = ["git", "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty=+"]
     try:
         done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+            command,
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         commit = done.stdout.strip()
     except (OSError, subprocess.SubprocessError):

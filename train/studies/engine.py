@@ -141,7 +141,11 @@ class Run:
         self.used |= zip(jobs, cells, strict=True)
         return cells
 
-    def at_rates(self, rates: Mapping[str, float], seeds: Sequence[int]) -> dict[str, list[dict]]:
+    def at_rates(
+        self,
+        rates: Mapping[str, float],
+        seeds: Sequence[int],
+    ) -> dict[str, list[dict]]:
         """The cells of rows at their rates, seed by seed."""
         jobs = []
         for row, rate in rates.items():
@@ -210,7 +214,12 @@ class Run:
         mean = float(np.mean([means[name] for name in means if name in names]))
         return -mean if self.study.columns[main].less_is_better else mean
 
-    def add_controls_by_time(self, setting: str, value: float, ratios: Mapping[str, float]) -> None:
+    def add_controls_by_time(
+        self,
+        setting: str,
+        value: float,
+        ratios: Mapping[str, float],
+    ) -> None:
         """Controls of the last table that train as long as their rows."""
         *_, title = self.study.beside
         rows = dict(self.study.rows)
@@ -355,7 +364,13 @@ def run(study: Study, options: StudyOptions) -> Run:
         study = replace(study, name=f"{study.name}-quick")
     out = options.out or Path("runs", study.name)
     out.mkdir(parents=True, exist_ok=True)
-    made = Run(study, out, options.jobs, options.seeds, lock_folder(out))
+    made = Run(
+        study,
+        out,
+        options.jobs,
+        options.seeds,
+        lock_folder(out),
+    )
     torch.set_num_threads(1)  # so that a result does not depend on the number of jobs
     try:
         made.compute()

@@ -147,7 +147,11 @@ def plain(settings: Options) -> Options:
 
 
 def make(
-    models: Mapping[str, Options], tasks: Tasks, job: Job, folder: Path, *part_1: Path
+    models: Mapping[str, Options],
+    tasks: Tasks,
+    job: Job,
+    folder: Path,
+    *part_1: Path,
 ) -> dict:
     """Train the adapter of a cell in its folder, and ask it. part_1: the cells of which Part 2
     trains the best."""
@@ -157,7 +161,13 @@ def make(
         model = load_base(base, choose_device(base.device))
         if run:
             adapter.load(model, run)
-        scores = ask(model, open_processor(base, model)[0], base, tasks, folder)
+        scores = ask(
+            model,
+            open_processor(base, model)[0],
+            base,
+            tasks,
+            folder,
+        )
         return {"scores": scores, "facts": {"chosen": str(run or "")}}
     if part_1:
         cells = [json.loads((earlier / "cell.json").read_text()) for earlier in part_1]
@@ -201,7 +211,13 @@ def study_of(models: Mapping[str, Options]) -> engine.Study:
         title, trials = coco_needles(base.needle_limit, base.coco, base.captions)
     if trials:
         places = [f"row {t.places[0][1] + 1}, column {t.places[0][2] + 1}" for t in trials]
-        tasks["needle"] = trial_task(title, trials, "paper", in_mean=False, rungs=places)
+        tasks["needle"] = trial_task(
+            title,
+            trials,
+            "paper",
+            in_mean=False,
+            rungs=places,
+        )
     asked = {"test": tasks}
 
     # 3. the study

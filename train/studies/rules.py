@@ -106,7 +106,11 @@ def equivalence_p(gap: Estimate, margin: float) -> float:
     return max(tail_of(gap, gap.mean + margin), tail_of(gap, margin - gap.mean))
 
 
-def visible(gap: Estimate, tests: int = 1, power: float = 0.8) -> float:
+def visible(
+    gap: Estimate,
+    tests: int = 1,
+    power: float = 0.8,
+) -> float:
     """The smallest true difference that is found with this `power`, tested at 5 % shared among so
     many `tests`."""
     return gap.reach(0.025 / tests) + gap.reach(1 - power)

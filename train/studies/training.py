@@ -100,7 +100,11 @@ def ask(
     return scores
 
 
-def key_of(stages: Sequence[Settings], start: PaliGemma, tasks: Tasks) -> str:
+def key_of(
+    stages: Sequence[Settings],
+    start: PaliGemma,
+    tasks: Tasks,
+) -> str:
     """What decides all cells beside their source: settings, data, questions, and the weights of the
     start."""
     decided = [deciding(settings) for settings in stages]

@@ -26,7 +26,13 @@ from weights.load import empty_model, load_model, load_siglip, load_system
 
 TINY_MAMBA = BUNDLED_FOLDER.parent / "tiny-mamba"  # the embedded language model
 # for the embedded base, which has 16 image tokens
-TINY = ProjectorConfig(queries=8, hidden_size=64, num_blocks=4, num_attention_heads=4, state_size=8)
+TINY = ProjectorConfig(
+    queries=8,
+    hidden_size=64,
+    num_blocks=4,
+    num_attention_heads=4,
+    state_size=8,
+)
 CONNECTOR = ("vision_proj", "vision_norm", "connector")
 
 
@@ -129,7 +135,9 @@ def copy_connector(source: str, fresh: nn.Module) -> None:
 
 
 def load_qmamba(
-    source: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    source: str,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
 ) -> QMamba:
     """The Q-Mamba of `source`. Raises UserError for another model."""
     model = load_model(source, dtype=dtype, device=device)

@@ -104,7 +104,11 @@ class StageSettings(Settings):
         super().check()
 
 
-def stage_defaults(kind: type[StageSettings], stage: int, is_embedded: bool) -> dict[str, object]:
+def stage_defaults(
+    kind: type[StageSettings],
+    stage: int,
+    is_embedded: bool,
+) -> dict[str, object]:
     """The settings of a stage, on the embedded data or on others; empty where there is no such
     stage."""
     recipe = kind.STAGES.get(stage, StageRecipe({}))
@@ -131,7 +135,9 @@ def _(settings: StageSettings, model: PaliGemma) -> tuple[Processor, list[Path]]
 
 
 def parse_stage(
-    kind: type[StageSettings], argv: Sequence[str] | Mapping | None, doc: str | None = None
+    kind: type[StageSettings],
+    argv: Sequence[str] | Mapping | None,
+    doc: str | None = None,
 ) -> tuple[StageSettings, Arguments]:
     """The settings and the run folder of the flags of a system, in words or by name."""
 
@@ -144,6 +150,10 @@ def parse_stage(
     return parse(argv, doc, kind, f"train.systems.{kind.NAME}", defaults, groups)
 
 
-def run_stage(kind: type[StageSettings], argv: Sequence[str] | None, doc: str | None) -> None:
+def run_stage(
+    kind: type[StageSettings],
+    argv: Sequence[str] | None,
+    doc: str | None,
+) -> None:
     """The command of a system."""
     run_flags(*parse_stage(kind, argv, doc))

@@ -103,7 +103,12 @@ class TextBatch(Movable):
     bad: tuple[str, ...] = ()
 
 
-def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -> list[list[int]]:
+def draw_row(
+    corpus: Corpus,
+    tasks: Tasks,
+    settings: TextSettings,
+    index: int,
+) -> list[list[int]]:
     """The documents of one row, `length` inputs and as many targets: a pure function of the seed
     and the row's number.
 
@@ -236,7 +241,16 @@ def learn(
         micro = micro.to(world.device)
         return called(micro.input_ids, documents=micro.documents, targets=micro.targets)
 
-    progress = fit(model, optimizer, order, loss, settings, run, world, progress=progress)
+    progress = fit(
+        model,
+        optimizer,
+        order,
+        loss,
+        settings,
+        run,
+        world,
+        progress=progress,
+    )
     return model.eval(), progress
 
 

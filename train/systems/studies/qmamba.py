@@ -109,14 +109,26 @@ def needs(job: Job) -> list[Job]:
     return []
 
 
-def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *needed: Path) -> dict:
+def make(
+    stages: Sequence[Options],
+    tasks: Tasks,
+    job: Job,
+    folder: Path,
+    *needed: Path,
+) -> dict:
     """Train a row in both stages and leave the model in folder/model, or let a trained one scan in
     one direction."""
     row = ROWS[job.row]
     if needed and not (needed[0] / "model").exists():
         raise Diverged("the row that it starts from diverged")
     if row.order:
-        return scan(stages[1], tasks, row.order, needed[0], folder)
+        return scan(
+            stages[1],
+            tasks,
+            row.order,
+            needed[0],
+            folder,
+        )
     # 1. both stages
     model = open_row(stages[0], row, job.seed, *needed)
     processor, files = open_processor(stages[0], model)
@@ -135,7 +147,13 @@ def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *neede
     return {"scores": scores, "facts": facts}
 
 
-def scan(settings: Options, tasks: Tasks, order: str, trained: Path, folder: Path) -> dict:
+def scan(
+    settings: Options,
+    tasks: Tasks,
+    order: str,
+    trained: Path,
+    folder: Path,
+) -> dict:
     """Ask the model of the cell `trained`, whose connector scans in one direction."""
     settings = replace(settings, base=str(trained / "model"))
     model = load_start(settings, choose_device(settings.device))
@@ -145,7 +163,12 @@ def scan(settings: Options, tasks: Tasks, order: str, trained: Path, folder: Pat
     return {"scores": ask(model, processor, settings, tasks, folder), "facts": facts}
 
 
-def open_row(settings: Settings, row: Row, seed: int, *donor: Path) -> PaliGemma:
+def open_row(
+    settings: Settings,
+    row: Row,
+    seed: int,
+    *donor: Path,
+) -> PaliGemma:
     """The model of stage 1: a fresh projector, whose shared parts are those of the other rows of
     the seed."""
     options = settings.options | dict(row.options)

@@ -33,7 +33,10 @@ class StagedOptions(TuningOptions, StageSettings):
 
 
 def read_stages(
-    kind: type[StagedOptions], argv: Sequence[str] | None, doc: str | None, quick: Mapping
+    kind: type[StagedOptions],
+    argv: Sequence[str] | None,
+    doc: str | None,
+    quick: Mapping,
 ) -> list:
     """The settings of both stages, of a kind of StagedOptions. Raises UserError."""
     given = read_given(kind, argv, f"train.reproduce {kind.NAME}", doc, quick)
@@ -49,7 +52,12 @@ def read_stages(
 
 
 def learn(
-    model, processor, records: Sequence[Record], settings: Settings, factors: Mapping, folder: Path
+    model,
+    processor,
+    records: Sequence[Record],
+    settings: Settings,
+    factors: Mapping,
+    folder: Path,
 ) -> float:
     """Train a stage in place, from the newest checkpoint in folder/stages if there is one. Returns
     seconds.

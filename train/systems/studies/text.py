@@ -49,7 +49,13 @@ from weights.export import export_model
 KINDS = ("plain", "differential")
 SIZES = ("0.6m", "0.3m", "0.2m")  # the main one first
 RATES = (3e-3, 6e-3, 1.2e-2)  # to try first
-QUICK = {"sizes": ("0.3m", "0.1m"), "tokens": 1.5e5, "limit": 50, "seeds": 5, "positive": False}
+QUICK = {
+    "sizes": ("0.3m", "0.1m"),
+    "tokens": 1.5e5,
+    "limit": 50,
+    "seeds": 5,
+    "positive": False,
+}
 QUICK |= {"rates": (1.2e-2, 2.4e-2, 4.8e-2)}
 PREDICTED = (  # from a run of three seeds in which nothing was retrieved, and from Ye et al. 2024
     ("loss", "worse", "+0.09 nats at 0.64 million parameters"),

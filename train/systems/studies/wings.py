@@ -90,7 +90,13 @@ class Options(StagedOptions, WingsSettings):
     rows: tuple[str, ...] = several(ROWS, "(default: all)")
 
 
-def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *before: Path) -> dict:
+def make(
+    stages: Sequence[Options],
+    tasks: Tasks,
+    job: Job,
+    folder: Path,
+    *before: Path,
+) -> dict:
     """Train a row in both stages, and ask it. Learners that are not trained add exactly 0.
 
     The cell of the language model has no scores of a row; what it knows of text is in its facts.
@@ -161,7 +167,12 @@ def pictures_to_learn(settings: Settings) -> Sequence[Record]:
     return [scene("train", first + n, dice.random(), seed) for n in range(settings.samples)]
 
 
-def scene(split: str, number: int, place: float = 0.5, seed: int = 0) -> Record:
+def scene(
+    split: str,
+    number: int,
+    place: float = 0.5,
+    seed: int = 0,
+) -> Record:
     """All squares of an embedded scene. place: of the picture, as a share of the question's
     words."""
     sample = scenes.sample("scan", split, number, seed)
@@ -177,7 +188,11 @@ def looked_at(settings: Settings) -> list[Record]:
     return [record for record in records if len(record.pictures) == 1][:LOOKED_AT]
 
 
-def tasks_of(settings: Settings, split: str, limit: int) -> dict[str, Task]:
+def tasks_of(
+    settings: Settings,
+    split: str,
+    limit: int,
+) -> dict[str, Task]:
     """Text, and held-out questions about pictures; of scenes the share of the objects that the
     answer names."""
     kinds = [TASKS[n % len(TASKS)] for n in range(limit)]
