@@ -46,7 +46,7 @@ from train.plan import report
 from train.run import MEASURED, data_fingerprints, draw_loss, read_metrics, run_folder, set_origin
 from train.settings import RECIPES, Arguments, Settings, parse
 from train.show_batch import show_batch
-from train.summary import print_summary, recommended, summarize, write_answers
+from train.summary import print_summary, recommended, summary_of, write_answers
 from train.validation import HeldOut, Metric, open_held_out
 
 # of metrics.jsonl, beside what `metrics` of `finetune` add
@@ -151,14 +151,14 @@ def run_settings(
 
         # 2. training; its model is let go, since one may be as large as the memory
         allow_changed = arguments.allow_changed
-        progress = learn(
+        progress = train_model(
             settings, order, held_out, run, world, progress, files, allow_changed, on_log
         )
 
         # 3. what was learned
         model = score_trained(settings, held_out, run, world, progress)
         learned = count(trainable(outline).values())
-        summary = summarize(settings, progress, progress.results, learned, held_out)
+        summary = summary_of(settings, progress, progress.results, learned, held_out)
         if world.is_first:
             write_text(run / "summary.json", json.dumps(summary, indent=1) + "\n")
             draw_loss(run)
@@ -168,7 +168,7 @@ def run_settings(
         return FineTuned(run, summary, read_metrics(run), model.eval(), processor)
 
 
-def learn(
+def train_model(
     settings: Settings,
     order: Order,
     held_out: HeldOut | None,

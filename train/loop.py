@@ -172,7 +172,7 @@ class Update:
         *losses, norm = read_numbers(*losses, gathered(norm))
         loss_sum, signals = self.world.sums(sum(losses), len(received))
         known_norm = 0.0 if self.scaler.is_enabled() else norm
-        check_finite(loss_sum, losses, step, micros, self.world, known_norm)
+        check_loss(loss_sum, losses, step, micros, self.world, known_norm)
 
         # 3. the update
         factor = rate_factor(step, self.total, self.settings.warmup, self.settings.schedule)
@@ -236,7 +236,7 @@ def count_records(
     return sum(tokens)
 
 
-def check_finite(
+def check_loss(
     total: float,
     losses: Sequence[float],
     step: int,

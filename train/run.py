@@ -9,7 +9,6 @@ data; a resumed run compares them.
 import contextlib
 import fcntl
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -81,11 +80,10 @@ def check_empty(out: Path | None) -> None:
 
 def free_folder(stem: str) -> Path:
     """runs/STEM-NUMBER, with the first number that is free."""
-    for number in itertools.count(1):
-        run = Path("runs", f"{stem}-{number}")
-        if not run.exists():
-            return run
-    raise AssertionError
+    number = 1
+    while Path("runs", f"{stem}-{number}").exists():
+        number += 1
+    return Path("runs", f"{stem}-{number}")
 
 
 @contextlib.contextmanager

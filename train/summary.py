@@ -43,7 +43,7 @@ def recommended(results: Results) -> Result:
     return after
 
 
-def summarize(
+def summary_of(
     settings: Settings,
     progress: Progress,
     results: Results,

@@ -110,7 +110,7 @@ class Process(subprocess.Popen):
 
 
 @dataclass
-class Row:
+class Work:
     """One work, done by both sides once in each round. Pairs are (ours, peer)."""
 
     work: str
@@ -196,21 +196,21 @@ def write_folder(base: str, folder: Path, dtype: torch.dtype) -> None:
     write_text(folder / "questions.json", json.dumps(questions))
 
 
-def rows_of(options: Options) -> list[Row]:
+def works_of(options: Options) -> list[Work]:
     """The works of the sections that are asked for."""
     rows = []
     for name in options.sections:
         if name != "quantize":
-            rows += [Row(name, batch) for batch in options.batch or SECTIONS[name]]
+            rows += [Work(name, batch) for batch in options.batch or SECTIONS[name]]
     for kind in KINDS if "quantize" in options.sections else ():
-        rows += [Row("load", 1, kind), Row("decode", 1, kind), Row("train", 4, kind)]
+        rows += [Work("load", 1, kind), Work("decode", 1, kind), Work("train", 4, kind)]
     return rows
 
 
 def write_report(
     file: Path,
     about: dict,
-    rows: Sequence[Row],
+    rows: Sequence[Work],
 ) -> None:
     """Write the rows that are done, as Markdown and as JSON."""
     head = ", ".join(f"{name} {value}" for name, value in about.items())
@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         about["gpu"] = torch.cuda.get_device_name()
     about |= {"threads": torch.get_num_threads(), **versions}
     # 2. row by row
-    rows = rows_of(options)
+    rows = works_of(options)
     with tempfile.TemporaryDirectory() as temporary:
         settings["folder"] = f"{temporary}/model"
         write_folder(options.base, Path(settings["folder"]), dtype)

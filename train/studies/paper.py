@@ -43,7 +43,7 @@ from train.studies.measures import VAL_FILES, coco_needles, scene_needles, trial
 from train.studies.training import (
     Tasks,
     TuningOptions,
-    ask,
+    ask_tasks,
     deciding,
     key_of,
     read_given,
@@ -161,7 +161,7 @@ def make(
         model = load_base(base, choose_device(base.device))
         if run:
             adapter.load(model, run)
-        scores = ask(
+        scores = ask_tasks(
             model,
             open_processor(base, model)[0],
             base,

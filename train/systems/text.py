@@ -103,7 +103,7 @@ class TextBatch(Movable):
     bad: tuple[str, ...] = ()
 
 
-def draw_row(
+def draw_documents(
     corpus: Corpus,
     tasks: Tasks,
     settings: TextSettings,
@@ -196,7 +196,7 @@ class TextOrder:
         unforeseen."""
         inputs, targets, places = [], [], []
         for number in numbers:
-            row = draw_row(self.corpus, self.tasks, self.settings, number)
+            row = draw_documents(self.corpus, self.tasks, self.settings, number)
             inputs.append(list(chain(*(document[:-1] for document in row))))
             targets.append(list(chain(*(document[1:] for document in row))))
             places.append([])
@@ -213,14 +213,14 @@ class TextOrder:
         )
 
 
-def make_optimizer(model: TextModel, settings: TextSettings) -> torch.optim.Optimizer:
+def text_optimizer(model: TextModel, settings: TextSettings) -> torch.optim.Optimizer:
     """AdamW on all parameters; no decay on norms, λ and the embedding."""
     bare = Rule(matching(model, rf"{SCALARS}|.*norm\.weight|.*embed_tokens\.weight"), settings.lr)
     others = Rule(matching(model, ".*"), settings.lr, settings.weight_decay)
     return make_adamw(parameter_groups(model, [bare, others]), (0.9, settings.beta2))
 
 
-def learn(
+def train_text(
     settings: TextSettings,
     corpus: Corpus,
     run: Path,
@@ -234,7 +234,7 @@ def learn(
     model.to(world.device)
     use_threads(settings.threads, model)
     model.set_checkpointing(settings.checkpointing)
-    optimizer = make_optimizer(model, settings)
+    optimizer = text_optimizer(model, settings)
     order = TextOrder(corpus, settings, "train", world.rank, world.size)
 
     def loss(called: torch.nn.Module, micro: TextBatch) -> torch.Tensor:
@@ -273,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         world.barrier()  # the first process has written the corpus
 
         # 2. the model
-        model, progress = learn(settings, kept_corpus(folder), run, world, progress)
+        model, progress = train_text(settings, kept_corpus(folder), run, world, progress)
         model = whole_model(model, world)
         if world.is_first:
             shutil.rmtree(run / "model", ignore_errors=True)

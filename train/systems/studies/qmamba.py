@@ -41,9 +41,9 @@ from train.studies import engine, report
 from train.studies.cells import Job
 from train.studies.engine import MEAN
 from train.studies.measures import Task, asking, training_records, vqa_task
-from train.studies.training import Tasks, ask, key_of
+from train.studies.training import Tasks, ask_tasks, key_of
 from train.systems.qmamba import QMambaSettings
-from train.systems.studies.stages import StagedOptions, learn, read_stages
+from train.systems.studies.stages import StagedOptions, read_stages, train_stage
 from weights.export import export_model
 
 TASKS = ("vqa", "locate", "count", "exist")  # of the embedded scenes
@@ -136,9 +136,11 @@ def make(
     for number, stage in enumerate(stages, 1):
         settings = replace(stage, seed=job.seed, lr=stage.lr * job.rate)
         factors = stages[0].STAGES[number].rates
-        seconds += learn(model, processor, training_records(settings), settings, factors, folder)
+        seconds += train_stage(
+            model, processor, training_records(settings), settings, factors, folder
+        )
     # 2. what it says
-    scores = ask(model, processor, stages[1], tasks, folder)
+    scores = ask_tasks(model, processor, stages[1], tasks, folder)
     facts = {"parameters": count(trainable(model).values()), "seconds": seconds}
     # 3. the model stays, for other rows
     shutil.rmtree(folder / "model", ignore_errors=True)  # of a study that was killed here
@@ -160,7 +162,7 @@ def scan(
     model.multi_modal_projector.connector.order = order
     processor, _ = open_processor(settings, model)
     facts = json.loads((trained / "cell.json").read_text())["facts"]
-    return {"scores": ask(model, processor, settings, tasks, folder), "facts": facts}
+    return {"scores": ask_tasks(model, processor, settings, tasks, folder), "facts": facts}
 
 
 def open_row(

@@ -11,7 +11,7 @@ from eval.data.records import Record
 from train.flags import flag, from_values
 from train.model import make_optimizer, rules_of
 from train.settings import EMBEDDED, Settings
-from train.studies.training import TuningOptions, read_given, train
+from train.studies.training import TuningOptions, read_given, train_cell
 from train.systems.stages import StageSettings, stage_defaults
 
 
@@ -51,7 +51,7 @@ def read_stages(
     return [first, replace(second, option=())]  # stage 1 decides the parts
 
 
-def learn(
+def train_stage(
     model,
     processor,
     records: Sequence[Record],
@@ -68,4 +68,4 @@ def learn(
     run.mkdir(parents=True, exist_ok=True)
     model.set_checkpointing(settings.checkpointing)
     optimizer = make_optimizer(model, rules_of(model, settings, factors), settings)
-    return train(model, optimizer, processor, records, settings, run)
+    return train_cell(model, optimizer, processor, records, settings, run)

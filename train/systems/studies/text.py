@@ -43,7 +43,7 @@ from train.studies import built, engine, report
 from train.studies.cells import Job, digest
 from train.studies.rules import Measure
 from train.studies.training import deciding, read_given
-from train.systems.text import TextSettings, learn
+from train.systems.text import TextSettings, train_text
 from weights.export import export_model
 
 KINDS = ("plain", "differential")
@@ -95,7 +95,7 @@ def make(options: Options, job: Job, folder: Path) -> dict:
     settings = replace(options, **dict(job.changes), lr=job.rate, seed=job.seed)
     corpus = kept_corpus(Path(settings.corpus))
     world = World(0, 1, choose_device(settings.device))
-    model, progress = learn(settings, corpus, folder, world)
+    model, progress = train_text(settings, corpus, folder, world)
     facts: dict = {"parameters": count(model.parameters()), "seconds": progress.seconds}
     facts["lambda"] = [value.item() for value in lambdas(model).values()]
     # 2. scores

@@ -49,8 +49,8 @@ from train.studies import engine, report
 from train.studies.cells import Job
 from train.studies.measures import Task, asking, training_records, vqa_task
 from train.studies.rules import Measure, exact_interval
-from train.studies.training import Tasks, ask, key_of
-from train.systems.studies.stages import StagedOptions, learn, read_stages
+from train.studies.training import Tasks, ask_tasks, key_of
+from train.systems.studies.stages import StagedOptions, read_stages, train_stage
 from train.systems.text_base import TASKS, make_text_base, sentence
 from train.systems.wings import TEXT_BASE, WingsSettings
 
@@ -105,7 +105,7 @@ def make(
     if job.row == BEFORE:
         text = {"test": {TEXT: tasks["test"][TEXT]}}
         model, processor = open_first(first, folder)
-        known = ask(model, processor, first, text, folder)
+        known = ask_tasks(model, processor, first, text, folder)
         return {"scores": {}, "facts": known["test"]}
     # 1. stage 1
     model, processor = open_first(first, before[0])
@@ -113,7 +113,7 @@ def make(
     first_factors = {PROJECTOR: 1.0}
     if factors.keys() & {VISUAL, LEARNERS}:
         first_factors[VISUAL] = 1.0
-    seconds = learn(model, processor, pictures_to_learn(first), first, first_factors, folder)
+    seconds = train_stage(model, processor, pictures_to_learn(first), first, first_factors, folder)
     # 2. stage 2
     if LEARNERS in factors:
         model = route(model, job.seed)
@@ -122,9 +122,9 @@ def make(
         torch.manual_seed(job.seed)  # LoRA's A is drawn here
         adapter.inject(model, adapter.DECODER_TARGETS, rank, 2.0 * rank)
     second = replace(second, lr=second.lr * job.rate)
-    seconds += learn(model, processor, pictures_to_learn(second), second, factors, folder)
+    seconds += train_stage(model, processor, pictures_to_learn(second), second, factors, folder)
     # 3. what it says, and what it looks at
-    scores = ask(model, processor, second, tasks, folder)
+    scores = ask_tasks(model, processor, second, tasks, folder)
     looks = [(record.pictures[0], put_slot(record.prefix)) for record in looked_at(second)]
     shift = measure(model, processor, looks)
     # a flat curve has no correlation
