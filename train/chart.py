@@ -68,9 +68,8 @@ def line_chart(
     legend = 0
     if len(series) > 1:
         legend = max(text_width(name, 12) for name in series) + 34
-    left, right = 66, WIDTH - 22 - legend
+    left, right, bottom = 66, WIDTH - 22 - legend, HEIGHT - 52
     top = 46 if title else 18
-    bottom = HEIGHT - 52
     sheet = Canvas(WIDTH, HEIGHT)
     sheet.text((left + right) / 2, 22, title, 16)
     sheet.text((left + right) / 2, HEIGHT - 14, x_label, 13)
@@ -82,19 +81,13 @@ def line_chart(
     y_marks, to_y = axis([y for _, y in drawn] + ends, bottom, top)
     for mark in y_marks:
         sheet.line([(left, to_y(mark)), (right, to_y(mark))], GRID)
-        sheet.text(
-            left - 8,
-            to_y(mark),
-            spell_number(mark),
-            12,
-            anchor="rm",
-        )
+        sheet.text(left - 8, to_y(mark), spell_number(mark), 12, anchor="rm")
     x_marks, to_x = axis([x for x, _ in drawn], left, right, tight=True)
-    is_whole = all(float(x).is_integer() for x, _ in drawn)  # as layers or steps: no mark between
+    if all(float(x).is_integer() for x, _ in drawn):  # as layers or steps: no mark between
+        x_marks = [mark for mark in x_marks if abs(mark - round(mark)) <= 1e-9]
     for mark in x_marks:
-        if not is_whole or abs(mark - round(mark)) <= 1e-9:
-            sheet.line([(to_x(mark), bottom), (to_x(mark), bottom + 5)])
-            sheet.text(to_x(mark), bottom + 15, spell_number(mark))
+        sheet.line([(to_x(mark), bottom), (to_x(mark), bottom + 5)])
+        sheet.text(to_x(mark), bottom + 15, spell_number(mark))
     sheet.line([(left, top), (left, bottom), (right, bottom)])
 
     # 3. the series

@@ -144,8 +144,8 @@ def whole_model(model: nn.Module, world: World) -> nn.Module:
 
 
 def reads_bf16(model: nn.Module, autocast: torch.dtype | None) -> bool:
-    """Whether an fp32 model may gather its weights in bf16: λ and decay rates (A_log)
-    need fp32."""
+    """Whether an fp32 model may gather its weights in bf16: λ and decay rates (A_log) need
+    fp32."""
     needs_fp32 = model.grafts or any(name.endswith("A_log") for name, _ in model.named_parameters())
     is_fp32 = all(parameter.dtype == torch.float32 for parameter in model.parameters())
     return autocast == torch.bfloat16 and is_fp32 and not needs_fp32

@@ -15,6 +15,7 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from eval import figures
 from eval.data.records import Record
 from eval.progress import Bar
 from model.common import UserError, atomic_path, check_text, file_errors, quoted, shown, write_text
+from model.device import processor_name
 from train.chart import line_chart
 from train.checkpoint import Progress, checkpoints, file_digest
 from train.distributed import World
@@ -354,3 +356,21 @@ def set_origin(
         raise UserError(f"--resume {message}: undo that, or add --allow-changed")
     if changes:
         print(f"{message}: allowed", file=sys.stderr)
+
+
+def provenance() -> dict[str, str]:
+    """The commit ("+" if files differ from it), the processor and the version of PyTorch that made
+    a result."""
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty=+"]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        commit = done.stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = "no commit"
+    return {"commit": commit, "processor": processor_name(), "torch": torch.__version__}

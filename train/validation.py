@@ -224,8 +224,8 @@ class HeldOut:
         return record
 
     def interval(self, total: int) -> int:
-        """Steps between evaluations, 0 none: --eval-every, or so many that three to ten
-        evaluations take about a seventh of the time of `total` steps."""
+        """Steps between evaluations, 0 none: --eval-every, or so many that three to ten evaluations
+        take about a seventh of the time of `total` steps."""
         settings = self.settings
         if settings.eval_every is not None:
             return settings.eval_every

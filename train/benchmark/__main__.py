@@ -39,7 +39,7 @@ from eval.report import interval_text, markdown_table
 from model.common import UserError, run_command, write_text
 from model.device import DTYPES, choose_device, choose_dtype
 from train.flags import flag, from_values, given_flags, several
-from train.studies.cells import provenance
+from train.run import provenance
 from weights.export import companions, export_model, processor_files
 from weights.load import load_model
 from weights.quantize import KINDS

@@ -2,8 +2,7 @@
 answers requests.
 
 In: JSON lines on stdin, {"do": "hello" | "open" | "prepare" | "run", …}. Out: one JSON line for
-each on stdout.
-It imports nothing of the project and nothing of transformers.
+each on stdout. It imports nothing of the project and nothing of transformers.
 """
 
 import gc

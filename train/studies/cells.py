@@ -9,7 +9,6 @@ import inspect
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -23,8 +22,8 @@ from pathlib import Path
 import torch
 
 from model.common import write_text
-from model.device import processor_name
 from train.loop import Diverged
+from train.run import provenance
 
 ROOT = Path(__file__).parents[2]
 JUDGING = {Path(__file__).with_name(f"{n}.py") for n in ("engine", "rules", "report", "cells")}
@@ -131,21 +130,3 @@ def end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-def provenance() -> dict[str, str]:
-    """The commit ("+" if files differ from it), the processor and the version of PyTorch that made
-    a result."""
-    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty=+"]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        commit = done.stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        commit = "no commit"
-    return {"commit": commit, "processor": processor_name(), "torch": torch.__version__}

@@ -35,7 +35,6 @@ from train.optim import SCALARS, Rule, count, make_adamw, matching, parameter_gr
 from train.run import draw_loss, run_folder, set_origin
 from weights.export import export_model
 
-PROGRAM = "train.systems.text"
 SHORTEST, LEAST = 64, 24  # positions at least of a needle document, and of one of records alone
 MOST_RECORDS = 64  # of a document that is learned from
 
@@ -43,6 +42,8 @@ MOST_RECORDS = 64  # of a document that is learned from
 @dataclass(frozen=True)
 class TextSettings(LoopSettings):
     """All settings of a run. Each is a flag of the same name; see `train.flags.flag`."""
+
+    program = "train.systems.text"
 
     text: tuple[str, ...] = flag(
         (), "plain text (default: Python's standard library)", nargs="*", metavar="PATH"
@@ -71,10 +72,6 @@ class TextSettings(LoopSettings):
     weight_decay: float = flag(0.1, "AdamW weight decay, on matrices", least=0, most=1e6)
     beta2: float = flag(0.95, "AdamW's second momentum", least=0, most=0.9999999)
     warmup: float = flag(0.05, "warm-up steps; below 1, a share of all steps", least=0, most=1e12)
-
-    @property
-    def program(self) -> str:
-        return PROGRAM
 
     @property
     def stem(self) -> str:
@@ -149,8 +146,7 @@ def draw_documents(
 
 class TextOrder:
     """The rows of every step: step s takes rows s·R … s·R + R − 1, in equal shares of all
-    processes, so a run can start at any step.
-    `order[numbers]` is the batch of these rows."""
+    processes, so a run can start at any step. `order[numbers]` is the batch of these rows."""
 
     most_bad = 0
 
@@ -255,7 +251,7 @@ def train_text(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    settings, arguments = read_run(PROGRAM, __doc__, TextSettings, RunArguments, argv)
+    settings, arguments = read_run(TextSettings.program, __doc__, TextSettings, RunArguments, argv)
     with (
         joined_world(settings.device) as world,
         run_folder(arguments, settings, world) as run,
