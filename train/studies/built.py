@@ -46,11 +46,7 @@ PREDICTIONS = (
 ORIGINAL = (("split", "built", "better", REMOVED),)
 
 
-def best_of_one_map(
-    cap: float = 1.0,
-    others: int = OTHERS,
-    draws: int = 200_000,
-) -> float:
+def best_of_one_map(cap: float = 1.0, others: int = OTHERS, draws: int = 200_000) -> float:
     """The accuracy in percent of the best map with logits within ±cap, and of a linear reader: the
     class with the largest sum of weights, counted on draws."""
     dice = np.random.default_rng(0)
@@ -76,11 +72,7 @@ def draw_bound(heads: Sequence[float], others: int) -> Image.Image:
     return line_chart(lines, *labels, marked=["heads of the base"])
 
 
-def draw(
-    rows: int,
-    seed: int,
-    others: int = OTHERS,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(rows: int, seed: int, others: int = OTHERS) -> tuple[torch.Tensor, torch.Tensor]:
     """x (rows, others + 2, H): one-hot classes, a mark, and the question last; and the class of the
     marked position."""
     generator = torch.Generator().manual_seed(seed)
@@ -118,14 +110,7 @@ def train(
     """
     # 1. a head of the variant
     torch.manual_seed(seed + drawn)
-    plain = Attention(
-        CLASSES + 2,
-        1,
-        1,
-        WIDTH,
-        scale=WIDTH**-0.5,
-        softcap=cap,
-    )
+    plain = Attention(CLASSES + 2, 1, 1, WIDTH, scale=WIDTH**-0.5, softcap=cap)
     if "r" in options_of(kind):
         options = {"r": RANK, "alpha": 2.0 * RANK} | options
     attention = KINDS[kind](plain, 1, **options)
