@@ -34,9 +34,9 @@ def axis(
     rough = (high - low) / 6
     unit = 10.0 ** math.floor(math.log10(rough))
     step = unit * next(factor for factor in (1, 2, 5, 10) if factor * unit >= rough * (1 - 1e-9))
-    marks = [
-        step * n for n in range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)
-    ]
+    first = math.floor(low / step + 1e-9)
+    last = math.ceil(high / step - 1e-9)
+    marks = [step * number for number in range(first, last + 1)]
     if tight:
         marks = [mark for mark in marks if low <= mark <= high]
     else:
@@ -68,8 +68,8 @@ def line_chart(
     legend = 0
     if len(series) > 1:
         legend = max(text_width(name, 12) for name in series) + 34
-    left, right = 66, WIDTH - 22 - legend
-    top, bottom = 46 if title else 18, HEIGHT - 52
+    left, right, bottom = 66, WIDTH - 22 - legend, HEIGHT - 52
+    top = 46 if title else 18
     sheet = Canvas(WIDTH, HEIGHT)
     sheet.text((left + right) / 2, 22, title, 16)
     sheet.text((left + right) / 2, HEIGHT - 14, x_label, 13)
@@ -83,11 +83,11 @@ def line_chart(
         sheet.line([(left, to_y(mark)), (right, to_y(mark))], GRID)
         sheet.text(left - 8, to_y(mark), spell_number(mark), 12, anchor="rm")
     x_marks, to_x = axis([x for x, _ in drawn], left, right, tight=True)
-    is_whole = all(float(x).is_integer() for x, _ in drawn)  # as layers or steps: no mark between
+    if all(float(x).is_integer() for x, _ in drawn):  # as layers or steps: no mark between
+        x_marks = [mark for mark in x_marks if abs(mark - round(mark)) <= 1e-9]
     for mark in x_marks:
-        if not is_whole or abs(mark - round(mark)) <= 1e-9:
-            sheet.line([(to_x(mark), bottom), (to_x(mark), bottom + 5)])
-            sheet.text(to_x(mark), bottom + 15, spell_number(mark))
+        sheet.line([(to_x(mark), bottom), (to_x(mark), bottom + 5)])
+        sheet.text(to_x(mark), bottom + 15, spell_number(mark))
     sheet.line([(left, top), (left, bottom), (right, bottom)])
 
     # 3. the series
@@ -112,7 +112,15 @@ def is_finite(point: Point) -> bool:
     return all(map(math.isfinite, point))
 
 
-def draw_series(sheet: Canvas, points: Sequence[Point], to_x, to_y, color, thick, has_dots) -> None:
+def draw_series(
+    sheet: Canvas,
+    points: Sequence[Point],
+    to_x,
+    to_y,
+    color,
+    thick,
+    has_dots,
+) -> None:
     """A line through the points, broken where one is not finite; a single point is a dot."""
     for is_visible, group in groupby(points, is_finite):
         if not is_visible:

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import nn
 from torch.optim import Optimizer
 
@@ -31,15 +30,12 @@ from eval.data.files import problems_at
 from model.common import UserError, file_errors, read_json, shown, sync_files, sync_folder
 from train.distributed import World, is_sharded
 from train.optim import changed_by
-from weights.load import open_tensors
+from weights.load import open_tensors, save_tensors
 
 STATE, MANIFEST = "state.json", "manifest.json"
 BLOCK = 1 << 18  # bytes that are hashed at a time
-MOMENTS = (
-    set(),
-    {"step", "exp_avg", "exp_avg_sq"},
-    {"momentum_buffer"},
-)  # of a parameter: none, Adam's, Muon's
+# of a parameter: none, Adam's, Muon's
+MOMENTS = (set(), {"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"})
 
 
 @dataclass
@@ -97,7 +93,8 @@ def save_checkpoint(
 ) -> None:
     """Write `run/checkpoints/step-N`, and delete all but the newest `keep`. Every process must call
     it."""
-    weights, moments = {}, {}
+    weights = {}
+    moments = {}
     for name, parameter in changed_by(optimizer).items():
         weights[name] = parameter.detach()
         moments |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
@@ -112,19 +109,19 @@ def save_checkpoint(
             writer = dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
             try:
                 dcp.save(weights | moments, storage_writer=writer)
-            except (
-                dcp.api.CheckpointException
-            ) as error:  # the OSError of a full disk, in whichever process
+            except dcp.api.CheckpointException as error:
+                # the OSError of a full disk, in whichever process
                 raise next(cause for cause, _ in error.failures.values()) from error
         elif world.is_first:
-            save_file(weights, folder / "trainable.safetensors")
-            save_file(moments, folder / "optimizer.safetensors")
+            save_tensors(weights, folder / "trainable.safetensors")
+            save_tensors(moments, folder / "optimizer.safetensors")
         if world.is_first:
             (folder / STATE).write_text(json.dumps(asdict(progress)))
             digests = {file.name: file_digest(file) for file in sorted(folder.iterdir())}
             (folder / MANIFEST).write_text(json.dumps(digests, indent=1))
-    for old in checkpoints(run)[:-keep] if world.is_first else ():
-        _discard(old)
+    if world.is_first:
+        for old in checkpoints(run)[:-keep]:
+            _discard(old)
 
 
 @contextlib.contextmanager
@@ -133,10 +130,9 @@ def atomic_folder(folder: Path, world: World) -> Iterator[Path]:
     whole, and the former content stays until then. Raises UserError for a full disk, and then
     nothing is left."""
     temporary = folder.with_name(f".{folder.name}.partial")
-    for leftover in (
-        folder.parent.glob(".*.partial") if world.is_first else ()
-    ):  # of a run that was killed
-        shutil.rmtree(leftover, ignore_errors=True)
+    if world.is_first:
+        for leftover in folder.parent.glob(".*.partial"):  # of a run that was killed
+            shutil.rmtree(leftover, ignore_errors=True)
     world.barrier()
     try:
         with file_errors(folder):
@@ -148,9 +144,8 @@ def atomic_folder(folder: Path, world: World) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     if world.is_first:
-        if (
-            folder.exists()
-        ):  # of an evaluation before, or the run was resumed from an older checkpoint
+        # of an evaluation before, or the run was resumed from an older checkpoint
+        if folder.exists():
             _discard(folder)
         temporary.rename(folder)
         sync_folder(folder.parent)
@@ -175,29 +170,23 @@ def checkpoints(run: Path) -> list[Path]:
 def newest_progress(run: Path) -> Progress | None:
     """The progress of the newest checkpoint of `run`; None without any. Raises UserError, naming
     the checkpoint before, if its files are not those that were written."""
-    if not (folders := checkpoints(run)):
+    folders = checkpoints(run)
+    if not folders:
         return None
-    *before, folder = folders
+    folder = folders.pop()
     written = read_json(folder / MANIFEST)
-    files = [
-        file
-        for file in folder.iterdir()
-        if file.suffix in (".json", ".safetensors") and file.name != MANIFEST
-    ]
-    present = {file.name: file_digest(file) for file in files}
-    names = sorted(
-        name for name in written.keys() | present.keys() if written.get(name) != present.get(name)
-    )
+    present = {}
+    for file in folder.iterdir():
+        if file.suffix in (".json", ".safetensors") and file.name != MANIFEST:
+            present[file.name] = file_digest(file)
+    both = written.keys() | present.keys()
+    names = sorted(name for name in both if written.get(name) != present.get(name))
     if names:
-        remedy = (
-            f"delete this folder to go on from {before[-1].name}"
-            if before
-            else "there is none before: start anew"
-        )
-        raise UserError(
-            f"{shown(folder)}: {', '.join(names)}: missing, changed, or of another checkpoint: "
-            f"{remedy}"
-        )
+        remedy = "there is none before: start anew"
+        if folders:
+            remedy = f"delete this folder to go on from {folders[-1].name}"
+        problem = f"{', '.join(names)}: missing, changed, or of another checkpoint"
+        raise UserError(f"{shown(folder)}: {problem}: {remedy}")
     with problems_at(folder / STATE):
         progress = Progress(**read_json(folder / STATE))
         progress.best = progress.best and Best(**progress.best)
@@ -210,33 +199,38 @@ def load_checkpoint(run: Path, progress: Progress, optimizer: Optimizer) -> None
     process must call it. Raises UserError if it belongs to other parameters, or is not whole."""
     import torch.distributed.checkpoint as dcp  # here: it takes a second
 
-    folder, parameters = run / "checkpoints" / f"step-{progress.step}", changed_by(optimizer)
+    # 1. the sizes of what is there
+    folder = run / "checkpoints" / f"step-{progress.step}"
     for file in folder.glob("*.safetensors"):
         open_tensors(file)  # raises for what is none, whatever the manifest says
     reader = dcp.HuggingFaceStorageReader(str(folder))
-    sizes = {
-        name: tensor.size for name, tensor in reader.read_metadata().state_dict_metadata.items()
-    }
-    fused = {
-        name: group.get("fused", False)
-        for group in optimizer.param_groups
-        for name in group["names"]
-    }
+    stored = reader.read_metadata().state_dict_metadata
+    sizes = {name: tensor.size for name, tensor in stored.items()}
+
+    # 2. room for it
+    parameters = changed_by(optimizer)
+    fused = {}
+    for group in optimizer.param_groups:
+        fused |= dict.fromkeys(group["names"], group.get("fused", False))
     optimizer.state.clear()
     tensors: dict[str, torch.Tensor] = dict(parameters)
-    for moment, (name, _, kind) in ((moment, moment.rpartition("/")) for moment in sizes):
-        if (parameter := parameters.get(name)) is not None:
-            counts_on = (
-                parameter.device if fused[name] else "cpu"
-            )  # where its optimizer counts steps
-            count = torch.zeros((), device=counts_on)
-            moments = count if kind == "step" else torch.zeros_like(parameter, requires_grad=False)
-            tensors[moment] = optimizer.state[parameter][kind] = moments
+    for moment in sizes:
+        name, _, kind = moment.rpartition("/")
+        parameter = parameters.get(name)
+        if parameter is None:
+            continue
+        if kind == "step":
+            device = parameter.device if fused[name] else "cpu"  # where its optimizer counts
+            value = torch.zeros((), device=device)
+        else:
+            value = torch.zeros_like(parameter, requires_grad=False)
+        tensors[moment] = optimizer.state[parameter][kind] = value
+
+    # 3. its values
     is_whole = all({*optimizer.state[parameter]} in MOMENTS for parameter in parameters.values())
     if not is_whole or sizes != {name: tensor.shape for name, tensor in tensors.items()}:
-        raise UserError(
-            f"{folder}: holds other parameters than this run trains, or not all of them: start anew"
-        )
+        problem = "holds other parameters than this run trains, or not all of them"
+        raise UserError(f"{folder}: {problem}: start anew")
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*in a single process")  # which is intended
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
@@ -245,7 +239,8 @@ def load_checkpoint(run: Path, progress: Progress, optimizer: Optimizer) -> None
 def file_digest(path: Path, most: int = 1024) -> str:
     """Size and SHA-256 of a file; of one of more than `most` blocks of 256 KiB, of so many evenly
     spaced ones."""
-    size, digest = path.stat().st_size, hashlib.sha256()
+    size = path.stat().st_size
+    digest = hashlib.sha256()
     count = min(most, -(-size // BLOCK))
     with path.open("rb") as file:
         for number in range(count):

@@ -12,6 +12,7 @@ from model.common import run_command
 from train.studies import attention
 
 STUDIES = {
+    "paligemma": "train.studies.paper",
     "dose": "train.studies.dose",
     "wings": "train.systems.studies.wings",
     "qmamba": "train.systems.studies.qmamba",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from eval.answer import ask_all
 from model.common import UserError, shown
 from model.device import choose_device
 from weights.fingerprint import gathered
@@ -103,15 +104,15 @@ def spread(
     model in bf16 under `autocast` to bf16, and sums gradients in fp32.
     """
     if world.size == 1 or not shard:
-        model = DistributedDataParallel(model) if world.size > 1 else model
+        if world.size > 1:
+            model = DistributedDataParallel(model)
         return torch.compile(model) if compiles else model
     # here: it takes a second
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    halves = reads_bf16(model, autocast)
-    policy = (
-        MixedPrecisionPolicy(torch.bfloat16, torch.float32) if halves else MixedPrecisionPolicy()
-    )
+    policy = MixedPrecisionPolicy()
+    if reads_bf16(model, autocast):
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for layer in layers_of(model):
         # the layers alone: FSDP2 does its work between them, where a graph of the whole would break
         if compiles:
@@ -143,8 +144,8 @@ def whole_model(model: nn.Module, world: World) -> nn.Module:
 
 
 def reads_bf16(model: nn.Module, autocast: torch.dtype | None) -> bool:
-    """Whether an fp32 model may gather its weights in bf16: λ and decay rates (A_log)
-    need fp32."""
+    """Whether an fp32 model may gather its weights in bf16: λ and decay rates (A_log) need
+    fp32."""
     needs_fp32 = model.grafts or any(name.endswith("A_log") for name, _ in model.named_parameters())
     is_fp32 = all(parameter.dtype == torch.float32 for parameter in model.parameters())
     return autocast == torch.bfloat16 and is_fp32 and not needs_fp32
@@ -165,19 +166,16 @@ def ask_together(
     """`eval.answer.ask_all`, shared by all processes, which call it with the same questions: each
     asks its copy of the model about its share of the pictures. All get all answers, None where a
     question cannot be asked."""
-    from eval.answer import ask_all
+    # 1. this process's share
+    keys = list(dict.fromkeys(question.key for question in questions))
+    share = {*keys[world.rank :: world.size]}
+    places = [place for place, question in enumerate(questions) if question.key in share]
+    if not world.is_first:
+        options["progress"] = None
+    asks = [questions[place] for place in places]
+    answers = ask_all(model, processor, asks, left_out={}, **options)
 
-    pictures = {
-        key: number
-        for number, key in enumerate(dict.fromkeys(question.key for question in questions))
-    }
-    places = [
-        place for place, q in enumerate(questions) if pictures[q.key] % world.size == world.rank
-    ]
-    title = {} if world.is_first else {"progress": None}
-    answers = ask_all(
-        model, processor, [questions[place] for place in places], left_out={}, **options | title
-    )
+    # 2. those of all
     together: dict[int, str | None] = {}
     for of_process in world.gather(dict(zip(places, answers, strict=True))):
         together |= of_process

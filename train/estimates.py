@@ -1,11 +1,10 @@
-"""Intervals of a mean over training runs and examples, and tests of differences between runs.
+"""Intervals of a mean over training runs and examples.
 
 In: a score for each example, of one run or of several. Out: the mean with its interval, from the
 components of variance and Student's t; `estimate(a - b)` compares two models on the same examples
 (paired).
 
-Sources: Howe 1974, Graybill and Wang 1980 (intervals of a sum of components). Holm 1979. Schuirmann
-1987 (equivalence).
+Sources: Howe 1974, Graybill and Wang 1980 (intervals of a sum of components).
 """
 
 import math
@@ -19,7 +18,7 @@ class Estimate(NamedTuple):
     """A mean, its 95 % interval, and the standard errors of runs and of the examples that all runs
     share, with their degrees of freedom. Of one run, examples are in the place of runs. Half-widths
     combine as sqrt(a² + b²): Satterthwaite's degrees for the sum make p-values below 0.002 of five
-    runs three times too frequent."""
+    runs three times too frequent. `train/studies/rules.py` has these p-values."""
 
     mean: float
     low: float
@@ -29,41 +28,10 @@ class Estimate(NamedTuple):
     shared_error: float = 0.0
     shared_freedom: float = 1.0
 
-    @property
-    def p(self) -> float:
-        """The two-sided p of "the mean is 0"."""
-        return min(1.0, 2 * self._tail(abs(self.mean)))
-
-    def equivalence(self, margin: float) -> float:
-        """The p of "the mean is outside ±margin", by two one-sided tests."""
-        return max(self._tail(self.mean + margin), self._tail(margin - self.mean))
-
-    def visible(self, tests: int = 1, power: float = 0.8) -> float:
-        """The smallest true difference that is found with this `power`, tested at 5 % shared among
-        so many `tests`."""
-        return self.reach(0.025 / tests) + self.reach(1 - power)
-
     def reach(self, p: float) -> float:
         """What the mean is above the truth by, or more, with a probability of p ≤ 0.5."""
         shared = self.shared_error and self.shared_error * t_point(p, self.shared_freedom)
         return math.hypot(self.error * t_point(p, self.freedom), shared)
-
-    def _tail(self, distance: float) -> float:
-        """The p with `reach(p)` = distance, by halving the range of its logarithm."""
-        if distance < 0:
-            return 1 - self._tail(-distance)
-        if not self.error:
-            return float(distance == 0)
-        if not self.shared_error:
-            return t_tail(distance / self.error, self.freedom)
-        low, high = math.log(2), 690.0  # of −ln p
-        while high - low > 1e-10:
-            middle = (low + high) / 2
-            if self.reach(math.exp(-middle)) < distance:
-                low = middle
-            else:
-                high = middle
-        return math.exp(-low)
 
 
 def estimate(scores, groups: Sequence[int | str] | None = None) -> Estimate:
@@ -95,14 +63,6 @@ def estimate(scores, groups: Sequence[int | str] | None = None) -> Estimate:
     result = Estimate(mean, mean, mean, *errors or (0.0, 1.0))
     half = result.reach(0.025)
     return result._replace(low=mean - half, high=mean + half)
-
-
-def holm(values: Sequence[float]) -> list[float]:
-    """p-values adjusted for their number: at most 5 % of all tables have one below 0.05 by
-    chance."""
-    order = np.argsort(values)
-    steps = np.arange(len(values), 0, -1) * np.take(values, order)
-    return np.minimum(1.0, np.maximum.accumulate(steps))[np.argsort(order)].tolist()
 
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(100)

@@ -15,6 +15,7 @@ From Python, `finetune` takes the same flags, and examples that a program has ma
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,9 +28,10 @@ from model.common import UserError, run_command, shown, write_text
 from model.device import use_threads
 from model.paligemma import PaliGemma
 from model.processor import Processor
+from train.align import align, is_taught
 from train.checkpoint import Progress, atomic_folder, newest_progress
 from train.data.batches import Order
-from train.data.sources import MEMORY, held_records, read_records
+from train.data.sources import MEMORY, example_records, read_records
 from train.distributed import World, joined_world
 from train.model import (
     load_start,
@@ -40,10 +42,19 @@ from train.model import (
     write_trained,
 )
 from train.optim import count, trainable
+from train.plan import report
 from train.run import MEASURED, data_fingerprints, draw_loss, read_metrics, run_folder, set_origin
 from train.settings import RECIPES, Arguments, Settings, parse
-from train.summary import print_summary, summarize, trained, write_answers
+from train.show_batch import show_batch
+from train.summary import print_summary, recommended, summary_of, write_answers
 from train.validation import HeldOut, Metric, open_held_out
+
+# of metrics.jsonl, beside what `metrics` of `finetune` add
+OTHER_FIELDS = {
+    *MEASURED,
+    *"step loss lr gradient_norm held_out_loss exact_match vqa_accuracy AP".split(),
+    *"lambda map_distance".split(),
+}
 
 
 class FineTuned(NamedTuple):
@@ -75,25 +86,29 @@ def finetune(
     held-out examples, each a function of the answers and of the right ones, a text or, where the
     data give several, their list. With `resume` give the same examples again. Raises UserError.
     """
-    names = "step loss lr gradient_norm held_out_loss exact_match vqa_accuracy AP lambda map_distance".split()
-    if taken := {*MEASURED, *names} & {*metrics}:
+    taken = OTHER_FIELDS & metrics.keys()
+    if taken:
         raise UserError(
             f"metrics: {', '.join(taken)} stands in metrics.jsonl for something else: choose "
             "another name"
         )
-    flags |= {name: Path(flags[name]) for name in ("out", "resume") if flags.get(name)}
+    # 1. data: sources are flags, examples stay in memory
     examples: dict[str, Any] = {}
     for name, value in (("data", data), ("eval_data", eval_data)):
-        if (
-            isinstance(value, str | Path)
-            or value is not None
-            and len(value)
-            and isinstance(value[0], str)
-        ):
-            flags[name] = [str(value)] if isinstance(value, str | Path) else [*value]
+        if isinstance(value, str | Path):
+            value = [str(value)]
+        if value is not None and len(value) and isinstance(value[0], str):
+            flags[name] = list(value)
         elif value is not None:
-            examples[f"{MEMORY}{name}"] = value
-            flags |= {} if flags.get("resume") else {name: [f"{MEMORY}{name}"]}
+            source = f"{MEMORY}{name}"
+            examples[source] = value
+            if not flags.get("resume"):
+                flags[name] = [source]
+
+    # 2. settings
+    for name in ("out", "resume"):
+        if flags.get(name):
+            flags[name] = Path(flags[name])
     settings, arguments = parse(flags)
     if arguments.plan or arguments.show_batch:
         raise UserError(
@@ -102,10 +117,12 @@ def finetune(
         )
     if examples.keys() - {*settings.data, *settings.eval_data}:
         raise UserError("resume: the run has its data from files: leave data and eval_data out")
-    memory = {
-        name: held_records(of, name[len(MEMORY) :], settings.images or ".")
-        for name, of in examples.items()
-    }
+
+    # 3. the run
+    memory = {}
+    for source, of_source in examples.items():
+        name = source.removeprefix(MEMORY)
+        memory[source] = example_records(of_source, name, settings.images or ".")
     return run_settings(settings, arguments, memory, on_log, metrics)
 
 
@@ -120,7 +137,7 @@ def run_settings(
     their source."""
     with (
         joined_world(settings.device) as world,
-        run_folder(arguments, settings, settings.stem, settings.program, world) as run,
+        run_folder(arguments, settings, world) as run,
     ):
         # 1. mistakes are reported before weights are read
         outline, _ = open_model(settings, torch.device("meta"))
@@ -134,14 +151,14 @@ def run_settings(
 
         # 2. training; its model is let go, since one may be as large as the memory
         allow_changed = arguments.allow_changed
-        progress = learn(
+        progress = train_model(
             settings, order, held_out, run, world, progress, files, allow_changed, on_log
         )
 
         # 3. what was learned
         model = score_trained(settings, held_out, run, world, progress)
         learned = count(trainable(outline).values())
-        summary = summarize(settings, progress, progress.results, learned, held_out)
+        summary = summary_of(settings, progress, progress.results, learned, held_out)
         if world.is_first:
             write_text(run / "summary.json", json.dumps(summary, indent=1) + "\n")
             draw_loss(run)
@@ -151,7 +168,7 @@ def run_settings(
         return FineTuned(run, summary, read_metrics(run), model.eval(), processor)
 
 
-def learn(
+def train_model(
     settings: Settings,
     order: Order,
     held_out: HeldOut | None,
@@ -181,27 +198,37 @@ def learn(
 
     # 3. the vision tower alone, then all
     if settings.align:
-        from train.align import align, is_taught
-
         if not progress.step:
             align(model, order.records, settings, world, run, progress)
         # frozen it answers as well, within noise, and a step takes a quarter less
         model.vision_tower.requires_grad_(not is_taught(order.records))
-    validate = held_out and partial(held_out.validate, model, run, order.total, files)
-    options = {"validate": validate, "progress": progress, "on_log": on_log}
-    progress = train_on(order, model, optimizer, settings, run, world, **options)
+    progress = train_on(
+        order,
+        model,
+        optimizer,
+        settings,
+        run,
+        world,
+        validate=held_out and partial(held_out.validate, model, run, order.total, files),
+        progress=progress,
+        on_log=on_log,
+    )
 
     # 4. the result
+    target = nullcontext(run)
     if settings.writes_model:
-        with atomic_folder(run / "model", world) as folder:
-            write_trained(model, folder, settings, world, files)
-    else:
-        write_trained(model, run, settings, world, files)
+        target = atomic_folder(run / "model", world)
+    with target as folder:
+        write_trained(model, folder, settings, world, files)
     return progress
 
 
 def score_trained(
-    settings: Settings, held_out: HeldOut | None, run: Path, world: World, progress: Progress
+    settings: Settings,
+    held_out: HeldOut | None,
+    run: Path,
+    world: World,
+    progress: Progress,
 ) -> PaliGemma:
     """Open the last weights and the best ones in turn, one model at a time, and put their scores
     into `progress.results`; returns the model that the run recommends."""
@@ -215,7 +242,7 @@ def score_trained(
         del model
         model = open_trained(settings, run / "best", world.device)
         results["best"] = held_out.evaluate(model, "held-out, best")
-        if trained(results) is results["after"]:
+        if recommended(results) is results["after"]:
             del model
             model = open_trained(settings, last, world.device)
     results["blind"] = held_out.evaluate(model, "held-out, blind", without_pictures=True)
@@ -224,17 +251,16 @@ def score_trained(
 
 def print_recipe(settings: Settings) -> None:
     """The recipe that the flags, the base or the data have chosen."""
-    if chosen := RECIPES.get(settings.recipe):
-        whys = {
-            "own": "own pictures on the toy model (--recipe lora has a graft): ",
-            "one-gpu": "a base this large: ",
-        }
-        values = ", ".join(f"{name} {getattr(settings, name)}" for name in chosen)
-        print(
-            f"recipe {settings.recipe}: {whys.get(settings.recipe, '')}{values}; a flag changes "
-            "each",
-            flush=True,
-        )
+    chosen = RECIPES.get(settings.recipe)
+    if not chosen:
+        return
+    whys = {
+        "own": "own pictures on the toy model (--recipe lora has a graft): ",
+        "one-gpu": "a base this large: ",
+    }
+    why = whys.get(settings.recipe, "")
+    values = ", ".join(f"{name} {getattr(settings, name)}" for name in chosen)
+    print(f"recipe {settings.recipe}: {why}{values}; a flag changes each", flush=True)
 
 
 def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:
@@ -242,8 +268,9 @@ def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:
     threads, and the recipe."""
     if not world.is_first:
         return
-    total, trained = count(outline.parameters()), count(trainable(outline).values())
-    size = f"{total:,} parameters, {trained:,} of them trainable ({100 * trained / total:.2f} %)"
+    total = count(outline.parameters())
+    learned = count(trainable(outline).values())
+    size = f"{total:,} parameters, {learned:,} of them trainable ({100 * learned / total:.2f} %)"
     processes = f", {world.size} processes" if world.size > 1 else ""
     machine = f"{world.device}{processes}, CPU threads: {torch.get_num_threads()}"
     print(f"{settings.base}: {size}, {settings.subject}, on {machine}", flush=True)
@@ -258,13 +285,9 @@ def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:
 def run_flags(settings: Settings, arguments: Arguments) -> None:
     """Do what the flags ask for: plan the run, show a batch of it, or train."""
     if arguments.plan:
-        from train.plan import report
-
         print_recipe(settings)
         print(report(settings, arguments.gpu, arguments.gpus))
     elif arguments.show_batch:
-        from train.show_batch import show_batch
-
         for line in show_batch(settings, arguments.show_batch):
             print(shown(line, 10_000))
     else:

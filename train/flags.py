@@ -9,6 +9,7 @@ import dataclasses
 import typing
 from argparse import SUPPRESS, BooleanOptionalAction, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -21,7 +22,14 @@ MANY = 2**31 - 1  # the largest number of a flag without another limit
 RUN_CONFIG = "config.json"
 
 
-def flag(default: Any, help: str, *, least: float = -MANY, most: float = MANY, **argument) -> Any:
+def flag(
+    default: Any,
+    help: str,
+    *,
+    least: float = -MANY,
+    most: float = MANY,
+    **argument,
+) -> Any:
     """A dataclass field that is also a flag of the same name. least, most: the range of a number,
     ends included. argument: of `add_argument`, such as `choices`."""
     return dataclasses.field(
@@ -29,10 +37,21 @@ def flag(default: Any, help: str, *, least: float = -MANY, most: float = MANY, *
     )
 
 
-def several(choices: Iterable[str], help: str, default: Iterable[str] = (), **argument) -> Any:
+def several(
+    choices: Iterable[str],
+    help: str,
+    default: Iterable[str] = (),
+    **argument,
+) -> Any:
     """A flag of one or more of the `choices`; by default all of them."""
     choices = tuple(choices)
-    return flag(tuple(default) or choices, help, choices=choices, nargs="+", **argument)
+    return flag(
+        tuple(default) or choices,
+        help,
+        choices=choices,
+        nargs="+",
+        **argument,
+    )
 
 
 def flag_name(name: str) -> str:
@@ -55,41 +74,66 @@ def given_flags(
     program: str,
     doc: str | None,
     argv: Sequence[str] | None,
-    groups: Mapping = {},
+    groups: Mapping[str, str] = {},
     recipes: Mapping[str, Mapping] = {},
     **more,
 ) -> dict:
     """The values that the command line of `program` gives; each field of the dataclasses `kinds` is
     a flag.
+
     groups: the fields of each group of --help. recipes: by name, other defaults that --help shows.
-    more: arguments of the parser."""
-    # the form prints the lines of a description as they are; all flags make a page of usage
-    more |= {"formatter_class": RawDescriptionHelpFormatter, "usage": "%(prog)s [flags]"}
-    parser = Parser(f"python -m {program}", description=doc, **more)
-    titled = [
-        (fields.split(), parser.add_argument_group(title)) for title, fields in groups.items()
-    ]
-    group_of = {name: group for names, group in titled for name in names}
-    for field, kind in (
-        (field, field_kind(of, field)) for of in kinds for field in dataclasses.fields(of)
-    ):
-        help, argument = field.metadata["help"], field.metadata["argument"]
-        if "default" not in help and field.default not in (None, ()):
-            help += f" (default: {field.default})"
-        for name, values in recipes.items():
-            if field.name in values:
-                help += f"; {name}: {values[field.name]}"
-        ways = {bool: {"action": BooleanOptionalAction}, tuple: {"action": "append"}}
-        if {"nargs", "type"} & argument.keys():
-            ways[tuple] = {"type": str}
-        named = {"default": SUPPRESS, "help": help.replace("%", "%%"), "dest": field.name}
-        named |= ways.get(kind, {"type": kind}) | argument
-        group_of.get(field.name, parser).add_argument(flag_name(field.name), **named)
+    more: arguments of the parser.
+    """
+    parser = Parser(
+        f"python -m {program}",
+        description=doc,
+        formatter_class=RawDescriptionHelpFormatter,  # which keeps the lines of a description
+        usage="%(prog)s [flags]",  # all of them are a page
+        **more,
+    )
+    group_of = {}
+    for title, names in groups.items():
+        group_of |= dict.fromkeys(names.split(), parser.add_argument_group(title))
+    for kind in kinds:
+        for field in dataclasses.fields(kind):
+            group = group_of.get(field.name, parser)
+            group.add_argument(flag_name(field.name), **argument_of(kind, field, recipes))
     return vars(parser.parse_args(argv))
 
 
+def argument_of(
+    kind: type,
+    field: dataclasses.Field,
+    recipes: Mapping[str, Mapping],
+) -> dict:
+    """The arguments of `add_argument` for a field of the dataclass `kind`."""
+    # 1. what --help says
+    help = field.metadata["help"]
+    if "default" not in help and field.default not in (None, ()):
+        help += f" (default: {field.default})"
+    for name, values in recipes.items():
+        if field.name in values:
+            help += f"; {name}: {values[field.name]}"
+
+    # 2. how a value is read
+    given = field.metadata["argument"]
+    of_value = field_kind(kind, field)
+    if of_value is bool:
+        way = {"action": BooleanOptionalAction}
+    elif of_value is not tuple:
+        way = {"type": of_value}
+    elif {"nargs", "type"} & given.keys():
+        way = {"type": str}
+    else:
+        way = {"action": "append"}
+    way |= {"default": SUPPRESS, "help": help.replace("%", "%%"), "dest": field.name}
+    return way | given
+
+
 def from_values(
-    settings: type[Settings], values: Mapping[str, object], where: str = ""
+    settings: type[Settings],
+    values: Mapping[str, object],
+    where: str = "",
 ) -> Settings:
     """An instance of the dataclass `settings`; lists, as argparse and JSON give them, become
     tuples.
@@ -97,34 +141,28 @@ def from_values(
     Raises UserError, with `where` before it, for the first value that has another type or is out of
     range.
     """
-    made = settings(
-        **{
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in values.items()
-        }
-    )
+    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
+    made = settings(**{**values, **lists})
     for field in dataclasses.fields(settings):
-        value, kind, argument = (
-            getattr(made, field.name),
-            field_kind(settings, field),
-            field.metadata["argument"],
-        )
-        if kind is Path or value is None and field.default is None or "type" in argument:
-            continue  # which its own reader has checked
-        (least, most), expected = field.metadata["range"], argument.get("choices") or kind.__name__
+        value = getattr(made, field.name)
+        kind = field_kind(settings, field)
+        argument = field.metadata["argument"]
+        is_absent = value is None and field.default is None
+        if is_absent or kind is Path or "type" in argument:
+            continue  # its own reader has checked it
+        choices = argument.get("choices")
+        expected = choices or kind.__name__
         if kind in (int, float):
-            fits, expected = (
-                type(value) in (int, kind) and least <= value <= most,
-                f"{expected} from {least} to {most}",
-            )
+            least, most = field.metadata["range"]
+            expected = f"{expected} from {least} to {most}"
+            fits = type(value) in (int, kind) and least <= value <= most
         elif kind is tuple:
-            fits = type(value) is tuple and all(isinstance(text, str) for text in value)
+            fits = isinstance(value, tuple) and all(isinstance(text, str) for text in value)
         else:
-            fits = type(value) is kind and value in argument.get("choices", (value,))
+            fits = type(value) is kind and (choices is None or value in choices)
         if not fits:
-            raise UserError(
-                f"{where}{flag_name(field.name)} is {quoted(value)}, expected {expected}"
-            )
+            name = flag_name(field.name)
+            raise UserError(f"{where}{name} is {quoted(value)}, expected {expected}")
     return made
 
 
@@ -157,30 +195,38 @@ def read_run(
     resumed, and other flags.
 
     defaults(flags): settings that take the place of the fields' defaults. shown_by_help: of
-    `given_flags`. Raises UserError for flags that exclude each other, values out of range,
-    and a folder that it has not written.
+    `given_flags`. Raises UserError for flags that exclude each other, values out of range, an
+    unknown name, and a folder that it has not written.
     """
-    is_read = isinstance(argv, Mapping)
-    given = (
-        dict(argv)
-        if is_read
-        else given_flags((arguments, settings), program, description, argv, **shown_by_help)
-    )
-    names = [field.name for field in dataclasses.fields(arguments) if field.name in given]
-    chosen = from_values(arguments, {name: given.pop(name) for name in names})
+    # 1. the flags
+    names = {field.name for field in dataclasses.fields(settings)}
+    of_arguments = {field.name for field in dataclasses.fields(arguments)}
+    if isinstance(argv, Mapping):
+        check_names(argv, names | of_arguments)
+        given = dict(argv)
+    else:
+        given = given_flags([arguments, settings], program, description, argv, **shown_by_help)
+    chosen = {name: given.pop(name) for name in of_arguments & given.keys()}
+    chosen = from_values(arguments, chosen)
     if chosen.resume is None:
         return from_values(settings, {**defaults(given), **given}), chosen
+
+    # 2. the settings of the run that goes on
     if chosen.out is not None or given.keys() - {"max_bad"}:
         raise UserError(
             "--resume goes on with the run's own settings: leave all flags but --max-bad out"
         )
-    values, where = (
-        read_json(chosen.resume / RUN_CONFIG),
-        f"--resume {shown(chosen.resume)}: {RUN_CONFIG}",
-    )
-    if values.keys() != {field.name for field in dataclasses.fields(settings)}:
-        raise UserError(
-            f"{where} is not of this version of `python -m {program}`: give a folder that it has "
-            "written"
-        )
+    values = read_json(chosen.resume / RUN_CONFIG)
+    where = f"--resume {shown(chosen.resume)}: {RUN_CONFIG}"
+    if values.keys() != names:
+        problem = f"is not of this version of `python -m {program}`"
+        raise UserError(f"{where} {problem}: give a folder that it has written")
     return from_values(settings, values | given, f"{where}: "), chosen
+
+
+def check_names(given: Iterable[str], known: Iterable[str]) -> None:
+    """Raise UserError, with the nearest one, for a name that is not `known`."""
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, 1) or ["--help of the command"]
+            raise UserError(f"{name}: no setting has this name: see {near[0]}")

@@ -133,7 +133,15 @@ def fit(
 class Update:
     """A step of training: accumulate, unscale, clip, step."""
 
-    def __init__(self, model, optimizer, loss, settings: LoopSettings, world: World, total: int):
+    def __init__(
+        self,
+        model,
+        optimizer,
+        loss,
+        settings: LoopSettings,
+        world: World,
+        total: int,
+    ):
         """As for `fit`; total: steps of the run."""
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.settings, self.world, self.total = settings, world, total
@@ -164,7 +172,7 @@ class Update:
         *losses, norm = read_numbers(*losses, gathered(norm))
         loss_sum, signals = self.world.sums(sum(losses), len(received))
         known_norm = 0.0 if self.scaler.is_enabled() else norm
-        check_finite(loss_sum, losses, step, micros, self.world, known_norm)
+        check_loss(loss_sum, losses, step, micros, self.world, known_norm)
 
         # 3. the update
         factor = rate_factor(step, self.total, self.settings.warmup, self.settings.schedule)
@@ -179,7 +187,11 @@ class Update:
         rate = self.optimizer.param_groups[-1]["lr"]
         return record | {"lr": rate, "gradient_norm": norm}, signals
 
-    def backward(self, micros: Sequence, tokens: int) -> list[torch.Tensor]:
+    def backward(
+        self,
+        micros: Sequence,
+        tokens: int,
+    ) -> list[torch.Tensor]:
         """Add up the gradients of the mean loss over `tokens`; returns the sums of the
         micro-batches."""
         losses = []
@@ -198,21 +210,24 @@ def read_numbers(*tensors: torch.Tensor) -> list[float]:
     return torch.stack(tensors).float().tolist()
 
 
-def count_records(micros: Sequence, progress: Progress, most_bad: int, world: World) -> int:
+def count_records(
+    micros: Sequence,
+    progress: Progress,
+    most_bad: int,
+    world: World,
+) -> int:
     """Add the samples and unusable records of a step to `progress`; returns its supervised tokens,
     of all processes.
 
     Raises UserError for more than `most_bad` unusable records.
     """
-    shares = chain.from_iterable(
-        world.gather([(len(micro.names), micro.tokens, micro.bad) for micro in micros])
-    )
-    samples, tokens, bad = zip(*shares, strict=True)
+    share = [(len(micro.names), micro.tokens, micro.bad) for micro in micros]
+    samples, tokens, bad = zip(*chain(*world.gather(share)), strict=True)
     progress.samples += sum(samples)
-    progress.empty_steps += not any(tokens)
-    progress.bad = list(
-        dict.fromkeys(chain(progress.bad, *bad))
-    )  # every epoch reports a record again
+    if not any(tokens):
+        progress.empty_steps += 1
+    # every epoch reports a record again
+    progress.bad = list(dict.fromkeys(chain(progress.bad, *bad)))
     if len(progress.bad) > most_bad:
         raise UserError(
             f"{len(progress.bad)} records are unusable, more than {most_bad}: correct them, or "
@@ -221,8 +236,13 @@ def count_records(micros: Sequence, progress: Progress, most_bad: int, world: Wo
     return sum(tokens)
 
 
-def check_finite(
-    total: float, losses: Sequence[float], step: int, micros: Sequence, world: World, norm: float
+def check_loss(
+    total: float,
+    losses: Sequence[float],
+    step: int,
+    micros: Sequence,
+    world: World,
+    norm: float,
 ) -> None:
     """Raise Diverged in every process, naming the records, if the loss of a micro-batch of any is
     not finite.
@@ -230,16 +250,13 @@ def check_finite(
     norm: of the gradient; if it is not finite, the step would leave no weight finite.
     """
     if not math.isfinite(total):
-        damaged = [
-            (loss, *micro.names)
-            for loss, micro in zip(losses, micros, strict=True)
-            if not math.isfinite(loss)
-        ]
-        loss, *names = next(chain.from_iterable(world.gather(damaged)), (total, "all"))
-        raise Diverged(
-            f"step {step}: the loss is {loss} on {', '.join(names)}: lower --lr, or look at these "
-            "records"
-        )
+        damaged = []
+        for loss, micro in zip(losses, micros, strict=True):
+            if not math.isfinite(loss):
+                damaged.append((loss, *micro.names))
+        loss, *names = next(chain(*world.gather(damaged)), (total, "all"))
+        problem = f"step {step}: the loss is {loss} on {', '.join(names)}"
+        raise Diverged(f"{problem}: lower --lr, or look at these records")
     if not math.isfinite(norm):
         raise Diverged(
             f"step {step}: the loss is finite, but the norm of its gradient is {norm}: lower --lr"

@@ -20,12 +20,14 @@ from model.device import choose_dtype
 from model.differential import default_options, graft
 from model.paligemma import PaliGemma
 from model.processor import Processor
+from train.align import new_tower
 from train.checkpoint import Progress
 from train.data.batches import MicroBatch, Order, shifted
 from train.distributed import World, whole_model
 from train.loop import fit
 from train.optim import OPTIMIZERS, SCALARS, MuonAdamW, Rule, matching, parameter_groups, trainable
 from train.settings import Settings
+from weights.export import companions, export_model
 from weights.load import load_model
 
 
@@ -52,8 +54,6 @@ def load_start(settings: Settings, device: torch.device) -> PaliGemma:
     """What training starts from: the base, without graft and adapter."""
     model = load_base(settings, device)
     if settings.new_tower:
-        from train.align import new_tower
-
         new_tower(model, settings.seed)
     return model
 
@@ -90,35 +90,50 @@ def learning_rules(settings: Settings, model: PaliGemma) -> list[Rule]:
         tower = {r"vision_tower\..*": 0.1} if settings.align else {}
         return rules_of(model, settings, tower | {".*": 1.0})
     torch.manual_seed(settings.seed)  # LoRA's A is drawn here
-    adapter.inject(model, settings.targets, settings.r, settings.alpha, settings.dropout)
+    adapter.inject(
+        model,
+        settings.targets,
+        settings.r,
+        settings.alpha,
+        settings.dropout,
+    )
     names = list(trainable(model))
     rules = [Rule(names, settings.lr, settings.weight_decay)]
     scalars = [name for name in names if re.fullmatch(SCALARS, name)]
     if scalars:
-        rate = settings.lr
         # Muon's AdamW applies it itself
-        if settings.scalar_lr is not None and settings.optimizer != "muon":
-            rate = settings.scalar_lr
-        rules.insert(0, Rule(scalars, rate))
+        has_own = settings.scalar_lr is not None and settings.optimizer != "muon"
+        rules.insert(0, Rule(scalars, settings.scalar_lr if has_own else settings.lr))
     return rules
 
 
-def rules_of(model: PaliGemma, settings: Settings, factors: Mapping[str, float]) -> list[Rule]:
+def rules_of(
+    model: PaliGemma,
+    settings: Settings,
+    factors: Mapping[str, float],
+) -> list[Rule]:
     """Rules for parameters by pattern of their names, each with a factor of the rate."""
-    decay = settings.weight_decay
-    return [
-        Rule(matching(model, names), settings.lr * factor, decay)
-        for names, factor in factors.items()
-    ]
+    rules = []
+    for pattern, factor in factors.items():
+        names = matching(model, pattern)
+        rules.append(Rule(names, settings.lr * factor, settings.weight_decay))
+    return rules
 
 
-def make_optimizer(model: PaliGemma, rules: Sequence[Rule], settings: Settings) -> Optimizer:
+def make_optimizer(
+    model: PaliGemma,
+    rules: Sequence[Rule],
+    settings: Settings,
+) -> Optimizer:
     """The optimizer that `settings` name, over the parameters that `rules` do."""
-    groups, betas = parameter_groups(model, rules), (0.9, settings.beta2)
+    groups = parameter_groups(model, rules)
+    betas = (0.9, settings.beta2)
     if settings.optimizer != "muon":
         return OPTIMIZERS[settings.optimizer](groups, betas=betas)
-    given = settings.scalar_lr is not None and settings.lr
-    return MuonAdamW(groups, betas, settings.scalar_lr / settings.lr if given else 0.1)
+    ratio = 0.1
+    if settings.scalar_lr is not None and settings.lr:
+        ratio = settings.scalar_lr / settings.lr
+    return MuonAdamW(groups, betas, ratio)
 
 
 @singledispatch
@@ -129,8 +144,6 @@ def open_processor(settings: Settings, model: PaliGemma) -> tuple[Processor, lis
     processor.config = model.config  # of a new tower
     if not settings.writes_model:
         return processor, []
-    from weights.export import companions
-
     return processor, companions(settings.base)
 
 
@@ -148,13 +161,10 @@ def train_on(
 
     def loss(called: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
         micro = micro.to(world.device)
-        if (
-            settings.shift
-            and not ((micro.targets >= location) & (micro.targets < location + 1024)).any()
-        ):  # no boxes
-            micro = replace(
-                micro, batch=replace(micro.batch, pixel_values=shifted(micro.batch.pixel_values))
-            )
+        is_location = (micro.targets >= location) & (micro.targets < location + 1024)
+        if settings.shift and not is_location.any():
+            pixels = shifted(micro.batch.pixel_values)
+            micro = replace(micro, batch=replace(micro.batch, pixel_values=pixels))
         return supervised_loss(called, micro)
 
     return fit(model, optimizer, order, loss, settings, run, world, **options)
@@ -171,24 +181,32 @@ def inputs(micro: MicroBatch) -> dict[str, torch.Tensor]:
 
 
 def write_trained(
-    model: PaliGemma, folder: Path, settings: Settings, world: World, files: Sequence[Path]
+    model: PaliGemma,
+    folder: Path,
+    settings: Settings,
+    world: World,
+    files: Sequence[Path],
 ) -> None:
     """Write the adapter, or the whole model with the `files` that belong beside it. Every process
     must call it."""
     if settings.writes_model:
-        from weights.export import export_model
-
         whole = whole_model(model, world)
         if world.is_first:
             export_model(whole, folder, companions=files)
     else:
-        adapter.save(model, folder, settings.base, settings.question_prompt, write=world.is_first)
+        adapter.save(
+            model,
+            folder,
+            settings.base,
+            settings.question_prompt,
+            write=world.is_first,
+        )
     world.barrier()
 
 
 def open_trained(settings: Settings, folder: Path, device: torch.device) -> PaliGemma:
-    """The trained model from the files that `write_trained` has written, whole on each process, held
-    as it was in training."""
+    """The trained model from the files that `write_trained` has written, whole on each process, in
+    the dtypes of training."""
     if settings.writes_model:
         return load_base(replace(settings, base=str(folder)), device)
     model = load_base(settings, device)

@@ -1,14 +1,13 @@
 """What a run takes, before anything is trained: `python -m train.finetune --plan`.
 
 In: the settings of a run. Out: a `PlanRow`: sizes, the memory of one GPU, disk, and hours by a
-GPU's published peak.
-A sample of the data is opened as training opens it; of the weights headers alone are read, and no
-GPU is needed.
+GPU's published peak. A sample of the data is opened as training opens it; of the weights headers
+alone are read, and no GPU is needed.
 
 A step is traced: it runs on tensors that have a shape and no memory, and every storage is counted
-while it is alive. Scans, and weights in few bits are unpacked, as on a GPU. Sizes are printed
-in GB, 10⁹ bytes, those of a GPU with CUDA's own; CUDA also copies keys and values for all heads
-where attention has a mask.
+while it is alive. Scans, and weights in few bits are unpacked, as on a GPU. Sizes are printed in
+GB, 10⁹ bytes, those of a GPU with CUDA's own; CUDA also copies keys and values for all heads where
+attention has a mask.
 """
 
 import time
@@ -16,6 +15,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
+from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -31,6 +31,7 @@ from model.paligemma import PaliGemma
 from model.processor import Processor, processor_for
 from model.source import preset_of
 from train.align import align, is_taught
+from train.checkpoint import Progress
 from train.data.batches import MicroBatch, Order
 from train.data.sources import read_records
 from train.distributed import World, layers_of, reads_bf16
@@ -43,6 +44,8 @@ SHARES = (0.5, 0.3)  # of the peak, which a training step may reach
 SAMPLE = 128  # rows that are opened
 CUDA = 1e9  # bytes of its own, about
 CARDS = {16: "T4", 24: "RTX4090", 48: "L40S", 80: "A100"}  # GB of memory, and a GPU that has it
+HEAD = "run|trained|rows a step|samples|steps|tokens|memory, GB|disk, GB|FLOPs".split("|")
+ALONE = World(0, 1, torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -80,66 +83,89 @@ class PlanRow:
 
     def memory(self, checkpointing: bool) -> float:
         """GB of one GPU, with CUDA's own."""
-        return ((self.checkpointed if checkpointing else self.plain).memory + CUDA) / 1e9
+        cost = self.checkpointed if checkpointing else self.plain
+        return (cost.memory + CUDA) / 1e9
 
     def hours(self, gpu: str) -> str:
-        return " – ".join(
-            f"{self.flops / (share * GPUS[gpu][0] * self.gpus) / 3600:,.2f}" for share in SHARES
-        )
+        peak = GPUS[gpu][0] * self.gpus
+        return " – ".join(f"{self.flops / (share * peak) / 3600:,.2f}" for share in SHARES)
 
 
-def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
+def plan(
+    settings: Settings,
+    name: str | None = None,
+    gpus: int = 1,
+) -> PlanRow:
     """What the run of `settings` on `gpus` GPUs takes. `device` decides dtypes; "auto" is a GPU
     here. Raises UserError for all that the run would refuse."""
+    # 1. the model, without its values, and some data
     rows, micro_batches = step_layout(settings, gpus)
     records = read_records(settings)
     device = torch.device("cuda" if settings.device == "auto" else settings.device)
-    dtype = next(name for name, kind in DTYPES.items() if kind == weights_dtype(settings, device))
+    of_weights = weights_dtype(settings, device)
+    dtype = next(name for name, kind in DTYPES.items() if kind == of_weights)
     model, _ = open_model(replace(settings, dtype=dtype), torch.device("meta"))
-    learned, autocast = trainable(model), autocast_dtype(settings.autocast, device)
-    result = bytes_of((model.state_dict() if settings.writes_model else learned).values())
-    order = Order(
-        records, processor_of(settings, model), settings, World(0, gpus, torch.device("cpu"))
-    )
+    order = Order(records, processor_of(settings, model), settings, replace(ALONE, size=gpus))
     micros = open_sample(order, settings)
     widest = max(micros, key=lambda micro: micro.batch.input_ids.numel())
+
+    # 2. a step
+    autocast = autocast_dtype(settings.autocast, device)
+    learned = trainable(model)
     trained = count(learned.values())
+    written = model.state_dict() if settings.writes_model else learned
+    result = bytes_of(written.values())
     costs = step_costs(model, widest, autocast, micro_batches > gpus, settings.optimizer)
     # one checkpoint more than is kept while it is written
-    disk = (4 * trained + costs[0].moments) * (settings.keep + 1) + result * (
-        2 if settings.keep_best else 1
-    )
+    disk = (4 * trained + costs[0].moments) * (settings.keep + 1) + result
+    if settings.keep_best:
+        disk += result
     if gpus > 1:
         costs = [spread_cost(cost, gpus, model, settings.shard, autocast) for cost in costs]
+    plain, checkpointed = costs
+
+    # 3. all steps
+    step_rows = rows * micro_batches
     epochs, rest = divmod(order.total, order.steps_per_epoch)
-    samples = epochs * len(records) + rest * rows * micro_batches
-    tokens = (
-        samples * sum(m.batch.input_ids.numel() for m in micros) / sum(len(m.names) for m in micros)
+    samples = epochs * len(records) + rest * step_rows
+    of_sample = sum(micro.batch.input_ids.numel() for micro in micros)
+    tokens = samples * of_sample / sum(len(micro.names) for micro in micros)
+    of_step = checkpointed if settings.checkpointing else plain
+    return PlanRow(
+        name=name or settings.stem,
+        gpus=gpus,
+        trained=trained,
+        rows=rows,
+        step_rows=step_rows,
+        samples=samples,
+        steps=order.total,
+        tokens=round(tokens),
+        plain=plain,
+        checkpointed=checkpointed,
+        disk=disk,
+        flops=of_step.flops * tokens / widest.batch.input_ids.numel(),
     )
-    flops = costs[settings.checkpointing].flops * tokens / widest.batch.input_ids.numel()
-    sizes = (trained, rows, rows * micro_batches, samples, order.total, round(tokens))
-    return PlanRow(name or settings.stem, gpus, *sizes, *costs, disk, flops)
 
 
 def processor_of(settings: Settings, model: PaliGemma) -> Processor:
     """The processor of the run; for a preset without a tokenizer with that of the embedded base, of
     smaller pieces."""
     if preset_of(settings.tokenizer_source()):
-        return processor_for(
-            model.config,
-            Processor.from_source("embedded").tokenizer,
-            max_length=settings.max_length,
-        )
+        tokenizer = Processor.from_source("embedded").tokenizer
+        return processor_for(model.config, tokenizer, max_length=settings.max_length)
     return open_processor(settings, model)[0]
 
 
 def open_sample(order: Order, settings: Settings) -> list[MicroBatch]:
     """The first micro-batches of a run, of about SAMPLE rows. Raises UserError for too many
     unusable records."""
-    micros, rows, bad = [], 0, []
+    micros, bad = [], []
+    rows = 0
     for micro in chain.from_iterable(order.steps(0, settings.workers)):
-        micros += [micro] if micro.names else []
-        rows, bad = rows + len(micro.names), [*bad, *micro.bad]
+        if micro.names:
+            micros.append(micro)
+        rows += len(micro.names)
+        bad += micro.bad
         if len(bad) > order.most_bad or rows + len(bad) >= SAMPLE:
             break
     if len(bad) > order.most_bad or not micros:
@@ -150,7 +176,11 @@ def open_sample(order: Order, settings: Settings) -> list[MicroBatch]:
 
 
 def spread_cost(
-    cost: StepCost, gpus: int, model: PaliGemma, shard: bool, autocast: torch.dtype | None
+    cost: StepCost,
+    gpus: int,
+    model: PaliGemma,
+    shard: bool,
+    autocast: torch.dtype | None,
 ) -> StepCost:
     """The cost of one of `gpus` GPUs: DDP exchanges copies of the gradients, FSDP2 gathers two
     layers at a time."""
@@ -158,11 +188,14 @@ def spread_cost(
         return replace(cost, gradients=2 * cost.gradients)
     sizes = [bytes_of(layer.parameters()) for layer in layers_of(model)]
     outside = bytes_of(model.parameters()) - sum(sizes)
-    weights = cost.weights / gpus + (2 * max(sizes) + outside) * (
-        0.5 if reads_bf16(model, autocast) else 1
-    )
+    gathered = 2 * max(sizes) + outside
+    if reads_bf16(model, autocast):
+        gathered /= 2
     return replace(
-        cost, weights=weights, gradients=cost.gradients / gpus, moments=cost.moments / gpus
+        cost,
+        weights=cost.weights / gpus + gathered,
+        gradients=cost.gradients / gpus,
+        moments=cost.moments / gpus,
     )
 
 
@@ -194,35 +227,36 @@ def step_costs(
 ) -> list[StepCost]:
     """What a step of `model`, on the meta device, costs, without and with checkpointing; afterwards
     it is of no use. accumulates: an earlier micro-batch has left its gradients."""
-    fake, costs = FakeTensorMode(allow_non_fake_inputs=True), []
+    # 1. tensors without memory; a model reads the values of integers, as to count image slots
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
-    # A model reads the values of integers, for example to count image slots: these stay.
-    shapes = replace(
-        micro, batch=replace(micro.batch, pixel_values=fake.from_tensor(micro.batch.pixel_values))
-    )
-    learned, tensors, by_muon = (
-        trainable(model),
-        [*model.parameters(), *model.buffers()],
-        optimizer == "muon",
-    )
-    weights, gradients = bytes_of(tensors), bytes_of(learned.values())
-    moments = sum(
-        p.nbytes * (1 if by_muon and is_inner_matrix(name, p) else 2) for name, p in learned.items()
-    )
+    pixels = fake.from_tensor(micro.batch.pixel_values)
+    shapes = replace(micro, batch=replace(micro.batch, pixel_values=pixels))
+
+    # 2. what is alive all the time
+    learned = trainable(model)
+    tensors = [*model.parameters(), *model.buffers()]
+    gradients = bytes_of(learned.values())
+    moments = 2 * gradients
+    if optimizer == "muon":
+        moments -= bytes_of(p for name, p in learned.items() if is_inner_matrix(name, p))
+
+    # 3. a step of each kind
+    costs = []
     model.train()
     for checkpointing in (False, True):
         model.set_checkpointing(checkpointing)
         with _Counter(tensors) as counter:
             for parameter in learned.values():
                 parameter.grad = parameter.detach().clone() if accumulates else None
-            with torch.autocast(
-                "cpu", autocast, enabled=autocast is not None
-            ):  # its copies of weights end here
+            # its copies of weights end with it
+            with torch.autocast("cpu", autocast, enabled=autocast is not None):
                 value = supervised_loss(model, shapes)
             (value / micro.tokens).backward()
             del value
-        costs.append(StepCost(weights, gradients, moments, counter.peak - gradients, counter.flops))
+        activations = counter.peak - gradients
+        costs.append(StepCost(bytes_of(tensors), gradients, moments, activations, counter.flops))
     return costs
 
 
@@ -235,18 +269,20 @@ class _Counter(TorchDispatchMode):
         self.known = WeakIdKeyDictionary({tensor.untyped_storage(): True for tensor in tensors})
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
         if count_flops := FLOPS.get(func.overloadpacket):
-            self.flops += count_flops(*args, **(kwargs or {}), out_val=out)
+            self.flops += count_flops(*args, **kwargs, out_val=out)
         for tensor in tree_iter(out):
-            if (
-                isinstance(tensor, torch.Tensor)
-                and (storage := tensor.untyped_storage()) not in self.known
-            ):
-                self.known[storage] = True
-                self._add(storage.nbytes())
-                weakref.finalize(storage, self._add, -storage.nbytes())
+            if isinstance(tensor, torch.Tensor):
+                self._watch(tensor.untyped_storage())
         return out
+
+    def _watch(self, storage: torch.UntypedStorage) -> None:
+        if storage not in self.known:
+            self.known[storage] = True
+            self._add(storage.nbytes())
+            weakref.finalize(storage, self._add, -storage.nbytes())
 
     def _add(self, size: int) -> None:
         self.live += size
@@ -260,42 +296,45 @@ def report(settings: Settings, gpu: str | None, gpus: int) -> str:
     """What `--plan` prints: sizes, how many rows of a micro-batch fit on which GPU, and in the last
     line with which flags the run fits on the smallest; of the bundled toy model CPU seconds."""
     if gpu is None and settings.base == "embedded" and type(settings) is Settings:
-        table, seconds = (
-            plan_table([plan(replace(settings, device="cpu"))], None),
-            cpu_seconds(settings),
-        )
-        return f"{table}\n\nabout {seconds:,.0f} CPU seconds on {processor_name()}, and up to a third for evaluations"
-    row, cards, lines, fits = (
-        plan(settings, gpus=gpus),
-        {GPUS[gpu][1]: gpu} if gpu else CARDS,
-        [],
-        {},
-    )
-    ways = {"": {row.rows: row.memory(settings.checkpointing)}}
-    if gpu is None or ways[""][row.rows] > GPUS[gpu][1]:
+        settings = replace(settings, device="cpu")
+        table = plan_table([plan(settings)], None)
+        seconds = f"about {cpu_seconds(settings):,.0f} CPU seconds on {processor_name()}"
+        return f"{table}\n\n{seconds}, and up to a third for evaluations"
+    # 1. as it is, and other ways
+    row = plan(settings, gpus=gpus)
+    cards = {GPUS[gpu][1]: gpu} if gpu else CARDS
+    needed = row.memory(settings.checkpointing)
+    ways = {"": {row.rows: needed}}
+    if gpu is None or needed > GPUS[gpu][1]:
         ways |= ways_of(settings, row)
+
+    # 2. where each fits
+    lines = []
+    fits = {}
     for flags, memory in ways.items():
-        lines.append([flags or "as it is"])
+        line = [flags or "as it is"]
         for size in cards:
             rows = max((rows for rows in memory if memory[rows] <= size), default=0)
-            lines[-1].append(f"{rows} ({memory[rows]:.1f} GB)" if rows else "no")
+            line.append(f"{rows} ({memory[rows]:.1f} GB)" if rows else "no")
             if rows and size not in fits:
-                more = [f"--batch-size {rows} --step-batch {row.step_rows}"] * (rows != row.rows)
-                how = (
-                    f"with {' '.join([flags] * bool(flags) + more)}"
-                    if flags or more
-                    else "as it is"
-                )
+                more = f" --batch-size {rows} --step-batch {row.step_rows}"
+                words = flags if rows == row.rows else (flags + more).strip()
+                how = f"with {words}" if words else "as it is"
                 fits[size] = f"fits on {size} GB {how} ({memory[rows]:.1f} GB of {size})"
-    least = min(needed for memory in ways.values() for needed in memory.values())
-    no = f"does not fit on {max(cards)} GB: it takes {least:.1f} GB or more; spread it over GPUs with --shard"
-    head = (
-        "fits, with rows of a micro-batch",
-        *(f"{size} GB ({name})" for size, name in cards.items()),
-    )
+        lines.append(line)
     lines.append(["hours", *map(row.hours, cards.values())])
+    head = ["fits, with rows of a micro-batch"]
+    head += [f"{size} GB ({name})" for size, name in cards.items()]
     table = "\n".join(markdown_table(head, lines))
-    return "\n\n".join([plan_table([row], gpu), table, fits[min(fits)] if fits else no])
+
+    # 3. the smallest that it fits on
+    if fits:
+        verdict = fits[min(fits)]
+    else:
+        least = min(min(memory.values()) for memory in ways.values())
+        verdict = f"does not fit on {max(cards)} GB: it takes {least:.1f} GB or more"
+        verdict += "; spread it over GPUs with --shard"
+    return "\n\n".join([plan_table([row], gpu), table, verdict])
 
 
 def ways_of(settings: Settings, row: PlanRow) -> dict[str, dict[int, float]]:
@@ -304,77 +343,77 @@ def ways_of(settings: Settings, row: PlanRow) -> dict[str, dict[int, float]]:
     One row and all rows of a step are traced. A peak is convex in rows, so none between is above
     the line of both.
     """
-    share, ways = row.step_rows // row.gpus, {}
-    is_fixed = settings.quantize or settings.writes_model or settings.shard
-    for quantize, note in ((settings.quantize, ""), ("nf4", "--quantize nf4 "))[
-        : 1 if is_fixed else 2
-    ]:
+    share = row.step_rows // row.gpus
+    kinds = {"": settings.quantize}
+    if not (settings.quantize or settings.writes_model or settings.shard):
+        kinds["--quantize nf4 "] = "nf4"
+    ways = {}
+    for note, quantize in kinds.items():
         chosen = replace(settings, quantize=quantize, step_batch=row.step_rows)
-        few, many = (plan(replace(chosen, batch_size=rows), gpus=row.gpus) for rows in (1, share))
-        for on, flag in ((False, "--no-checkpointing"), (True, "--checkpointing")):
-            slope = (many.memory(on) - few.memory(on)) / max(1, share - 1)
-            memory = {
-                n: few.memory(on) + slope * (n - 1) for n in range(1, share + 1) if share % n == 0
-            }
-            ways[(note + flag * (on != settings.checkpointing)).strip()] = memory
+        few = plan(replace(chosen, batch_size=1), gpus=row.gpus)
+        many = plan(replace(chosen, batch_size=share), gpus=row.gpus)
+        for checkpointing, flag in ((False, "--no-checkpointing"), (True, "--checkpointing")):
+            least = few.memory(checkpointing)
+            slope = (many.memory(checkpointing) - least) / max(1, share - 1)
+            flags = note if checkpointing == settings.checkpointing else note + flag
+            rows = [n for n in range(1, share + 1) if share % n == 0]
+            ways[flags.strip()] = {n: least + slope * (n - 1) for n in rows}
     return ways
 
 
 def cpu_seconds(settings: Settings) -> float:
-    """CPU seconds of a run of the bundled toy model, from four steps here with random weights of
-    its sizes."""
-    settings, world = replace(settings, base="tiny", device="cpu"), World(0, 1, torch.device("cpu"))
-    (model, optimizer), records = open_model(settings, world.device), read_records(settings)
-    order, marks = Order(records, processor_of(settings, model), settings, world), []
+    """CPU seconds of a run of the bundled toy model, from four steps here."""
+    # 1. its steps
+    settings = replace(settings, device="cpu")
+    model, optimizer = open_model(settings, ALONE.device)
+    records = read_records(settings)
+    order = Order(records, processor_of(settings, model), settings, ALONE)
     if settings.align and is_taught(records):
         model.vision_tower.requires_grad_(False)
-    for micro in chain.from_iterable(islice(order.steps(0, 0), 5)):
+    marks = []
+    for micro in chain.from_iterable(islice(order.steps(0), 5)):
         (supervised_loss(model, micro) / max(1, micro.tokens)).backward()
         optimizer.step()
         marks.append(time.process_time())
-    of_step = (
-        step_layout(settings, 1)[1] * (marks[-1] - marks[0]) / max(1, len(marks) - 1)
-    )  # the first warms up
+    of_micro = (marks[-1] - marks[0]) / max(1, len(marks) - 1)  # the first warms up
+    seconds = order.total * step_layout(settings, 1)[1] * of_micro
+
+    # 2. those of its alignment, in a process that shows no progress
     if settings.align:
-        align(
-            model, records, replace(settings, align=4), replace(world, rank=1)
-        )  # only the first shows its progress
-    return order.total * of_step + settings.align * (time.process_time() - marks[-1]) / 4
+        quiet = replace(ALONE, rank=1)
+        short = replace(settings, align=4, checkpoint_every=5)  # too short for a checkpoint
+        align(model, records, short, quiet, Path(), Progress())
+        seconds += settings.align * (time.process_time() - marks[-1]) / 4
+    return seconds
 
 
 def plan_table(rows: Sequence[PlanRow], gpu: str | None) -> str:
     """The runs as a Markdown table, with hours on `gpu`; below it what the numbers mean."""
-    head = [
-        "run",
-        "trained",
-        "rows a step",
-        "samples",
-        "steps",
-        "tokens",
-        "memory, GB",
-        "disk, GB",
-        "FLOPs",
-    ]
-    cells = []
-    for row in rows:
-        counts = (
-            f"{n:,}" for n in (row.trained, row.step_rows, row.samples, row.steps, row.tokens)
-        )
-        sizes = row.memory(False), row.memory(True)
-        memory = " / ".join(
-            f"{size:,.1f}" + "!" * bool(gpu and size > GPUS[gpu][1]) for size in sizes
-        )
-        cells.append([row.name, *counts, memory, f"{row.disk / 1e9:,.2f}", f"{row.flops:.2e}"])
-        cells[-1] += [row.hours(gpu)] if gpu else []
-    gpus, batches = (
-        " or ".join(dict.fromkeys(str(getattr(row, name)) for row in rows))
-        for name in ("gpus", "rows")
-    )
-    about = f"Memory: of one GPU, for micro-batches of {batches} rows, without / with `--checkpointing`, "
-    about += f"{CUDA / 1e9:.0f} GB of CUDA's own included"
+    # 1. a line for each run
+    head = [*HEAD]
     if gpu:
-        about += (
-            f"; ! is more than {GPUS[gpu][1]} GB. Hours: at {SHARES[0]:.0%} to {SHARES[1]:.0%} of "
-        )
-        about += f"{GPUS[gpu][0] / 1e12:.0f} TFLOP/s (bf16) of {gpus} × {gpu}, without evaluation"
-    return "\n".join([*markdown_table(head + ["hours"] * bool(gpu), cells), "", about + "."])
+        head.append("hours")
+    lines = []
+    for row in rows:
+        counts = (row.trained, row.step_rows, row.samples, row.steps, row.tokens)
+        sizes = []
+        for checkpointing in (False, True):
+            size = row.memory(checkpointing)
+            mark = "!" if gpu and size > GPUS[gpu][1] else ""
+            sizes.append(f"{size:,.1f}{mark}")
+        line = [row.name, *(f"{count:,}" for count in counts), " / ".join(sizes)]
+        line += [f"{row.disk / 1e9:,.2f}", f"{row.flops:.2e}"]
+        if gpu:
+            line.append(row.hours(gpu))
+        lines.append(line)
+
+    # 2. what they mean
+    gpus = " or ".join(dict.fromkeys(str(row.gpus) for row in rows))
+    batches = " or ".join(dict.fromkeys(str(row.rows) for row in rows))
+    about = f"Memory: of one GPU, for micro-batches of {batches} rows, without / with "
+    about += f"`--checkpointing`, {CUDA / 1e9:.0f} GB of CUDA's own included"
+    if gpu:
+        peak, size = GPUS[gpu]
+        about += f"; ! is more than {size} GB. Hours: at {SHARES[0]:.0%} to {SHARES[1]:.0%} of "
+        about += f"{peak / 1e12:.0f} TFLOP/s (bf16) of {gpus} × {gpu}, without evaluation"
+    return "\n".join([*markdown_table(head, lines), "", f"{about}."])

@@ -13,21 +13,14 @@ from collections.abc import Sequence
 from eval.command import command_parser
 from model.common import run_command
 from train.compare import STUDIES, run_study
-from train.studies import paper
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the study of the paper that is named first, with all other flags."""
     argv = sys.argv[1:] if argv is None else argv
     parser = command_parser("train.reproduce", __doc__)
-    parser.add_argument(
-        "paper", choices=["paligemma", *STUDIES], help="its own flags: PAPER --help"
-    )
-    name = parser.parse_args(argv[:1]).paper
-    if name == "paligemma":
-        paper.main(argv[1:])
-    else:
-        run_study(name, argv[1:])
+    parser.add_argument("paper", choices=[*STUDIES], help="its own flags: PAPER --help")
+    run_study(parser.parse_args(argv[:1]).paper, argv[1:])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ data; a resumed run compares them.
 import contextlib
 import fcntl
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -22,13 +21,16 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 
+from eval import figures
 from eval.data.records import Record
+from eval.progress import Bar
 from model.common import UserError, atomic_path, check_text, file_errors, quoted, shown, write_text
 from model.device import processor_name
+from train.chart import line_chart
 from train.checkpoint import Progress, checkpoints, file_digest
 from train.distributed import World
 from train.flags import RUN_CONFIG, RunArguments, flag_name
@@ -60,9 +62,8 @@ def catch_signals(least: int = 2) -> Iterator[list[int]]:
 
     before = {}
     with contextlib.suppress(ValueError):  # not the main thread
-        before = {
-            number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)
-        }
+        for number in (signal.SIGTERM, signal.SIGINT):
+            before[number] = signal.signal(number, handler)
     try:
         yield received
     finally:
@@ -79,26 +80,32 @@ def check_empty(out: Path | None) -> None:
         raise UserError(f"--out {shown(out)}: not empty: choose another folder, or --resume it")
 
 
+def free_folder(stem: str) -> Path:
+    """runs/STEM-NUMBER, with the first number that is free."""
+    number = 1
+    while Path("runs", f"{stem}-{number}").exists():
+        number += 1
+    return Path("runs", f"{stem}-{number}")
+
+
 @contextlib.contextmanager
 def run_folder(
-    arguments: RunArguments, settings, stem: str, program: str, world: World
+    arguments: RunArguments,
+    settings: Any,
+    world: World,
 ) -> Iterator[Path]:
     """The folder of a run for the block, locked: the resumed one, or a new `--out` or
-    runs/STEM-NUMBER.
+    `free_folder`.
 
-    If the block raises before learned weights are written, the new folder is deleted. A signal ends
-    the program, with advice. Raises UserError if another process writes to the folder, if it
-    is not empty, and as `lock_folder`.
+    settings: with the `stem` of its name and the `program` that resumes it. If the block raises
+    before learned weights are written, the new folder is deleted. A signal ends the program, with
+    advice. Raises UserError if another process writes to the folder, if it is not empty, and as
+    `lock_folder`.
     """
     run = None
     if world.is_first:
         check_empty(arguments.out)
-        numbered = (Path("runs", f"{stem}-{number}") for number in itertools.count(1))
-        run = (
-            arguments.resume
-            or arguments.out
-            or next(path for path in numbered if not path.exists())
-        )
+        run = arguments.resume or arguments.out or free_folder(settings.stem)
         with file_errors(check_text(str(run))):
             run.mkdir(parents=True, exist_ok=True)
         lock = lock_folder(run)
@@ -118,7 +125,7 @@ def run_folder(
             lock.close()
             shutil.rmtree(run, ignore_errors=True)
         if isinstance(error, Interrupted):
-            advice = f"saved; go on with: python -m {program} --resume {shown(run)}"
+            advice = f"saved; go on with: python -m {settings.program} --resume {shown(run)}"
             error.end_program(advice if is_kept else "nothing was learned yet")
         raise
 
@@ -173,20 +180,19 @@ class Log:
     were.
     """
 
-    def __init__(self, run: Path, total: int, progress: Progress, world: World):
-        from eval.progress import Bar
-
-        self.progress, self.samples, self.shown, self.written = (
-            progress,
-            progress.samples,
-            {},
-            time.perf_counter(),
-        )
-        self.started, self.device, self.writes = (
-            self.written - progress.seconds,
-            world.device,
-            world.is_first,
-        )
+    def __init__(
+        self,
+        run: Path,
+        total: int,
+        progress: Progress,
+        world: World,
+    ):
+        self.progress = progress
+        self.device = world.device
+        self.samples = progress.samples  # before the step that runs
+        self.written = time.perf_counter()
+        self.started = self.written - progress.seconds
+        self.values: dict[str, str] = {}  # beside the bar
         self.bar = Bar(
             total=total,
             initial=progress.step,
@@ -195,42 +201,46 @@ class Log:
             disable=not world.is_first,
         )
         self.path = run / "metrics.jsonl"
-        if self.writes:
-            lines = self.path.read_bytes().splitlines(keepends=True) if progress.step else []
-            with atomic_path(self.path) as temporary:
-                temporary.write_bytes(b"".join(lines[: progress.step]))
-                # checkpoints of earlier versions have none
-                if progress.step and progress.log and file_digest(temporary) != progress.log:
-                    problem = f"a line before step {progress.step} is lost or changed"
-                    raise UserError(f"{shown(self.path)}: {problem}: put the run's own file back")
-            self.file = self.path.open(
-                "a", buffering=1
-            )  # each line is the system's as soon as it is written
+        self.file = None
+        if world.is_first:
+            self._take_back()
+            self.file = self.path.open("a", buffering=1)  # the system gets each line at once
+
+    def _take_back(self) -> None:
+        """Delete the lines of steps after the checkpoint."""
+        step = self.progress.step
+        lines = self.path.read_bytes().splitlines(keepends=True) if step else []
+        with atomic_path(self.path) as temporary:
+            temporary.write_bytes(b"".join(lines[:step]))
+            if step and file_digest(temporary) != self.progress.log:
+                problem = f"a line before step {step} is lost or changed"
+                raise UserError(f"{shown(self.path)}: {problem}: put the run's own file back")
 
     def speed(self, tokens: int) -> dict[str, float]:
         """The fields MEASURED of a step with so many supervised tokens, which ends now."""
-        now, samples = time.perf_counter(), self.progress.samples - self.samples
+        now = time.perf_counter()
         took = now - self.written
-        values = now - self.started, samples / took, tokens / took, peak_bytes(self.device) / 2**20
+        values = (
+            now - self.started,
+            (self.progress.samples - self.samples) / took,
+            tokens / took,
+            peak_bytes(self.device) / 2**20,
+        )
         return {name: round(value, 3) for name, value in zip(MEASURED, values, strict=True)}
 
     def write(self, record: dict) -> None:
         """Write the metrics of one step, and update the seconds of `progress`. Raises UserError if
         the disk is full."""
         self.progress.seconds = time.perf_counter() - self.started
-        if self.writes:
+        if self.file:
             with file_errors(self.path):
                 self.file.write(json.dumps(record) + "\n")
-            for name, unit in (
-                ("loss", ""),
-                ("held_out_loss", ""),
-                ("exact_match", " %"),
-                ("AP", " %"),
-            ):
+            units = {"loss": "", "held_out_loss": "", "exact_match": " %", "AP": " %"}
+            for name, unit in units.items():
                 if name in record:
-                    self.shown[name] = f"{record[name]:.3f}{unit}"
+                    self.values[name] = f"{record[name]:.3f}{unit}"
             speed = f"{self.progress.samples / self.progress.seconds:.0f}/s"
-            self.bar.set_postfix(self.shown, refresh=False, samples=speed)
+            self.bar.set_postfix(self.values, refresh=False, samples=speed)
             self.bar.update()
         self.samples = self.progress.samples
         self.go_on()
@@ -241,7 +251,7 @@ class Log:
 
     def sync(self) -> None:
         """Flush the metrics to disk, for the checkpoint that follows."""
-        if self.writes:
+        if self.file:
             with file_errors(self.path):
                 os.fsync(self.file.fileno())
             self.progress.log = file_digest(self.path)
@@ -249,7 +259,7 @@ class Log:
     def close(self) -> None:
         """End the bar and the file."""
         self.bar.close()
-        if self.writes:
+        if self.file:
             self.file.close()
 
 
@@ -257,16 +267,12 @@ def peak_bytes(device: torch.device | str = "cpu") -> int:
     """The peak memory of this process: on the GPU, or resident, including mapped files."""
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    with contextlib.suppress(OSError, StopIteration):
-        line = next(
-            line
-            for line in Path("/proc/self/status").read_text().splitlines()
-            if line.startswith("VmHWM")
-        )
-        return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    with contextlib.suppress(OSError):
+        status = Path("/proc/self/status").read_text()
+        if found := re.search(r"VmHWM:\s+(\d+)", status):
+            return int(found[1]) * 1024
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else size * 1024
 
 
 def read_metrics(run: Path) -> list[dict]:
@@ -277,25 +283,26 @@ def read_metrics(run: Path) -> list[dict]:
 def draw_loss(run: Path) -> None:
     """Write `loss.png`: the loss of every step, its running mean, and the loss on held-out
     examples."""
-    from eval import figures
-    from train.chart import line_chart
-
     records = read_metrics(run)
-    losses, held_out = (
-        [(r["step"], r[name]) for r in records if name in r] for name in ("loss", "held_out_loss")
-    )
+    losses = [(record["step"], record["loss"]) for record in records if "loss" in record]
     width = max(1, len(losses) // 50)
-    before = [losses[max(0, number - width + 1) : number + 1] for number in range(len(losses))]
-    means = [(last[-1][0], sum(loss for _, loss in last) / len(last)) for last in before]
-    lines = {
-        "each step": losses,
-        f"mean of {width}": means,
-        **({"held-out": held_out} if held_out else {}),
-    }
-    emphasis = {"pale": ["each step"], "marked": ["held-out"]}
-    figures.save(
-        line_chart(lines, f"{run.name}: loss", "step", "nats a token", **emphasis), run / "loss.png"
+    means = []
+    for end, (step, _) in enumerate(losses, 1):
+        last = [loss for _, loss in losses[max(0, end - width) : end]]
+        means.append((step, sum(last) / len(last)))
+    lines = {"each step": losses, f"mean of {width}": means}
+    held_out = [(r["step"], r["held_out_loss"]) for r in records if "held_out_loss" in r]
+    if held_out:
+        lines["held-out"] = held_out
+    chart = line_chart(
+        lines,
+        f"{run.name}: loss",
+        "step",
+        "nats a token",
+        pale=["each step"],
+        marked=["held-out"],
     )
+    figures.save(chart, run / "loss.png")
 
 
 # What a run is made from
@@ -304,24 +311,28 @@ def draw_loss(run: Path) -> None:
 def data_fingerprints(records: Sequence[Record]) -> dict[str, str]:
     """Fingerprints of all texts, and of the files of pictures: of all sizes, of 1,024 to 2,047
     files also the first and the last 256 KiB."""
-    texts = (repr((r.name, r.key, r.turns, r.answers if r.sampled else ())) for r in records)
-    paths = sorted(
-        {picture for r in records for picture in r.pictures if isinstance(picture, Path)}
-    )
-    read = set(range(0, len(paths), max(1, len(paths) // 1024)))
-    files = (
-        f"{'none' if not path.is_file() else file_digest(path, 2) if number in read else path.stat().st_size}\n"
-        for number, path in enumerate(paths)
-    )
-    digests = {name: hashlib.sha256() for name in ("records", "pictures")}
-    for digest, parts in zip(digests.values(), (texts, files), strict=True):
-        for part in parts:
-            digest.update(part.encode("utf-8", "surrogatepass"))
-    return {name: digest.hexdigest()[:16] for name, digest in digests.items()}
+    texts, pictures = hashlib.sha256(), hashlib.sha256()
+    paths = set()
+    for record in records:
+        answers = record.answers if record.sampled else ()
+        text = repr((record.name, record.key, record.turns, answers))
+        texts.update(text.encode("utf-8", "surrogatepass"))
+        paths |= {picture for picture in record.pictures if isinstance(picture, Path)}
+    every = max(1, len(paths) // 1024)
+    for number, path in enumerate(sorted(paths)):
+        entry: object = "none"
+        if path.is_file():
+            entry = path.stat().st_size if number % every else file_digest(path, 2)
+        pictures.update(f"{entry}\n".encode())
+    return {"records": texts.hexdigest()[:16], "pictures": pictures.hexdigest()[:16]}
 
 
 def set_origin(
-    run: Path, progress: Progress, settings, fingerprints: Mapping[str, str], allow_changed: bool
+    run: Path,
+    progress: Progress,
+    settings: Any,
+    fingerprints: Mapping[str, str],
+    allow_changed: bool,
 ) -> None:
     """Store in `progress` what the run is made from: its settings, and fingerprints such as
     {"base": …}.
@@ -329,22 +340,17 @@ def set_origin(
     Raises UserError if its checkpoint has another origin, naming what has changed; with
     `allow_changed` it is printed.
     """
-    origin = {
-        flag_name(name): value for name, value in asdict(settings).items() if name not in FREE
-    }
+    decided = {name: value for name, value in asdict(settings).items() if name not in FREE}
+    origin = {flag_name(name): value for name, value in decided.items()}
     origin |= {f"the {name}": fingerprint for name, fingerprint in fingerprints.items()}
-    before, progress.origin = (
-        progress.origin,
-        json.loads(json.dumps(origin)),
-    )  # as a checkpoint has it
-    pairs = (
-        []
-        if before is None
-        else [(name, new, before.get(name)) for name, new in progress.origin.items()]
-    )
-    changes = [
-        f"{name} is {quoted(new)}, was {quoted(old)}" for name, new, old in pairs if new != old
-    ]
+    origin = json.loads(json.dumps(origin))  # as a checkpoint has it
+    changes = []
+    before = origin if progress.origin is None else progress.origin
+    for name, new in origin.items():
+        old = before.get(name)
+        if new != old:
+            changes.append(f"{name} is {quoted(new)}, was {quoted(old)}")
+    progress.origin = origin
     message = f"{shown(run)}: changed since step {progress.step}: {'; '.join(changes)}"
     if changes and not allow_changed:
         raise UserError(f"--resume {message}: undo that, or add --allow-changed")
@@ -358,7 +364,11 @@ def provenance() -> dict[str, str]:
     command = ["git", "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty=+"]
     try:
         done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+            command,
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         commit = done.stdout.strip()
     except (OSError, subprocess.SubprocessError):

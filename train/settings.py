@@ -10,7 +10,7 @@ from typing import Any
 from eval.data.record import PROMPT, check_prompt
 from eval.data.records import EMBEDDED_TASKS, SOURCES
 from lora.adapter import DECODER_TARGETS
-from model.common import UserError, shown
+from model.common import UserError
 from model.config import PRESETS
 from model.device import DTYPES
 from model.differential import FEED_FORWARDS, KINDS
@@ -41,24 +41,42 @@ GPUS = {
 # Recipes: the paper's Table 1 (its section 4), and the transfer of PaliGemma's authors (Beyer et
 # al. 2024, appendix J)
 
-_PAPER = {"batch_size": 4, "step_batch": 4}  # "a batch size of 4", and the rule rate / batch = 1e-4
-_PAPER |= {"optimizer": "adam", "schedule": "linear", "warmup": 50, "epochs": 1, "fraction": 0.4}
-_PAPER |= {"diff_in": "both", "r": 32, "alpha": 64.0, "dropout": 0.1, "prompt": "answer {question}"}
-_FAST, _SLOW = {"lr": 4e-4, "weight_decay": 1e-9}, {"lr": 2e-5, "weight_decay": 1e-8}
+_PAPER = {
+    "batch_size": 4,  # "a batch size of 4", and the rule rate / batch = 1e-4
+    "step_batch": 4,
+    "optimizer": "adam",
+    "schedule": "linear",
+    "warmup": 50,
+    "epochs": 1,
+    "fraction": 0.4,
+    "diff_in": "both",
+    "r": 32,
+    "alpha": 64.0,
+    "dropout": 0.1,
+    "prompt": "answer {question}",
+}
+_FAST = _PAPER | {"lr": 4e-4, "weight_decay": 1e-9}
+_SLOW = _PAPER | {"lr": 2e-5, "weight_decay": 1e-8}
+_PLAIN = {"attention": "softmax", "feed_forward": "mlp"}
 _WHOLE = {"attention": "softmax", "full": True, "weight_decay": 0.0}
 RECIPES: dict[str, dict] = {
-    "paper-1": _PAPER | _FAST | {"attention": "softmax", "feed_forward": "mlp"},
-    "paper-2": _PAPER | _FAST | {"attention": "shared", "feed_forward": "swiglu-new"},
-    "paper-3": _PAPER
-    | _SLOW
-    | {"attention": "softmax", "feed_forward": "mlp", "r": 16, "alpha": 32.0},
-    "paper-4": _PAPER | _SLOW | {"attention": "shared", "feed_forward": "mlp"},
-    "paper-5": _PAPER
-    | _SLOW
-    | {"attention": "split", "feed_forward": "swiglu-new", "option": ('rope_pairs="fresh"',)},
-    "paligemma": _WHOLE
-    | {"lr": 1e-5, "beta2": 0.999, "schedule": "cosine", "warmup": 0.05, "clip": 1.0}
-    | {
+    "paper-1": _FAST | _PLAIN,
+    "paper-2": _FAST | {"attention": "shared", "feed_forward": "swiglu-new"},
+    "paper-3": _SLOW | _PLAIN | {"r": 16, "alpha": 32.0},
+    "paper-4": _SLOW | {"attention": "shared", "feed_forward": "mlp"},
+    "paper-5": {
+        **_SLOW,
+        "attention": "split",
+        "feed_forward": "swiglu-new",
+        "option": ('rope_pairs="fresh"',),
+    },
+    "paligemma": {
+        **_WHOLE,
+        "lr": 1e-5,
+        "beta2": 0.999,
+        "schedule": "cosine",
+        "warmup": 0.05,
+        "clip": 1.0,
         "epochs": 10,
         "batch_size": 16,
         "step_batch": 256,
@@ -68,33 +86,42 @@ RECIPES: dict[str, dict] = {
     # The embedded base on other pictures than its 40 emojis: its vision tower starts anew, then all
     # else learns. Questions of one picture in one batch make the picture matter, and share its
     # encoding.
-    "own": _WHOLE
-    | {"new_tower": True, "shift": True, "align": 400, "validation": 0.05, "warmup": 0.04}
-    | {"optimizer": "muon", "lr": 0.01, "batch_size": 32, "per_picture": 8, "patience": 5},
+    "own": {
+        **_WHOLE,
+        "new_tower": True,
+        "shift": True,
+        "align": 400,
+        "validation": 0.05,
+        "warmup": 0.04,
+        "optimizer": "muon",
+        "lr": 0.01,
+        "batch_size": 32,
+        "per_picture": 8,
+        "patience": 5,
+    },
     "lora": {},  # with a graft, as by default on the embedded scenes, also on own pictures
     # LoRA on a base of published size; it was never run. The rate is ten times the authors' for
     # whole weights, by the rule of "LoRA Without Regret" (Schulman et al. 2025). Hugging Face's
     # script (merveenoyan/smol-vision) has 2e-5, 4 × 4 rows a step and bf16, Roboflow's maestro
     # (paligemma_2/core.py) 1e-5 and 4 × 8.
-    "one-gpu": {"lr": 1e-4, "warmup": 0.05, "batch_size": 16, "step_batch": 16, "beta2": 0.999}
-    | {"checkpointing": True, "dtype": "bf16"},
+    "one-gpu": {
+        "lr": 1e-4,
+        "warmup": 0.05,
+        "batch_size": 16,
+        "step_batch": 16,
+        "beta2": 0.999,
+        "checkpointing": True,
+        "dtype": "bf16",
+    },
 }
+TAKEN = {name: RECIPES[name] for name in ("own", "one-gpu")}  # without a flag
 PUBLISHED_WIDTH = 2048  # of the smallest published decoder, Gemma 2B
 # Flags that ask for another way of training than the recipe "own", which own pictures take on the
 # embedded base
 _NOT_OWN = {
-    "recipe",
-    "attention",
-    "diff_in",
-    "feed_forward",
-    "option",
-    "full",
-    "targets",
-    "r",
-    "alpha",
-    "dropout",
+    *"recipe attention diff_in feed_forward option full targets r alpha dropout".split(),
+    *"quantize align shard dtype".split(),
 }
-_NOT_OWN |= {"quantize", "align", "shard", "dtype"}
 
 
 @dataclass(frozen=True)
@@ -226,17 +253,6 @@ class Settings(LoopSettings):
                 options[name] = json.loads(value)
         return options
 
-    def options_of(self, known: Mapping[str, object]) -> dict[str, object]:
-        """`options`. Raises UserError for a name that is not `known`, or a value of another type
-        than the known one."""
-        for name, value in self.options.items():
-            if name not in known or type(value) is not type(known[name]):
-                raise UserError(
-                    f"--option {name}={value}: expected one of {shown(dict(known), 400)}, of its "
-                    "type"
-                )
-        return self.options
-
     @property
     def is_embedded(self) -> bool:
         """Whether the embedded scenes are all the data."""
@@ -253,7 +269,8 @@ class Settings(LoopSettings):
         prompts."""
         if self.is_embedded:
             return PROMPT
-        return self.prompt if any(source.startswith("vqav2:") for source in self.data) else None
+        has_questions = any(source.startswith("vqav2:") for source in self.data)
+        return self.prompt if has_questions else None
 
     @property
     def is_grafted(self) -> bool:
@@ -297,25 +314,30 @@ class Settings(LoopSettings):
     def check(self) -> None:
         """Raise UserError for settings that exclude each other."""
         check_prompt(self.prompt)
-        whole = self.writes_model
-        if whole and self.dtype not in ("auto", "fp32"):
-            raise UserError(f"--dtype {self.dtype} loses updates of weights: use --autocast")
-        if self.new_tower and not self.full:
-            raise UserError("--new-tower knows nothing: add --full and --align N")
-        if self.align and not self.full:
-            problem = f"--align {self.align} trains the vision tower, which no adapter holds"
-            raise UserError(f"{problem}: add --full")
-        if self.full and self.is_grafted:
-            remedy = "add --attention softmax, leave --feed-forward at mlp"
-            raise UserError(f"--full trains plain weights: {remedy}")
-        if self.patience and not (self.evaluate and self.eval_every != 0):
-            raise UserError(f"--patience {self.patience} needs evaluations")
-        if self.quantize and (whole or self.shard):
-            raise UserError(
-                "--quantize is for frozen weights: leave --full, --stage and --shard out"
-            )
-        if self.optimizer == "muon" and self.shard:
-            raise UserError("--optimizer muon needs whole matrices: leave --shard out")
+        problems = {
+            f"--dtype {self.dtype} loses updates of weights: use --autocast": (
+                self.writes_model and self.dtype not in ("auto", "fp32")
+            ),
+            "--new-tower knows nothing: add --full and --align N": self.new_tower and not self.full,
+            f"--align {self.align} trains the vision tower, which no adapter holds: add --full": (
+                self.align and not self.full
+            ),
+            "--full trains plain weights: add --attention softmax, leave --feed-forward at mlp": (
+                self.full and self.is_grafted
+            ),
+            f"--patience {self.patience} needs evaluations": (
+                self.patience and (self.eval_every == 0 or not self.evaluate)
+            ),
+            "--quantize is for frozen weights: leave --full, --stage and --shard out": (
+                self.quantize and (self.writes_model or self.shard)
+            ),
+            "--optimizer muon needs whole matrices: leave --shard out": (
+                self.optimizer == "muon" and self.shard
+            ),
+        }
+        for problem, has_it in problems.items():
+            if has_it:
+                raise UserError(problem)
 
 
 @dataclass(frozen=True)
@@ -353,42 +375,15 @@ GROUPS = {
 def is_published_size(base: str) -> bool:
     """Whether a base is as large as a published one, by its name or config.json. Raises UserError
     for a damaged one."""
-    config, file = preset_of(base), local_path(base) / "config.json"
     if base.startswith("embedded"):
         return False
-    config = read_config(file) if config is None and file.is_file() else config
-    return (
-        config is None or getattr(config, "text", config).hidden_size >= PUBLISHED_WIDTH
-    )  # None: of the hub
-
-
-def parse(
-    argv: Sequence[str] | Mapping[str, object] | None, description: str = ""
-) -> tuple[Settings, Arguments]:
-    """The settings and the run folder of the flags of `train.finetune`, in words or by name."""
-    recipes = {name: RECIPES[name] for name in ("own", "one-gpu")}  # taken without a flag
-    command = "train.finetune", recipe_defaults, GROUPS, recipes
-    return read_settings(argv, description, Settings, *command)
-
-
-def read_settings(
-    argv: Sequence[str] | Mapping[str, object] | None,
-    description: str | None,
-    kind: type[Settings],
-    program: str,
-    defaults: Callable[[dict], dict],
-    groups: Mapping[str, str],
-    recipes: Mapping[str, Mapping] = {},
-) -> tuple[Any, Arguments]:
-    """Settings of a kind, and the other flags. defaults(given flags): in place of the fields'; flags
-    override them. groups, recipes: of `train.flags.given_flags`. Raises UserError."""
-    described = {"groups": groups, "recipes": recipes}
-    settings, arguments = read_run(
-        program, description, kind, Arguments, argv, defaults, **described
-    )
-    if arguments.resume is None:
-        settings.check()
-    return settings, arguments
+    config = preset_of(base)
+    file = local_path(base) / "config.json"
+    if config is None and file.is_file():
+        config = read_config(file)
+    if config is None:  # of the hub
+        return True
+    return getattr(config, "text", config).hidden_size >= PUBLISHED_WIDTH
 
 
 def recipe_defaults(given: dict) -> dict:
@@ -413,6 +408,35 @@ def recipe_values(recipe: str, given: dict) -> dict:
     if given.get("evaluate") is False or given.get("eval_every") == 0:
         values["patience"] = 0
     return values
+
+
+def parse(
+    argv: Sequence[str] | Mapping[str, object] | None,
+    description: str = "",
+    kind: type[Settings] = Settings,
+    program: str = "train.finetune",
+    defaults: Callable[[dict], dict] = recipe_defaults,
+    groups: Mapping[str, str] = GROUPS,
+) -> tuple[Any, Arguments]:
+    """The settings and the run folder of the flags of `train.finetune`, in words or by name, or of
+    a command with settings of another `kind`.
+
+    defaults(given flags): in place of the fields'; flags override them. groups: of `given_flags`.
+    Raises UserError.
+    """
+    settings, arguments = read_run(
+        program,
+        description,
+        kind,
+        Arguments,
+        argv,
+        defaults,
+        groups=groups,
+        recipes=TAKEN if kind is Settings else {},
+    )
+    if arguments.resume is None:
+        settings.check()
+    return settings, arguments
 
 
 def step_layout(settings: Settings, processes: int) -> tuple[int, int]:

@@ -97,9 +97,7 @@ def open_tensors(path: Path) -> Any:
 
 
 def save_tensors(
-    tensors: dict[str, Tensor],
-    path: Path,
-    metadata: dict[str, str],
+    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
     """Write a safetensors file with the permissions of any new file: the package gives it to its
     owner alone."""

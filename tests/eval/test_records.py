@@ -26,7 +26,7 @@ from model.processor import processor_for
 from model.systems.configs import MambaConfig, ProjectorConfig, QMambaConfig, WingsConfig
 from tests.runs import refused
 from train.data.batches import collate
-from train.data.sources import held_records
+from train.data.sources import example_records
 
 
 def write(folder, name, value):
@@ -360,7 +360,7 @@ def test_pictures_from_python_are_those_of_their_files(tmp_path, processor):
     draw(tmp_path, "a.png", "b.png")
     other, image = (Image.open(tmp_path / name) for name in ("a.png", "b.png"))
     pictures = [tmp_path / "b.png", image, np.asarray(image), other, np.zeros((8, 8, 3))]
-    made = held_records(
+    made = example_records(
         [{"image": picture, "prefix": "a", "suffix": "b"} for picture in pictures], "data", "."
     )
     assert made[1].key == made[2].key and len({record.key for record in made}) == 4

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from model.common import UserError, run_command
-from train.benchmark.__main__ import Process, Row, main, write_folder
+from train.benchmark.__main__ import Process, Work, main, write_folder
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "tokens": 6, "compiled": False}
 
@@ -17,7 +17,7 @@ SETTINGS = {"device": "cpu", "dtype": "float32", "tokens": 6, "compiled": False}
 def test_ratios_are_taken_within_a_round():
     """Breaks when a ratio is that of medians, so that a slow minute counts for one side, or is
     upside down."""
-    row = Row("train", 4, seconds=[(1.0, 2.0), (20.0, 80.0), (3.0, 4.0)], peak=(3 << 20, 4 << 20))
+    row = Work("train", 4, seconds=[(1.0, 2.0), (20.0, 80.0), (3.0, 4.0)], peak=(3 << 20, 4 << 20))
     assert row.ratio() == (0.5, 0.25, 0.75)
     assert row.cells()[:6] == [
         "train, batch 4",

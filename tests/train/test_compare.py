@@ -131,13 +131,13 @@ def test_no_picture_is_in_two_splits_of_any_seed(kind, processor, tmp_path):
         learned = {record.key for record in training_records(replace(base, seed=seed))}
         assert len(learned) == 14 and not learned & held_out
     model, tasks = load_base(base, CPU), {"test": {"VQA": test}}
-    scores = training.ask(model, processor, base, tasks, tmp_path)["test"]["VQA"]
+    scores = training.ask_tasks(model, processor, base, tasks, tmp_path)["test"]["VQA"]
     assert len(scores) == len(test.groups) == (9 if kind == "vqav2" else 6)
     if kind == "jsonl":
         Path(test.groups[0]).unlink()
         (tmp_path / "again").mkdir()
         with pytest.raises(UserError, match="png"):
-            training.ask(model, processor, base, tasks, tmp_path / "again")
+            training.ask_tasks(model, processor, base, tasks, tmp_path / "again")
         with pytest.raises(UserError, match="validation"):
             vqa_task(replace(base, validation=0.05), "test", 10)
     else:
@@ -266,7 +266,9 @@ def test_a_cell_is_asked_without_dropout(processor, tmp_path):
         torch.nn.init.constant_(parameter, 0.05)
     asks = [replace(q, choices=("yes", "no"), scored=True) for q in vqa_task(BASE, "test", 8).asks]
     tasks = {"test": {"VQA": asking("", asks, lambda truth, likelihoods: likelihoods[0])}}
-    first, again = (training.ask(model.train(), processor, BASE, tasks, tmp_path) for _ in range(2))
+    first, again = (
+        training.ask_tasks(model.train(), processor, BASE, tasks, tmp_path) for _ in range(2)
+    )
     assert first == again
 
 

@@ -21,7 +21,7 @@ from tests.runs import WORLD, metrics, refused, torchrun, words
 from train import finetune
 from train.data.batches import Order
 from train.distributed import World, ask_together, joined_world
-from train.loop import Diverged, check_finite
+from train.loop import Diverged, check_loss
 from train.settings import parse, step_layout
 from weights.load import load_model
 
@@ -214,7 +214,7 @@ def test_all_processes_end_at_a_loss_that_is_not_finite():
             [SimpleNamespace(names=(f"{n}{world.rank}",)) for n in "ab"],
         )
         with pytest.raises(Diverged) as raised:
-            check_finite(float("nan"), losses, 7, micros, world, 1.0)
+            check_loss(float("nan"), losses, 7, micros, world, 1.0)
         return str(raised.value)
 
     first, second = as_two(problem)

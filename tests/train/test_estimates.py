@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from train.estimates import Estimate, estimate, holm, t_point, t_tail
+from train.estimates import Estimate, estimate, t_point, t_tail
+from train.studies.rules import difference_p, equivalence_p, holm, visible
 
 # scipy.stats.t.sf(t, f), t.ppf(p, f) of SciPy
 TAILS = {
@@ -32,16 +33,16 @@ def test_one_run_is_a_t_test():
     found = estimate([3, 1, 4, 1, 5, 9, 2, 6])  # scipy.stats.ttest_1samp(…, 0)
     assert found.mean == 3.875 and found.freedom == pytest.approx(7)
     assert (found.low, found.high) == pytest.approx((1.577300, 6.172700), abs=1e-6)
-    assert found.p == pytest.approx(0.005270757241602, rel=1e-9)
-    assert found.equivalence(6) == pytest.approx(t_tail((6 - 3.875) / found.error, 7))
-    assert found.equivalence(3) > 0.5  # the mean itself is outside
-    assert found._replace(mean=-3.875).equivalence(6) == found.equivalence(6)
+    assert difference_p(found) == pytest.approx(0.005270757241602, rel=1e-9)
+    assert equivalence_p(found, 6) == pytest.approx(t_tail((6 - 3.875) / found.error, 7))
+    assert equivalence_p(found, 3) > 0.5  # the mean itself is outside
+    assert equivalence_p(found._replace(mean=-3.875), 6) == equivalence_p(found, 6)
     exact = estimate([[2.0, 2.0], [2.0, 2.0]])
     assert (
         exact[:3] == (2, 2, 2)
-        and exact.p == 0
-        and exact.equivalence(3) == 0
-        and exact.equivalence(1) == 1
+        and difference_p(exact) == 0
+        and equivalence_p(exact, 3) == 0
+        and equivalence_p(exact, 1) == 1
     )
 
 
@@ -72,18 +73,23 @@ def test_few_runs_that_are_alike_by_chance_decide_nothing():
         2.7764451051977934 * of_runs, 2.0210753903062715 * of_examples
     )  # scipy.stats.t.ppf(0.975, …)
     assert (found.low, found.high) == pytest.approx((5 - half, 5 + half))
-    assert found.reach(found.p / 2) == pytest.approx(found.mean)
-    assert found.visible(4) == pytest.approx(found.reach(0.025 / 4) + found.reach(0.2))
+    assert found.reach(difference_p(found) / 2) == pytest.approx(found.mean)
+    assert visible(found, 4) == pytest.approx(found.reach(0.025 / 4) + found.reach(0.2))
     levels = estimate(
         runs + 0.01 * examples
     )  # with 4 degrees of freedom, not with those of examples
-    assert levels.p == pytest.approx(2 * t_tail(levels.mean / levels.error, 4), rel=0.02)
+    assert difference_p(levels) == pytest.approx(
+        2 * t_tail(levels.mean / levels.error, 4), rel=0.02
+    )
     # a quantile far out, of many degrees of freedom
     assert t_tail(5.76, 1011) == pytest.approx(5.57765187438078e-09, rel=1e-9)  # scipy.stats.t.sf
     assert t_point(5.543025e-09, 1011) == pytest.approx(5.761085609711959, rel=1e-9)  # t.isf
     found = Estimate(-27.69, -30.65, -24.73, 0.9125, 9, 1.0831, 1011)
-    half = math.hypot(0.9125 * t_point(found.p / 2, 9), 1.0831 * t_point(found.p / 2, 1011))
-    assert 0 < found.p < 1e-7 and half == pytest.approx(27.69, rel=1e-6)
+    half = math.hypot(
+        0.9125 * t_point(difference_p(found) / 2, 9),
+        1.0831 * t_point(difference_p(found) / 2, 1011),
+    )
+    assert 0 < difference_p(found) < 1e-7 and half == pytest.approx(27.69, rel=1e-6)
 
 
 def test_holm_and_what_could_be_seen():
@@ -92,10 +98,10 @@ def test_holm_and_what_could_be_seen():
     # statsmodels.stats.multitest.multipletests(…, method="holm")
     assert holm([0.01, 0.04, 0.03, 0.005, 0.5]) == pytest.approx([0.04, 0.09, 0.09, 0.025, 0.5])
     found = estimate(np.arange(25.0))
-    assert found.visible() == pytest.approx(
+    assert visible(found) == pytest.approx(
         found.error * (2.063899 + 0.856855), rel=1e-5
     )  # t of 24 degrees
-    assert found.visible(tests=5) == pytest.approx(found.error * (2.796940 + 0.856855), rel=1e-5)
+    assert visible(found, tests=5) == pytest.approx(found.error * (2.796940 + 0.856855), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +131,9 @@ def test_intervals_cover_the_truth(runs, spread):
         )  # at the margin itself: in 5 % at most
         if number % 20 == 0:
             assert is_found == (
-                min(holm([row._replace(mean=row.mean - 3).p for row in rows])) < 0.05
+                min(holm([difference_p(row._replace(mean=row.mean - 3)) for row in rows])) < 0.05
             )
-            assert is_equal == (rows[0].equivalence(3) < 0.05)
+            assert is_equal == (equivalence_p(rows[0], 3) < 0.05)
         false_alarm, equal = false_alarm + is_found, equal + is_equal
     assert 0.93 <= covered / tables / 4 <= 0.985
     assert (

@@ -90,7 +90,9 @@ def test_full_fine_tuning_writes_a_model(tmp_path, monkeypatch):
     """Breaks when a run of all weights gives no model folder, or cannot end after a kill that came
     behind the model."""
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(finetune, "summarize", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            finetune, "summary_of", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         run("--recipe own --steps 2", out=tmp_path / "run")
     finetune.main(["--resume", str(tmp_path / "run")])
     assert (tmp_path / "run/summary.json").exists()

@@ -102,6 +102,11 @@ def test_a_typo_in_a_flag_is_one_line_with_the_nearest(command, flags, near, cap
     assert command is not finetune or not more
 
 
+def test_a_typo_in_python_is_one_line_with_the_nearest():
+    """Breaks when a name that no flag has ends in a bare TypeError."""
+    refused(lambda: finetune.finetune(lrr=1), "lrr: no setting has this name: see lr")
+
+
 def test_a_typo_does_not_wait_for_several_gpus():
     """Breaks when every command of training imports for a second what only a resumed or a spread
     run needs."""

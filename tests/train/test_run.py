@@ -288,7 +288,7 @@ def test_a_run_with_too_many_known_bad_records_does_not_start(run, monkeypatch):
     assert metrics(run)[-1]["step"] == 5
 
 
-@pytest.mark.parametrize("victim", ["train.checkpoint.save_file", "train.run.os.fsync"])
+@pytest.mark.parametrize("victim", ["train.checkpoint.save_tensors", "train.run.os.fsync"])
 def test_a_full_disk_leaves_the_last_checkpoint_whole(victim, run, template, monkeypatch):
     """Breaks when a partial checkpoint stays, takes the place of a whole one, or the user sees a
     traceback."""

@@ -14,7 +14,7 @@ from tests.files import write_vqav2
 from tests.runs import WORLD, refused
 from train.data import batches
 from train.data.batches import Order
-from train.data.sources import MEMORY, held_records, read_records
+from train.data.sources import MEMORY, example_records, read_records
 from train.settings import Settings, parse
 
 
@@ -137,7 +137,7 @@ def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys):
         {"image": Image.open(folder / f"few{n}.png"), "prefix": "a", "suffix": "b"} for n in (0, 1)
     ]
     memory = {
-        f"{MEMORY}{name}": held_records(images[n:], name, ".")
+        f"{MEMORY}{name}": example_records(images[n:], name, ".")
         for n, name in enumerate(("data", "eval_data"))
     }
     held = replace(whole, data=(f"{MEMORY}data",), eval_data=(f"{MEMORY}eval_data",))

@@ -107,7 +107,7 @@ def test_stage_1_trains_the_visual_learners_of_rows_that_have_some(tmp_path, mon
         learned[row] = {*factors}
         raise InterruptedError
 
-    monkeypatch.setattr(wings, "learn", stop)
+    monkeypatch.setattr(wings, "train_stage", stop)
     for row, factors in ROWS.items():
         with pytest.raises(InterruptedError):
             wings.make(stages, {}, Job(row, tuple(factors.items()), 1.0, 0), tmp_path, tmp_path)

@@ -14,7 +14,7 @@ from model.systems.language import new_model
 from tests.files import prose, write_prose
 from tests.pair import in_pair
 from tests.runs import metrics, refused
-from train.systems.text import TextOrder, TextSettings, draw_row, main, make_optimizer
+from train.systems.text import TextOrder, TextSettings, draw_documents, main, text_optimizer
 from weights.load import load_model
 
 SETTINGS = TextSettings(preset="nano", length=128, batch_size=2, tokens=2000)
@@ -27,7 +27,7 @@ def test_rows_are_full_of_whole_documents(corpus):
     tasks, kinds = Tasks(corpus, "train"), {"text": 0, "needles": 0, "examples": 0}
     train = corpus.tokenizer.decode(corpus.ids["train"].tolist())
     for number in range(60):
-        row = draw_row(corpus, tasks, SETTINGS, number)
+        row = draw_documents(corpus, tasks, SETTINGS, number)
         assert sum(len(document) - 1 for document in row) == SETTINGS.length
         for document in row:
             text = corpus.tokenizer.decode(document[1:])
@@ -47,7 +47,9 @@ def test_rows_are_full_of_whole_documents(corpus):
     assert min(kinds.values()) > 15
     for length in (64, 66, 101):  # the last example's answer and the end fit into a short row
         settings = replace(SETTINGS, length=length, needles=0.0, examples=1.0)
-        assert all(draw_row(corpus, tasks, settings, number)[0][-1] == EOS for number in range(200))
+        assert all(
+            draw_documents(corpus, tasks, settings, number)[0][-1] == EOS for number in range(200)
+        )
 
 
 def test_targets_are_the_next_tokens_of_the_same_document(corpus):
@@ -55,7 +57,7 @@ def test_targets_are_the_next_tokens_of_the_same_document(corpus):
     is learned."""
     order = TextOrder(corpus, SETTINGS)
     rows, batch = (
-        [draw_row(corpus, order.tasks, SETTINGS, number) for number in (3, 4)],
+        [draw_documents(corpus, order.tasks, SETTINGS, number) for number in (3, 4)],
         order[range(3, 5)],
     )
     assert batch.input_ids.tolist() == [
@@ -105,7 +107,7 @@ def test_processes_share_the_rows_of_a_step(corpus):
 def test_decay_leaves_norms_scalars_and_the_embedding_alone():
     """Breaks when the optimizer leaves parameters out, or decay pulls norms, λ or the embedding."""
     model = new_model("nano", True)
-    bare, decayed = make_optimizer(model, SETTINGS).param_groups
+    bare, decayed = text_optimizer(model, SETTINGS).param_groups
     names = dict(model.named_parameters())
     assert {*bare["names"], *decayed["names"]} == names.keys() and bare["weight_decay"] == 0
     assert {*decayed["names"]} == {

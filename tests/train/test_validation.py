@@ -24,8 +24,8 @@ from train.checkpoint import Progress, Result, newest_progress
 from train.data.batches import collate
 from train.data.sources import read_records
 from train.settings import Settings, parse
-from train.summary import gain_over_blind, print_summary, trained
-from train.validation import HeldOut, choose, open_held_out
+from train.summary import gain_over_blind, print_summary, recommended
+from train.validation import HeldOut, draw_numbers, open_held_out
 from weights.load import load_model
 
 COLORS = {
@@ -156,8 +156,8 @@ def test_the_best_is_kept(tmp_path, monkeypatch):
     low, high = (
         Result(matches=[1.0], scores={"loss": loss, "exact_match": None}) for loss in (1.0, 2.0)
     )
-    assert trained({"after": high, "best": low}) is low  # which the run recommends
-    assert trained({"after": low, "best": high}) is low is trained({"after": low})
+    assert recommended({"after": high, "best": low}) is low  # which the run recommends
+    assert recommended({"after": low, "best": high}) is low is recommended({"after": low})
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_what_is_held_out(tmp_path, processor, monkeypatch, capsys):
     names = [r.name for r in held_out.records]
     assert names == [r.name for r in every if r.name in names] and len(set(names)) == 8
     assert (
-        len({number % 4 for number in choose(range(400), 100)}) == 4
+        len({number % 4 for number in draw_numbers(range(400), 100)}) == 4
     )  # of each task that comes in turn
     assert not {r.key for r in held_out.records} & {r.key for r in read_records(settings)}
     assert not any(
@@ -332,6 +332,6 @@ def test_what_is_held_out(tmp_path, processor, monkeypatch, capsys):
 def test_what_is_asked_is_drawn_once_for_all():
     """Breaks when each evaluation asks other examples, or the first ones, which may be of a
     kind."""
-    drawn = choose(range(100), 20)
-    assert drawn == choose(range(100), 20) == sorted({*drawn})
+    drawn = draw_numbers(range(100), 20)
+    assert drawn == draw_numbers(range(100), 20) == sorted({*drawn})
     assert len(drawn) == 20 and drawn[-1] > 50

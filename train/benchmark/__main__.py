@@ -85,7 +85,13 @@ class Process(subprocess.Popen):
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         command = [sys.executable, "-m", f"train.benchmark.{name}"]
         pipe = subprocess.PIPE
-        super().__init__(command, stdin=pipe, stdout=pipe, stderr=self.log, text=True)
+        super().__init__(
+            command,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=self.log,
+            text=True,
+        )
 
     def ask(self, do: str, **arguments) -> dict:
         """The answer to a request of `work.serve`. Raises UserError, in one line, for a side that
@@ -104,7 +110,7 @@ class Process(subprocess.Popen):
 
 
 @dataclass
-class Row:
+class Work:
     """One work, done by both sides once in each round. Pairs are (ours, peer)."""
 
     work: str
@@ -135,7 +141,13 @@ class Row:
         sides = zip(*self.seconds, strict=True)
         times = [f"{1e3 * statistics.median(of_side):,.3g} ms" for of_side in sides]
         sizes = [f"{size / 2**20:,.0f} MiB" for size in (*self.peak, self.weights)]
-        return [title, *times, interval_text(self.ratio()), *sizes, "{} of {}".format(*self.same)]
+        return [
+            title,
+            *times,
+            interval_text(self.ratio()),
+            *sizes,
+            "{} of {}".format(*self.same),
+        ]
 
     def measure(self, settings: dict, rounds: int) -> None:
         """Add `rounds`, in two new processes; of a load one, which has a first forward pass. A
@@ -184,18 +196,22 @@ def write_folder(base: str, folder: Path, dtype: torch.dtype) -> None:
     write_text(folder / "questions.json", json.dumps(questions))
 
 
-def rows_of(options: Options) -> list[Row]:
+def works_of(options: Options) -> list[Work]:
     """The works of the sections that are asked for."""
     rows = []
     for name in options.sections:
         if name != "quantize":
-            rows += [Row(name, batch) for batch in options.batch or SECTIONS[name]]
+            rows += [Work(name, batch) for batch in options.batch or SECTIONS[name]]
     for kind in KINDS if "quantize" in options.sections else ():
-        rows += [Row("load", 1, kind), Row("decode", 1, kind), Row("train", 4, kind)]
+        rows += [Work("load", 1, kind), Work("decode", 1, kind), Work("train", 4, kind)]
     return rows
 
 
-def write_report(file: Path, about: dict, rows: Sequence[Row]) -> None:
+def write_report(
+    file: Path,
+    about: dict,
+    rows: Sequence[Work],
+) -> None:
     """Write the rows that are done, as Markdown and as JSON."""
     head = ", ".join(f"{name} {value}" for name, value in about.items())
     table = markdown_table(TITLES.split(", "), [row.cells() for row in rows])
@@ -221,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         about["gpu"] = torch.cuda.get_device_name()
     about |= {"threads": torch.get_num_threads(), **versions}
     # 2. row by row
-    rows = rows_of(options)
+    rows = works_of(options)
     with tempfile.TemporaryDirectory() as temporary:
         settings["folder"] = f"{temporary}/model"
         write_folder(options.base, Path(settings["folder"]), dtype)

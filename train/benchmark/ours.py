@@ -69,7 +69,13 @@ class Ours(Side):
         asks = []
         for n, (path, text) in enumerate(self.questions()):
             asks.append(Question(str(n), path.name, path, text))
-        return lambda: ask_all(self.model, processor, asks, max_new_tokens=ANSWER, batch_size=batch)
+        return lambda: ask_all(
+            self.model,
+            processor,
+            asks,
+            max_new_tokens=ANSWER,
+            batch_size=batch,
+        )
 
 
 if __name__ == "__main__":

@@ -22,10 +22,8 @@ from model.processor import Batch, Movable, Processor
 from train.distributed import World
 from train.settings import Settings, step_layout
 
-STEPS, MOST_EPOCHS = (
-    320,
-    32,
-)  # of a run whose --epochs is not given, unless one epoch has more steps
+# of a run whose --epochs is not given, unless one epoch has more steps
+STEPS, MOST_EPOCHS = 320, 32
 BUCKET = 32  # tokens of text: rows of one batch have lengths of the same bucket
 CHARACTERS = 4  # in a token, roughly
 
@@ -79,7 +77,14 @@ def collate(records: Sequence[Record], processor: Processor) -> MicroBatch:
     positions, targets = supervised(batch.labels)
     targets = targets if good else torch.full_like(targets, -100)
     names = tuple(record.name for record in good)
-    return MicroBatch(batch, positions, targets, int((targets != -100).sum()), names, tuple(bad))
+    return MicroBatch(
+        batch,
+        positions,
+        targets,
+        int((targets != -100).sum()),
+        names,
+        tuple(bad),
+    )
 
 
 @dataclass(frozen=True)
@@ -96,35 +101,26 @@ class MicroBatches(Dataset):
         for place, record in enumerate(records):
             if record.sampled and record.answers:
                 answer = random.Random(f"{self.epoch_seed}/{record.name}").choice(record.answers)
-                records[place] = replace(
-                    record, turns=(*record.turns[:-1], (record.prefix, answer))
-                )
+                turns = (*record.turns[:-1], (record.prefix, answer))
+                records[place] = replace(record, turns=turns)
         return collate(records, self.processor)
 
 
-def load(
-    batches: Dataset, plan: Iterable[Sequence], workers: int | None = 0, pin: bool = False
+def load_batches(
+    batches: Dataset,
+    plan: Iterable[Sequence],
+    workers: int | None = 0,
+    pin: bool = False,
 ) -> Iterator:
     """`batches[item]` for each item of a plan, in its order, made by `workers` processes, 0: by
     this one. pin: for a GPU, in page-locked memory; then workers None are this process's share of
     the cores, but at most 8."""
     if workers is None:
-        workers = (
-            min(8, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-            if pin
-            else 0
-        )
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        workers = min(8, (os.cpu_count() or 1) // processes) if pin else 0
     own = torch.Generator()  # drawing from the global one would change what dropout draws
-    return iter(
-        DataLoader(
-            batches,
-            sampler=plan,
-            batch_size=None,
-            num_workers=workers,
-            pin_memory=pin,
-            generator=own,
-        )
-    )
+    options = {"batch_size": None, "num_workers": workers, "pin_memory": pin, "generator": own}
+    return iter(DataLoader(batches, sampler=plan, **options))
 
 
 def plan_epoch(
@@ -144,6 +140,7 @@ def plan_epoch(
     between which the loss oscillates.
     """
     rng = random.Random(f"plan/{seed}/{epoch}")
+    # 1. records of one picture that stay together
     by_picture = defaultdict(list)
     for index, key in enumerate(keys):
         by_picture[key].append(index)
@@ -152,20 +149,23 @@ def plan_epoch(
         rng.shuffle(indices)
         units += [indices[i : i + per_picture] for i in range(0, len(indices), per_picture)]
     rng.shuffle(units)
-    batches, pool, size = [], [], 0  # size: records in the pool of units
+
+    def bucket(unit: list[int]) -> int:
+        return max(lengths[index] for index in unit) // BUCKET
+
+    # 2. batches of similar lengths from a pool
+    batches, pool = [], []
+    size = 0  # records in the pool
     for number, unit in enumerate(units, 1):
         pool.append(unit)
         size += len(unit)
-        if size >= 50 * batch_size or number == len(units):
+        is_last = number == len(units)
+        if size >= 50 * batch_size or is_last:
             # stable, so that units of one bucket keep their random order
-            order = [
-                i
-                for unit in sorted(pool, key=lambda unit: max(lengths[i] for i in unit) // BUCKET)
-                for i in unit
-            ]
+            order = list(chain(*sorted(pool, key=bucket)))
             # whole batches only, so that every epoch has the same number; the rest goes into the
             # next pool
-            whole = size if number == len(units) else size - size % batch_size
+            whole = size if is_last else size - size % batch_size
             batches += [order[i : i + batch_size] for i in range(0, whole, batch_size)]
             pool = [order[whole:]] if size > whole else []
             size -= whole
@@ -178,37 +178,43 @@ def shifted(pixels: torch.Tensor) -> torch.Tensor:
     count, size = len(pixels), pixels.shape[-1]
     moves = torch.randint(-(size // 16), size // 16 + 1, (2, count, 1))
     rows, columns = (torch.arange(size) + moves).clamp(0, size - 1).to(pixels.device)  # (B, R)
-    return pixels[
-        torch.arange(count)[:, None, None], :, rows[:, :, None], columns[:, None]
-    ].movedim(-1, 1)
+    number = torch.arange(count)[:, None, None]
+    moved = pixels[number, :, rows[:, :, None], columns[:, None]]  # (B, R, R, 3)
+    return moved.movedim(-1, 1)
 
 
 class Weighted(list):
     """The records of several sources, `parts`; of an epoch's samples each source gives a share, its
     weight."""
 
-    def __init__(self, parts: Sequence[Sequence[Record]], weights: Sequence[float]):
+    def __init__(
+        self,
+        parts: Sequence[Sequence[Record]],
+        weights: Sequence[float],
+    ):
         super().__init__(chain(*parts))
-        bounds = [round(len(self) * part / sum(weights)) for part in accumulate(weights, initial=0)]
-        self.counts = [
-            end - start for start, end in pairwise(bounds)
-        ]  # samples of each source in an epoch
-        self.sizes = [len(part) for part in parts]
+        self.parts = parts
+        shares = accumulate(weights, initial=0)
+        bounds = [round(len(self) * share / sum(weights)) for share in shares]
+        # samples of each source in an epoch
+        self.counts = [end - start for start, end in pairwise(bounds)]
 
     def numbers(self, seed: int, epoch: int) -> list[int]:
         """The numbers of an epoch's records: each source goes on where it ended in the epoch
         before."""
-        numbers, begin = [], 0
-        for source, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
-            turns = range(
-                epoch * count // size, -(-(epoch + 1) * count // size)
-            )  # passes over the source
-            orders = [
-                random.Random(f"source/{seed}/{source}/{turn}").sample(range(size), size)
-                for turn in turns
-            ]
-            first = epoch * count - turns.start * size
-            numbers += [begin + number for number in list(chain(*orders))[first : first + count]]
+        numbers = []
+        begin = 0
+        for source, (part, count) in enumerate(zip(self.parts, self.counts, strict=True)):
+            size = len(part)
+            first = epoch * count
+            of_source = []
+            # passes over the source
+            passes = range(first // size, -(-(first + count) // size))
+            for turn in passes:
+                dice = random.Random(f"source/{seed}/{source}/{turn}")
+                of_source += dice.sample(range(begin, begin + size), size)
+            first -= passes.start * size
+            numbers += of_source[first : first + count]
             begin += size
         return numbers
 
@@ -241,15 +247,20 @@ class Order:
         self.most_bad = settings.most_bad(len(records))
         self.micro_batches = -(-len(records) // self.batch_size)
         if self.micro_batches < of_step:
-            problem = f"{len(records)} records make {self.micro_batches} micro-batches, but a step takes {of_step}"
-            raise UserError(f"{problem}: lower --step-batch or --batch-size, or give more data")
+            problem = f"{len(records)} records make {self.micro_batches} micro-batches"
+            remedy = "lower --step-batch or --batch-size, or give more data"
+            raise UserError(f"{problem}, but a step takes {of_step}: {remedy}")
         self.steps_per_epoch = -(-self.micro_batches // of_step)
         whole = (settings.epochs or 1) * self.steps_per_epoch
         if settings.epochs is None and not settings.is_embedded:
             whole = max(whole, min(STEPS, MOST_EPOCHS * self.steps_per_epoch))
         self.total = settings.steps or whole
 
-    def plan(self, epoch: int, first: int) -> Iterable[list[int]]:
+    def plan(
+        self,
+        epoch: int,
+        first: int,
+    ) -> Iterable[list[int]]:
         """The numbers of the records of an epoch's micro-batches, of all processes, from number
         `first` on."""
         drawn: Sequence[int] = range(len(self.records))
@@ -257,8 +268,15 @@ class Order:
             drawn = self.records.numbers(self.seed, epoch)
         keys = [self.records[n].key for n in drawn]
         lengths = [self.lengths[n] for n in drawn]
-        batches = plan_epoch(keys, lengths, self.batch_size, self.seed, epoch, self.per_picture)
-        return [[drawn[n] for n in batch] for batch in batches[first:]]
+        batches = plan_epoch(
+            keys,
+            lengths,
+            self.batch_size,
+            self.seed,
+            epoch,
+            self.per_picture,
+        )
+        return (list(map(drawn.__getitem__, batch)) for batch in batches[first:])
 
     def steps(
         self, first: int, workers: int | None = 0, pin: bool = False
@@ -266,18 +284,16 @@ class Order:
         """This process's micro-batches of each step, from step `first` to the last. All processes
         have the same number in a step; of the last round of an epoch, if there are too few, those
         that remain get an empty one."""
-        step, over = first, self.micro_batches % self.world_size
+        step = first
+        over = self.micro_batches % self.world_size
         while step < self.total:
             epoch, done = divmod(step, self.steps_per_epoch)
             plan = self.plan(epoch, done * self.accumulate * self.world_size)
             share = islice(plan, self.rank, None, self.world_size)
-            batches = load(
-                MicroBatches(self.records, self.processor, f"{self.seed}/{epoch}"),
-                share,
-                workers,
-                pin,
-            )
-            batches = chain(batches, [collate([], self.processor)] if 0 < over <= self.rank else [])
+            of_epoch = MicroBatches(self.records, self.processor, f"{self.seed}/{epoch}")
+            batches = load_batches(of_epoch, share, workers, pin)
+            if 0 < over <= self.rank:
+                batches = chain(batches, [collate([], self.processor)])
             for _ in range(min(self.steps_per_epoch - done, self.total - step)):
                 yield list(islice(batches, self.accumulate))
                 step += 1

@@ -20,7 +20,6 @@ from eval.data.records import (
     embedded_records,
     read_data,
     record_of,
-    source_parts,
     split_records,
 )
 from model.common import UserError
@@ -32,7 +31,7 @@ MEMORY = "python:"  # the kind of source, in config.json, of examples that a pro
 
 
 @dataclass(frozen=True, eq=False)
-class HeldPicture:
+class ExamplePicture:
     """A picture of an example. It is read anew whenever it is opened, since a data set may decode
     its pictures."""
 
@@ -53,28 +52,34 @@ def example_record(example: Mapping, folder: str | Path = ".") -> Record:
     return record_of({name: value for name, value in example.items() if value is not None}, folder)
 
 
-def held_records(examples: Sequence[Mapping], name: str, folder: str | Path) -> list[Record]:
+def example_records(
+    examples: Sequence[Mapping],
+    name: str,
+    folder: str | Path,
+) -> list[Record]:
     """The records of a program's examples; pictures in files stay there, in `folder` if their paths
     are relative.
 
     name: before the number of each, for messages. Raises UserError if none can be used.
     """
 
-    def held(number: int) -> Record:
-        record, pictures = example_record(examples[number], folder), []
+    def make(number: int) -> Record:
+        record = example_record(examples[number], folder)
+        pictures = []
         for place, picture in enumerate(record.pictures):
             if not isinstance(picture, Path):
-                picture = HeldPicture(examples, number, place, readers.name_of(picture))
+                picture = ExamplePicture(examples, number, place, readers.name_of(picture))
             pictures.append(picture)
         return replace(record, pictures=tuple(pictures))
 
-    return readers.read_records(
-        name, held, [(f"[{number}]", number) for number in range(len(examples))]
-    )
+    places = [(f"[{number}]", number) for number in range(len(examples))]
+    return readers.read_records(name, make, places)
 
 
 def read_records(
-    settings: Settings, split: str = "train", memory: Mapping[str, list[Record]] = {}
+    settings: Settings,
+    split: str = "train",
+    memory: Mapping[str, list[Record]] = {},
 ) -> Sequence[Record]:
     """The records of the split "train" or "validation", which is --eval-data where it is given;
     what of it is trained on is counted on stderr. Raises UserError."""
@@ -84,8 +89,7 @@ def read_records(
     if split == "validation":
         return asked
     learned = read_sources("--data", settings.data, split, settings, memory)
-    is_first = os.environ.get("RANK", "0") == "0"  # the first process of torchrun
-    if is_first:
+    if os.environ.get("RANK", "0") == "0":  # the first process of torchrun
         contents = contents_of([*asked, *learned])
         held_out = set().union(*contents[: len(asked)])
         common = held_out.intersection(chain(*contents[len(asked) :]))
@@ -110,58 +114,79 @@ def read_sources(
     Raises UserError for more than --max-bad records of which their files already say that they
     cannot be used.
     """
+    # 1. the records of each source
     given = " ".join([flag, *sources])
-    matches = [WEIGHT.fullmatch(source) for source in sources]
-    weights = [float(match[2]) for match in matches if match]
-    if weights and (
-        flag == "--eval-data"
-        or len(weights) < len(sources)
-        or len(sources) == 1
-        or not all(weights)
-    ):
-        raise UserError(
-            f"{given}: @WEIGHT, above 0, stands at every source of several in --data, or at none"
-        )
-    sources = [
-        match[1] if match else source for match, source in zip(matches, sources, strict=True)
-    ]
-    if any(source.startswith(MEMORY) and source not in memory for source in sources):
-        raise UserError(
-            f"{given}: a program has made these data: go on there, finetune(resume=…, data=…)"
-        )
-    kinds = [MEMORY if source in memory else source_parts(source)[0] for source in sources]
-    fraction, validation = settings.fraction if flag == "--data" else 1.0, settings.validation
-    share = {
-        "fraction": fraction,
-        "validation": 0.0 if settings.eval_data else validation,
-        "seed": settings.seed,
-    }
+    names, weights = read_weights(given, flag, sources)
     parts, files = [], []
-    for source, kind in zip(sources, kinds, strict=True):
-        if kind == "embedded":
-            side = "validation" if flag == "--eval-data" else split
-            part = embedded_records(
-                settings.tasks.split(","), side, settings.samples, settings.seed
-            )
-        else:
-            part = memory.get(source) or read_data(source, settings.images, settings.prompt)
-            part = [replace(r, sampled=settings.answers == "sampled") for r in part]
-        if len(sources) > 1:  # which may use one name or key for different things
+    for source in names:
+        part = read_source(source, flag, split, settings, memory)
+        if len(names) > 1:  # which may use one name or key for different things
             part = [replace(r, name=f"{source}: {r.name}", key=f"{source}: {r.key}") for r in part]
         parts.append(part)
-        files += [] if kind == "embedded" else part
-    left_out = {r.name for r in files} - {r.name for r in split_records(files, split, **share)}
-    parts = [[r for r in part if r.name not in left_out] for part in parts]
-    records = Weighted(parts, weights) if weights and split == "train" else list(chain(*parts))
+        if source != "embedded":
+            files += part
+
+    # 2. those of the split
+    fraction = settings.fraction if flag == "--data" else 1.0
+    validation = 0.0 if settings.eval_data else settings.validation
+    kept = split_records(files, split, fraction, validation, settings.seed)
+    left_out = {r.name for r in files} - {r.name for r in kept}
+    for number, part in enumerate(parts):
+        parts[number] = [r for r in part if r.name not in left_out]
+    records = list(chain(*parts))
+
+    # 3. whether they can be used
     bad = [r for r in records if not r.turns]
     most = settings.most_bad(len(records))
     if len(bad) > most:
-        problem = f"{len(bad)} of {len(records)} records cannot be used, more than {most}"
         first = f"{bad[0].name}: {bad[0].pictures[0].problem}"
         raise UserError(
-            f"{given}: {problem}: correct them, or raise --max-bad (up to half of all); the first: "
-            f"{first}"
+            f"{given}: {len(bad)} of {len(records)} records cannot be used, more than {most}: "
+            f"correct them, or raise --max-bad (up to half of all); the first: {first}"
         )
-    if not len(records) or isinstance(records, Weighted) and not all(records.sizes):
+    is_weighted = weights and split == "train"
+    if not records or is_weighted and not all(parts):
         raise UserError(f"{given}: no {split} records: check --validation and --fraction")
-    return records
+    return Weighted(parts, weights) if is_weighted else records
+
+
+def read_weights(
+    given: str,
+    flag: str,
+    sources: Sequence[str],
+) -> tuple[list[str], list[float]]:
+    """The sources without their weights, and these, if there are any. Raises UserError."""
+    names, weights = [], []
+    for source in sources:
+        match = WEIGHT.fullmatch(source)
+        if match:
+            source = match[1]
+            weights.append(float(match[2]))
+        names.append(source)
+    is_partial = len(weights) < len(sources) or not all(weights)
+    if weights and (is_partial or len(sources) == 1 or flag == "--eval-data"):
+        raise UserError(
+            f"{given}: @WEIGHT, above 0, stands at every source of several in --data, or at none"
+        )
+    return names, weights
+
+
+def read_source(
+    source: str,
+    flag: str,
+    split: str,
+    settings: Settings,
+    memory: Mapping[str, list[Record]],
+) -> list[Record]:
+    """All records of a source; of the embedded scenes those of a split. Raises UserError."""
+    if source == "embedded":
+        side = "validation" if flag == "--eval-data" else split
+        tasks = settings.tasks.split(",")
+        return embedded_records(tasks, side, settings.samples, settings.seed)
+    records = memory.get(source)
+    if records is None and source.startswith(MEMORY):
+        problem = f"{flag} {source}: a program has made these data"
+        raise UserError(f"{problem}: go on there, finetune(resume=…, data=…)")
+    if records is None:
+        records = read_data(source, settings.images, settings.prompt)
+    return [replace(record, sampled=settings.answers == "sampled") for record in records]

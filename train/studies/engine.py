@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import IO
 
@@ -140,15 +141,17 @@ class Run:
         self.used |= zip(jobs, cells, strict=True)
         return cells
 
-    def at_rates(self, rates: Mapping[str, float], seeds: Sequence[int]) -> dict[str, list[dict]]:
+    def at_rates(
+        self,
+        rates: Mapping[str, float],
+        seeds: Sequence[int],
+    ) -> dict[str, list[dict]]:
         """The cells of rows at their rates, seed by seed."""
-        jobs = [
-            Job(row, self.study.rows[row], rate, seed)
-            for row, rate in rates.items()
-            for seed in seeds
-        ]
+        jobs = []
+        for row, rate in rates.items():
+            jobs += [Job(row, self.study.rows[row], rate, seed) for seed in seeds]
         cells = iter(self.get(jobs))
-        return {row: [next(cells) for _ in seeds] for row in rates}
+        return {row: list(islice(cells, len(seeds))) for row in rates}
 
     def compute(self) -> None:
         """Choose the rates, then make the cells of all rows at them, and judge their
@@ -211,7 +214,12 @@ class Run:
         mean = float(np.mean([means[name] for name in means if name in names]))
         return -mean if self.study.columns[main].less_is_better else mean
 
-    def add_controls_by_time(self, setting: str, value: float, ratios: Mapping[str, float]) -> None:
+    def add_controls_by_time(
+        self,
+        setting: str,
+        value: float,
+        ratios: Mapping[str, float],
+    ) -> None:
         """Controls of the last table that train as long as their rows."""
         *_, title = self.study.beside
         rows = dict(self.study.rows)
@@ -356,7 +364,13 @@ def run(study: Study, options: StudyOptions) -> Run:
         study = replace(study, name=f"{study.name}-quick")
     out = options.out or Path("runs", study.name)
     out.mkdir(parents=True, exist_ok=True)
-    made = Run(study, out, options.jobs, options.seeds, lock_folder(out))
+    made = Run(
+        study,
+        out,
+        options.jobs,
+        options.seeds,
+        lock_folder(out),
+    )
     torch.set_num_threads(1)  # so that a result does not depend on the number of jobs
     try:
         made.compute()

@@ -43,33 +43,33 @@ from train.studies.measures import VAL_FILES, coco_needles, scene_needles, trial
 from train.studies.training import (
     Tasks,
     TuningOptions,
-    ask,
+    ask_tasks,
     deciding,
     key_of,
     read_given,
     train_and_ask,
 )
 
+# Table 1, %
 VQA_SCORES = {
     "paper-1": 53.21,
     "paper-2": 51.91,
     "paper-3": 35.72,
     "paper-4": 33.91,
     "paper-5": 41.32,
-}  # Table 1, %
+}
 WITHOUT, WITH = "part-2-without", "part-2-with"  # differential attention
 CONTROL = "part-2-control"  # all settings of WITH, but plain attention
 # Table 2: index accuracy, %
 NEEDLE_SCORES = {"baseline": "28.75", WITHOUT: "30.42", WITH: "34.72", CONTROL: ""}
-PART_2 = {
-    WITHOUT: ("paper-1", "paper-3"),
-    WITH: ("paper-2", "paper-4", "paper-5"),
-}  # chosen of these
+# chosen of these
+PART_2 = {WITHOUT: ("paper-1", "paper-3"), WITH: ("paper-2", "paper-4", "paper-5")}
 PART_2[CONTROL] = PART_2[WITH]
 SHARE = 0.4  # of the pictures, in Part 1
 # half of the miniature's samples ask for needles, since the embedded base has never seen their
 # words
-MINIATURE, QUICK = {"samples": 4000, "tasks": "vqa,n2o1"}, {"samples": 400}
+MINIATURE = {"samples": 4000, "tasks": "vqa,n2o1"}
+QUICK = {"samples": 400}
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,14 @@ class Options(TuningOptions):
     @property
     def finished(self) -> dict[str, Path]:
         """The runs of --from by row. Raises UserError."""
-        runs = {row: Path(run) for row, _, run in (text.partition("=") for text in self.from_)}
-        for row, run in runs.items():
-            if row not in (*self.rows, *PART_2) or not (run / adapter.CONFIG_FILE).is_file():
-                raise UserError(
-                    f"--from {shown(f'{row}={run}')}: expected ROW=RUN, a run with an adapter, for "
-                    "a row"
-                )
+        runs = {}
+        for text in self.from_:
+            row, _, run = text.partition("=")
+            runs[row] = Path(run)
+            is_run = (runs[row] / adapter.CONFIG_FILE).is_file()
+            if row not in (*self.rows, *PART_2) or not is_run:
+                problem = f"--from {shown(f'{row}={runs[row]}')}: expected ROW=RUN"
+                raise UserError(f"{problem}, a run with an adapter, for a row")
         return runs
 
 
@@ -118,10 +119,10 @@ def read_models(argv: Sequence[str]) -> dict[str, Options]:
     """The flags, and the settings of each model on all pictures; flags override recipes. Raises
     UserError."""
     given = read_given(Options, argv, "train.reproduce paligemma", __doc__, QUICK, ("fraction",))
-    models = {
-        name: from_values(Options, MINIATURE | RECIPES[name] | {"fraction": 1.0} | given)
-        for name in VQA_SCORES
-    }
+    models = {}
+    for name in VQA_SCORES:
+        values = MINIATURE | RECIPES[name] | {"fraction": 1.0} | given
+        models[name] = from_values(Options, values)
     base = models["paper-1"]
     if base.coco and base.is_embedded:
         raise UserError(
@@ -129,9 +130,8 @@ def read_models(argv: Sequence[str]) -> dict[str, Options]:
         )
     kind, _, folder = base.data[0].partition(":")
     if kind == "vqav2" and "validation" not in given and Path(folder, VAL_FILES[0]).exists():
-        models = {
-            name: replace(model, validation=0.0) for name, model in models.items()
-        }  # val2014 is asked about
+        # val2014 is asked about
+        models = {name: replace(model, validation=0.0) for name, model in models.items()}
     return models
 
 
@@ -147,7 +147,11 @@ def plain(settings: Options) -> Options:
 
 
 def make(
-    models: Mapping[str, Options], tasks: Tasks, job: Job, folder: Path, *part_1: Path
+    models: Mapping[str, Options],
+    tasks: Tasks,
+    job: Job,
+    folder: Path,
+    *part_1: Path,
 ) -> dict:
     """Train the adapter of a cell in its folder, and ask it. part_1: the cells of which Part 2
     trains the best."""
@@ -157,14 +161,17 @@ def make(
         model = load_base(base, choose_device(base.device))
         if run:
             adapter.load(model, run)
-        scores = ask(model, open_processor(base, model)[0], base, tasks, folder)
+        scores = ask_tasks(
+            model,
+            open_processor(base, model)[0],
+            base,
+            tasks,
+            folder,
+        )
         return {"scores": scores, "facts": {"chosen": str(run or "")}}
     if part_1:
         cells = [json.loads((earlier / "cell.json").read_text()) for earlier in part_1]
-        name = max(
-            cells,
-            key=lambda cell: np.mean(cell["scores"]["test"]["VQA"] if cell["scores"] else 0.0),
-        )["row"]
+        name = max(cells, key=vqa_of)["row"]
     settings = models[name] if part_1 else on_share(models[name])
     if job.row == CONTROL:
         settings = plain(settings)
@@ -172,44 +179,66 @@ def make(
     return result | {"facts": result["facts"] | {"chosen": name}}
 
 
+def vqa_of(cell: dict) -> float:
+    """The VQA score of a cell of Part 1, 0 if it diverged."""
+    scores = cell["scores"]
+    return float(np.mean(scores["test"]["VQA"])) if scores else 0.0
+
+
 def study_of(models: Mapping[str, Options]) -> engine.Study:
     base = models["paper-1"]
-    marks = {row: (file_digest(run / adapter.TENSOR_FILE),) for row, run in base.finished.items()}
+    # 1. the rows; a finished run is named by its weights
+    marks = {}
+    for row, run in base.finished.items():
+        marks[row] = (file_digest(run / adapter.TENSOR_FILE),)
     rows: dict[str, tuple] = {row: marks.get(row, ()) for row in ("baseline", *base.rows)}
     for row, names in PART_2.items():
         if row == CONTROL and row not in marks and WITH in marks:
             continue  # nobody knows the settings of a finished run
-        if part_1 := tuple((name, *rows[name]) for name in names if name in rows):
+        part_1 = tuple((name, *rows[name]) for name in names if name in rows)
+        if part_1:
             rows[row] = marks.get(row, part_1)
-    tasks = {
-        "VQA": vqa_task(
-            base, "test", base.vqa_limit or (600 if base.is_embedded else None), base.scoring
-        )
-    }
-    title, trials = "needles, 2×2", []  # where there are pictures for them
+
+    # 2. what they are asked; needles where there are pictures for them
+    limit = base.vqa_limit
+    if limit is None and base.is_embedded:
+        limit = 600
+    tasks = {"VQA": vqa_task(base, "test", limit, base.scoring)}
+    title, trials = "needles, 2×2", []
     if base.is_embedded:
         trials = scene_needles("n2o1", base.needle_limit)
     elif base.coco:
         title, trials = coco_needles(base.needle_limit, base.coco, base.captions)
     if trials:
         places = [f"row {t.places[0][1] + 1}, column {t.places[0][2] + 1}" for t in trials]
-        tasks["needle"] = trial_task(title, trials, "paper", in_mean=False, rungs=places)
-    asked, settings = {"test": tasks}, [deciding(of_model) for of_model in models.values()]
+        tasks["needle"] = trial_task(
+            title,
+            trials,
+            "paper",
+            in_mean=False,
+            rungs=places,
+        )
+    asked = {"test": tasks}
 
+    # 3. the study
     def needs(job: Job) -> list[Job]:
         names = [] if job.row in base.finished else PART_2.get(job.row, ())
         return [replace(job, row=name, changes=rows[name]) for name in names if name in rows]
 
+    settings = [deciding(of_model) for of_model in models.values()]
+    start = key_of([base], load_base(base, torch.device("cpu")), asked)
+    beside = {}
+    for row in (CONTROL, WITHOUT):
+        if {row, WITH} <= rows.keys():
+            beside[row] = {WITH: (row,)}
     return engine.Study(
         name="reproduce-paligemma",
         title=f"The differential PaliGemma experiment: base {base.base}, data {' '.join(base.data)}",
         rows=rows,
         make=partial(make, models, asked),
-        key=digest(
-            key_of([base], load_base(base, torch.device("cpu")), asked), settings, base.scoring
-        ),
+        key=digest(start, settings, base.scoring),
         measures=tasks,
-        beside={row: {WITH: (row,)} for row in (CONTROL, WITHOUT) if {row, WITH} <= rows.keys()},
+        beside=beside,
         main="VQA",
         needs=needs,
         more=partial(blocks, models),
@@ -219,40 +248,30 @@ def study_of(models: Mapping[str, Options]) -> engine.Study:
 def blocks(models: Mapping[str, Options], run: engine.Run) -> list:
     """The paper's tables and its figure beside ours, what agrees, and what they confound."""
     models = {name: models[name] for name in models if name in run.cells}
-    scores = {
-        row: {name: f"{each.mean():.2f}" for name, each in run.scores(row).items()}
-        for row in run.cells
-    }
+    # 1. scores, and what was chosen
+    scores = {}
+    for row in run.cells:
+        of_row = run.scores(row)
+        scores[row] = {name: f"{each.mean():.2f}" for name, each in of_row.items()}
     means = {name: float(scores[name]["VQA"]) for name in models}
-    order, published = (
-        " > ".join(sorted(models, key=of.__getitem__, reverse=True)) for of in (means, VQA_SCORES)
-    )
-    chosen = {
-        row: facts["chosen"] for row in PART_2 if row in run.cells for facts in run.facts(row)[:1]
-    }
+    order = " > ".join(sorted(models, key=means.__getitem__, reverse=True))
+    published = " > ".join(sorted(models, key=VQA_SCORES.__getitem__, reverse=True))
+    chosen = {}
+    for row in PART_2:
+        if row in run.cells and run.facts(row):
+            chosen[row] = run.facts(row)[0]["chosen"]
+
+    # 2. the paper's tables
     table_1, table_2 = [], []
     for name, of in models.items():
-        numbers = [
-            f"{of.lr:g}",
-            f"{of.r}/{of.alpha:g}",
-            f"{of.weight_decay:g}",
-            f"{VQA_SCORES[name]:.2f}",
-        ]
-        table_1.append([name, of.attention, of.feed_forward, *numbers, scores[name]["VQA"]])
+        line = [name, of.attention, of.feed_forward, f"{of.lr:g}", f"{of.r}/{of.alpha:g}"]
+        line += [f"{of.weight_decay:g}", f"{VQA_SCORES[name]:.2f}", scores[name]["VQA"]]
+        table_1.append(line)
     for row, score in NEEDLE_SCORES.items():
         if row in scores:
             needles = scores[row].get("needle", "")
             table_2.append([row, chosen.get(row, ""), score, needles, scores[row]["VQA"]])
-    head = [
-        "model",
-        "attention",
-        "feed-forward",
-        "rate",
-        "rank/alpha",
-        "decay",
-        "the paper",
-        "here",
-    ]
+    head = "model,attention,feed-forward,rate,rank/alpha,decay,the paper,here".split(",")
     compared = [", ".join(line[1:6]) for line in table_1 if line[0] in chosen.values()]
     tables = [
         "## Table 1: VQA after 40 % of the training pictures, %",
@@ -287,9 +306,8 @@ def main(argv: Sequence[str]) -> None:
     options = models["paper-1"]
     if options.plan:
         rows = [plan(on_share(models[name]), name, gpus=options.gpus) for name in options.rows]
-        whole = [
-            name for name in ("paper-1", "paper-2") if name in options.rows
-        ]  # which the paper chose for Part 2
+        # which the paper chose for Part 2
+        whole = [name for name in ("paper-1", "paper-2") if name in options.rows]
         rows += [plan(models[name], f"{name}, all pictures", gpus=options.gpus) for name in whole]
         if "paper-2" in whole:
             rows.append(plan(plain(models["paper-2"]), CONTROL, gpus=options.gpus))

@@ -37,7 +37,14 @@ def lines_of(run: Run) -> list[list]:
         made_by = [cell[column] for column in MADE_BY]
         for split, of_split in cell["scores"].items():
             for name, scores in of_split.items():
-                place = [run.study.name, job.row, job.seed, job.rate, split, name]
+                place = [
+                    run.study.name,
+                    job.row,
+                    job.seed,
+                    job.rate,
+                    split,
+                    name,
+                ]
                 rungs = run.study.measures[name].rungs if split == "test" else ()
                 for rung, right in by_rung(scores, rungs).items():
                     lines.append([*place, rung, len(right), float(np.sum(right)), *made_by])

@@ -67,13 +67,13 @@ def train_and_ask(settings: Settings, tasks: Tasks, folder: Path) -> dict:
     model, optimizer = open_model(settings, choose_device(settings.device))
     processor, _ = open_processor(settings, model)
     records = training_records(settings)
-    seconds = train(model, optimizer, processor, records, settings, folder)
+    seconds = train_cell(model, optimizer, processor, records, settings, folder)
     adapter.save(model, folder, settings.base, settings.question_prompt)
     facts = {"parameters": count(trainable(model).values()), "seconds": seconds}
-    return {"scores": ask(model, processor, settings, tasks, folder), "facts": facts}
+    return {"scores": ask_tasks(model, processor, settings, tasks, folder), "facts": facts}
 
 
-def train(
+def train_cell(
     model, optimizer, processor, records: Sequence[Record], settings: Settings, folder: Path
 ) -> float:
     """Train in place, from the newest checkpoint in `folder` if there is one. Returns seconds."""
@@ -82,7 +82,7 @@ def train(
     return train_on(order, model, optimizer, settings, folder, world).seconds
 
 
-def ask(
+def ask_tasks(
     model: PaliGemma, processor: Processor, settings: Settings, tasks: Tasks, folder: Path
 ) -> dict[str, dict]:
     """The score of each example, by split and task. On disk, where it may take hours, with a
@@ -100,7 +100,11 @@ def ask(
     return scores
 
 
-def key_of(stages: Sequence[Settings], start: PaliGemma, tasks: Tasks) -> str:
+def key_of(
+    stages: Sequence[Settings],
+    start: PaliGemma,
+    tasks: Tasks,
+) -> str:
     """What decides all cells beside their source: settings, data, questions, and the weights of the
     start."""
     decided = [deciding(settings) for settings in stages]

@@ -13,6 +13,7 @@ In: flags; `--option NAME=VALUE` sets a field of `Parts` or of `model.systems.co
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +27,13 @@ from weights.load import empty_model, load_model, load_siglip, load_system
 
 TINY_MAMBA = BUNDLED_FOLDER.parent / "tiny-mamba"  # the embedded language model
 # for the embedded base, which has 16 image tokens
-TINY = ProjectorConfig(queries=8, hidden_size=64, num_blocks=4, num_attention_heads=4, state_size=8)
+TINY = ProjectorConfig(
+    queries=8,
+    hidden_size=64,
+    num_blocks=4,
+    num_attention_heads=4,
+    state_size=8,
+)
 CONNECTOR = ("vision_proj", "vision_norm", "connector")
 
 
@@ -91,7 +98,7 @@ class QMambaSettings(StageSettings):
         """Stage 1: a fresh projector between the vision tower of a base and a language model. Stage
         2: the base itself. Raises UserError for parts that do not fit together."""
         if self.stage != 1:
-            return load_qmamba(self.base, dtype, device)
+            return load_qmamba(self.base, dtype=dtype, device=device)
         # 1. the parts that are there
         parts, projector = self.read_options()
         tower = load_siglip(self.base, dtype, device)
@@ -128,11 +135,9 @@ def copy_connector(source: str, fresh: nn.Module) -> None:
         raise UserError(f"{problem}: take another one") from None
 
 
-def load_qmamba(
-    source: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
-) -> QMamba:
-    """The Q-Mamba of `source`. Raises UserError for another model."""
-    model = load_model(source, dtype=dtype, device=device)
+def load_qmamba(source: str, **place: Any) -> QMamba:
+    """The Q-Mamba of `source`. place: `dtype` and `device`. Raises UserError for another model."""
+    model = load_model(source, **place)
     if type(model) is not QMamba:
         raise UserError(f"{source}: is no Q-Mamba: train one with --stage 1, and give RUN/model")
     return model

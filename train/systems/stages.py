@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from model.common import UserError
+from model.common import UserError, shown
 from model.paligemma import PaliGemma
 from model.processor import Processor, processor_for
 from model.tokenizer import find_tokenizer, load_tokenizer
@@ -20,7 +20,7 @@ from train.finetune import run_flags
 from train.flags import flag
 from train.model import learning_rules, load_start, open_processor, rules_of, weights_dtype
 from train.optim import Rule
-from train.settings import EMBEDDED, GROUPS, Arguments, Settings, read_settings, recipe_values
+from train.settings import EMBEDDED, GROUPS, Arguments, Settings, parse, recipe_values
 
 ONE_EPOCH = {
     "epochs": 1,
@@ -77,6 +77,17 @@ class StageSettings(Settings):
     def subject(self) -> str:
         return f"{self.NAME}, stage {self.stage}"
 
+    def options_of(self, known: Mapping[str, object]) -> dict[str, object]:
+        """`options`. Raises UserError for a name that is not `known`, or a value of another type
+        than the known one."""
+        for name, value in self.options.items():
+            if name not in known or type(value) is not type(known[name]):
+                raise UserError(
+                    f"--option {name}={value}: expected one of {shown(dict(known), 400)}, of its "
+                    "type"
+                )
+        return self.options
+
     def open_stage(self, dtype: torch.dtype, device: torch.device) -> Any:
         """The model of the stage, the first from a plain base, a later one from that of the stage
         before. Raises UserError."""
@@ -93,7 +104,11 @@ class StageSettings(Settings):
         super().check()
 
 
-def stage_defaults(kind: type[StageSettings], stage: int, is_embedded: bool) -> dict[str, object]:
+def stage_defaults(
+    kind: type[StageSettings],
+    stage: int,
+    is_embedded: bool,
+) -> dict[str, object]:
     """The settings of a stage, on the embedded data or on others; empty where there is no such
     stage."""
     recipe = kind.STAGES.get(stage, StageRecipe({}))
@@ -120,7 +135,9 @@ def _(settings: StageSettings, model: PaliGemma) -> tuple[Processor, list[Path]]
 
 
 def parse_stage(
-    kind: type[StageSettings], argv: Sequence[str] | Mapping | None, doc: str | None = None
+    kind: type[StageSettings],
+    argv: Sequence[str] | Mapping | None,
+    doc: str | None = None,
 ) -> tuple[StageSettings, Arguments]:
     """The settings and the run folder of the flags of a system, in words or by name."""
 
@@ -130,9 +147,13 @@ def parse_stage(
         return of_stage | recipe_values(given.get("recipe", ""), given)
 
     groups = {**GROUPS, "model": f"stage {GROUPS['model']}"}
-    return read_settings(argv, doc, kind, f"train.systems.{kind.NAME}", defaults, groups)
+    return parse(argv, doc, kind, f"train.systems.{kind.NAME}", defaults, groups)
 
 
-def run_stage(kind: type[StageSettings], argv: Sequence[str] | None, doc: str | None) -> None:
+def run_stage(
+    kind: type[StageSettings],
+    argv: Sequence[str] | None,
+    doc: str | None,
+) -> None:
     """The command of a system."""
     run_flags(*parse_stage(kind, argv, doc))

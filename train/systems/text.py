@@ -27,7 +27,7 @@ from model.processor import Movable
 from model.systems.configs import BOS, TEXT_PRESETS
 from model.systems.language import TextModel, new_model
 from train.checkpoint import Progress, newest_progress
-from train.data.batches import load
+from train.data.batches import load_batches
 from train.distributed import World, joined_world, whole_model
 from train.flags import RunArguments, flag, read_run
 from train.loop import LoopSettings, fit
@@ -35,7 +35,6 @@ from train.optim import SCALARS, Rule, count, make_adamw, matching, parameter_gr
 from train.run import draw_loss, run_folder, set_origin
 from weights.export import export_model
 
-PROGRAM = "train.systems.text"
 SHORTEST, LEAST = 64, 24  # positions at least of a needle document, and of one of records alone
 MOST_RECORDS = 64  # of a document that is learned from
 
@@ -43,6 +42,8 @@ MOST_RECORDS = 64  # of a document that is learned from
 @dataclass(frozen=True)
 class TextSettings(LoopSettings):
     """All settings of a run. Each is a flag of the same name; see `train.flags.flag`."""
+
+    program = "train.systems.text"
 
     text: tuple[str, ...] = flag(
         (), "plain text (default: Python's standard library)", nargs="*", metavar="PATH"
@@ -73,6 +74,10 @@ class TextSettings(LoopSettings):
     warmup: float = flag(0.05, "warm-up steps; below 1, a share of all steps", least=0, most=1e12)
 
     @property
+    def stem(self) -> str:
+        return f"text-{self.attention}"
+
+    @property
     def rows(self) -> int:
         """Rows of a step, of all processes together."""
         return self.step_batch or self.batch_size
@@ -95,7 +100,12 @@ class TextBatch(Movable):
     bad: tuple[str, ...] = ()
 
 
-def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -> list[list[int]]:
+def draw_documents(
+    corpus: Corpus,
+    tasks: Tasks,
+    settings: TextSettings,
+    index: int,
+) -> list[list[int]]:
     """The documents of one row, `length` inputs and as many targets: a pure function of the seed
     and the row's number.
 
@@ -113,21 +123,22 @@ def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -
         if room >= SHORTEST and kind < needles:
             length = round(SHORTEST * (room / SHORTEST) ** dice.random())  # log-uniform
             most = min(MOST_RECORDS, length // 4)
-            document = tasks.needles(dice, length, round(most ** dice.random()), MOST_ASKED).ids
+            records = round(most ** dice.random())
+            document = tasks.needles(dice, length, records, MOST_ASKED).ids
         elif room >= LEAST and kind < needles + alone:
             most = min(MOST_RECORDS, room - 2 * MOST_ASKED - 2)
             records = round(4 * (most / 4) ** dice.random())
             is_recall = is_early or kind < needles + alone / 2
-            task = (
-                tasks.recall(dice, records, MOST_ASKED)
-                if is_recall
-                else tasks.listed(*tasks.episode(dice, records))
-            )
+            if is_recall:
+                task = tasks.recall(dice, records, MOST_ASKED)
+            else:
+                task = tasks.listed(*tasks.episode(dice, records))
             document = task.ids
         else:
             start = dice.randrange(len(ids))
-            end = starts[torch.searchsorted(starts, start, right=True)]
-            document = [BOS, *ids[start : min(start + room, int(end))].tolist()]
+            end = int(starts[torch.searchsorted(starts, start, right=True)])
+            end = min(end, start + room)
+            document = [BOS, *ids[start:end].tolist()]
         documents.append(document[: room + 1])
         room -= len(documents[-1]) - 1
     return documents
@@ -135,8 +146,7 @@ def draw_row(corpus: Corpus, tasks: Tasks, settings: TextSettings, index: int) -
 
 class TextOrder:
     """The rows of every step: step s takes rows s·R … s·R + R − 1, in equal shares of all
-    processes, so a run can start at any step.
-    `order[numbers]` is the batch of these rows."""
+    processes, so a run can start at any step. `order[numbers]` is the batch of these rows."""
 
     most_bad = 0
 
@@ -148,60 +158,65 @@ class TextOrder:
         rank: int = 0,
         processes: int = 1,
     ):
-        self.corpus, self.settings, self.tasks = corpus, settings, Tasks(corpus, split)
-        self.total, self.rank, (self.share, rest) = (
-            settings.steps,
-            rank,
-            divmod(settings.rows, processes),
-        )
+        self.corpus = corpus
+        self.settings = settings
+        self.tasks = Tasks(corpus, split)
+        self.total = settings.steps
+        self.rank = rank
+        self.share, rest = divmod(settings.rows, processes)
         if rest:
-            raise UserError(
-                f"--step-batch {settings.rows}: expected a multiple of the {processes} processes"
-            )
+            problem = f"--step-batch {settings.rows}: expected a multiple of the {processes}"
+            raise UserError(f"{problem} processes")
 
     def steps(
         self, first: int, workers: int | None = 0, pin: bool = False
     ) -> Iterator[list[TextBatch]]:
         """The micro-batches of each step, from step `first` to the last."""
-        of_process = range(self.rank * self.share, (self.rank + 1) * self.share)
-        micros = [
-            of_process[n : n + self.settings.batch_size]
-            for n in range(0, self.share, self.settings.batch_size)
-        ]
-        starts = (step * self.settings.rows for step in range(first, self.total))
-        plan = (
-            range(start + micro.start, start + micro.stop) for start in starts for micro in micros
-        )
-        batches = load(self, plan, workers, pin)
+        size = self.settings.batch_size
+        begin = self.rank * self.share
+        of_process = range(begin, begin + self.share)
+        micros = [of_process[n : n + size] for n in range(0, self.share, size)]
+
+        def plan() -> Iterator[range]:
+            for step in range(first, self.total):
+                start = step * self.settings.rows
+                for micro in micros:
+                    yield range(start + micro.start, start + micro.stop)
+
+        batches = load_batches(self, plan(), workers, pin)
         for _ in range(first, self.total):
             yield list(islice(batches, len(micros)))
 
     def __getitem__(self, numbers: range) -> TextBatch:
         """Rows of packed documents: each token's target is the next of its document, unless it is
         unforeseen."""
-        rows = [draw_row(self.corpus, self.tasks, self.settings, number) for number in numbers]
-        ids = torch.tensor([[*chain(*(document[:-1] for document in row))] for row in rows])
-        targets = torch.tensor([[*chain(*(document[1:] for document in row))] for row in rows])
-        documents = torch.tensor(
-            [[n for n, document in enumerate(row) for _ in document[1:]] for row in rows]
-        )
-        hidden, names = (
-            torch.isin(targets, torch.tensor(self.tasks.unforeseen)),
-            tuple(f"row {n}" for n in numbers),
-        )
+        inputs, targets, places = [], [], []
+        for number in numbers:
+            row = draw_documents(self.corpus, self.tasks, self.settings, number)
+            inputs.append(list(chain(*(document[:-1] for document in row))))
+            targets.append(list(chain(*(document[1:] for document in row))))
+            places.append([])
+            for place, document in enumerate(row):
+                places[-1] += [place] * (len(document) - 1)
+        targets = torch.tensor(targets)
+        hidden = torch.isin(targets, torch.tensor(self.tasks.unforeseen))
         return TextBatch(
-            ids, documents, targets.masked_fill(hidden, -100), names, int((~hidden).sum())
+            input_ids=torch.tensor(inputs),
+            documents=torch.tensor(places),
+            targets=targets.masked_fill(hidden, -100),
+            names=tuple(f"row {number}" for number in numbers),
+            tokens=int((~hidden).sum()),
         )
 
 
-def make_optimizer(model: TextModel, settings: TextSettings) -> torch.optim.Optimizer:
+def text_optimizer(model: TextModel, settings: TextSettings) -> torch.optim.Optimizer:
     """AdamW on all parameters; no decay on norms, λ and the embedding."""
     bare = Rule(matching(model, rf"{SCALARS}|.*norm\.weight|.*embed_tokens\.weight"), settings.lr)
     others = Rule(matching(model, ".*"), settings.lr, settings.weight_decay)
     return make_adamw(parameter_groups(model, [bare, others]), (0.9, settings.beta2))
 
 
-def learn(
+def train_text(
     settings: TextSettings,
     corpus: Corpus,
     run: Path,
@@ -211,61 +226,61 @@ def learn(
     """Train from the newest checkpoint in `run`, if there is one; the model and the run's
     progress."""
     kind = settings.attention
-    model = new_model(settings.preset, kind == "differential", settings.seed, kind == "wide").to(
-        world.device
-    )
+    model = new_model(settings.preset, kind == "differential", settings.seed, kind == "wide")
+    model.to(world.device)
     use_threads(settings.threads, model)
     model.set_checkpointing(settings.checkpointing)
-    optimizer, order = (
-        make_optimizer(model, settings),
-        TextOrder(corpus, settings, "train", world.rank, world.size),
-    )
+    optimizer = text_optimizer(model, settings)
+    order = TextOrder(corpus, settings, "train", world.rank, world.size)
 
     def loss(called: torch.nn.Module, micro: TextBatch) -> torch.Tensor:
         micro = micro.to(world.device)
         return called(micro.input_ids, documents=micro.documents, targets=micro.targets)
 
-    progress = fit(model, optimizer, order, loss, settings, run, world, progress=progress)
+    progress = fit(
+        model,
+        optimizer,
+        order,
+        loss,
+        settings,
+        run,
+        world,
+        progress=progress,
+    )
     return model.eval(), progress
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    settings, arguments = read_run(PROGRAM, __doc__, TextSettings, RunArguments, argv)
-    stem = f"text-{settings.attention}"
+    settings, arguments = read_run(TextSettings.program, __doc__, TextSettings, RunArguments, argv)
     with (
         joined_world(settings.device) as world,
-        run_folder(arguments, settings, stem, PROGRAM, world) as run,
+        run_folder(arguments, settings, world) as run,
     ):
-        folder, progress = (
-            Path(settings.corpus or run / "corpus"),
-            newest_progress(run) or Progress(world.size),
-        )
+        # 1. the text
+        folder = Path(settings.corpus or run / "corpus")
+        progress = newest_progress(run) or Progress(world.size)
         if world.is_first:
             if not progress.step:  # a resumed run keeps its tokens, even if the text has changed
-                open_corpus(
-                    folder, settings.text, TEXT_PRESETS[settings.preset].vocab_size, SYMBOLS
-                )
+                vocabulary = TEXT_PRESETS[settings.preset].vocab_size
+                open_corpus(folder, settings.text, vocabulary, SYMBOLS)
             corpus = kept_corpus(folder)
             print(f"{len(corpus.ids['train']):,} tokens of text to learn from", flush=True)
             set_origin(run, progress, settings, {"corpus": corpus.digest}, arguments.allow_changed)
         world.barrier()  # the first process has written the corpus
-        model, progress = learn(settings, kept_corpus(folder), run, world, progress)
+
+        # 2. the model
+        model, progress = train_text(settings, kept_corpus(folder), run, world, progress)
         model = whole_model(model, world)
         if world.is_first:
             shutil.rmtree(run / "model", ignore_errors=True)
             export_model(model, run / "model", companions=[folder / "tokenizer.model"])
             draw_loss(run)
-            size, tokens = (
-                count(model.parameters()),
-                settings.steps * settings.rows * settings.length,
-            )
-            print(
-                f"{size:,} parameters, {settings.attention} attention, {tokens:,} tokens in "
-                f"{progress.seconds:.0f} s"
-            )
-            print(
-                f"{run}: model/, metrics.jsonl, loss.png; next: python -m eval.systems.text all {run}"
-            )
+            size = count(model.parameters())
+            tokens = settings.steps * settings.rows * settings.length
+            learned = f"{tokens:,} tokens in {progress.seconds:.0f} s"
+            print(f"{size:,} parameters, {settings.attention} attention, {learned}")
+            command = f"python -m eval.systems.text all {run}"
+            print(f"{run}: model/, metrics.jsonl, loss.png; next: {command}")
 
 
 if __name__ == "__main__":

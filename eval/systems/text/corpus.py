@@ -17,10 +17,11 @@ from typing import NamedTuple
 
 import sentencepiece
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from model.common import UserError, atomic_path, read_bytes, read_json, shown, write_text
 from model.systems.configs import BOS, EOS, PAD, UNK
+from weights.load import save_tensors
 
 NEWLINE = "\n"
 # the settings of Gemma's tokenizer
@@ -166,7 +167,7 @@ def open_corpus(
     with atomic_path(folder / "tokenizer.model") as temporary:
         temporary.write_bytes(model.getvalue())
     with atomic_path(folder / "tokens.safetensors") as temporary:
-        save_file(tensors, temporary)
+        save_tensors(tensors, temporary)
     written = {"digest": digest, "paths": list(map(str, paths))}
     write_text(summary, json.dumps(written, indent=1) + "\n")
     return kept_corpus(folder)

@@ -41,9 +41,9 @@ from train.studies import engine, report
 from train.studies.cells import Job
 from train.studies.engine import MEAN
 from train.studies.measures import Task, asking, training_records, vqa_task
-from train.studies.training import Tasks, ask, key_of
+from train.studies.training import Tasks, ask_tasks, key_of
 from train.systems.qmamba import QMambaSettings
-from train.systems.studies.stages import StagedOptions, learn, read_stages
+from train.systems.studies.stages import StagedOptions, read_stages, train_stage
 from weights.export import export_model
 
 TASKS = ("vqa", "locate", "count", "exist")  # of the embedded scenes
@@ -109,14 +109,26 @@ def needs(job: Job) -> list[Job]:
     return []
 
 
-def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *needed: Path) -> dict:
+def make(
+    stages: Sequence[Options],
+    tasks: Tasks,
+    job: Job,
+    folder: Path,
+    *needed: Path,
+) -> dict:
     """Train a row in both stages and leave the model in folder/model, or let a trained one scan in
     one direction."""
     row = ROWS[job.row]
     if needed and not (needed[0] / "model").exists():
         raise Diverged("the row that it starts from diverged")
     if row.order:
-        return scan(stages[1], tasks, row.order, needed[0], folder)
+        return scan(
+            stages[1],
+            tasks,
+            row.order,
+            needed[0],
+            folder,
+        )
     # 1. both stages
     model = open_row(stages[0], row, job.seed, *needed)
     processor, files = open_processor(stages[0], model)
@@ -124,9 +136,11 @@ def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *neede
     for number, stage in enumerate(stages, 1):
         settings = replace(stage, seed=job.seed, lr=stage.lr * job.rate)
         factors = stages[0].STAGES[number].rates
-        seconds += learn(model, processor, training_records(settings), settings, factors, folder)
+        seconds += train_stage(
+            model, processor, training_records(settings), settings, factors, folder
+        )
     # 2. what it says
-    scores = ask(model, processor, stages[1], tasks, folder)
+    scores = ask_tasks(model, processor, stages[1], tasks, folder)
     facts = {"parameters": count(trainable(model).values()), "seconds": seconds}
     # 3. the model stays, for other rows
     shutil.rmtree(folder / "model", ignore_errors=True)  # of a study that was killed here
@@ -135,17 +149,28 @@ def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *neede
     return {"scores": scores, "facts": facts}
 
 
-def scan(settings: Options, tasks: Tasks, order: str, trained: Path, folder: Path) -> dict:
+def scan(
+    settings: Options,
+    tasks: Tasks,
+    order: str,
+    trained: Path,
+    folder: Path,
+) -> dict:
     """Ask the model of the cell `trained`, whose connector scans in one direction."""
     settings = replace(settings, base=str(trained / "model"))
     model = load_start(settings, choose_device(settings.device))
     model.multi_modal_projector.connector.order = order
     processor, _ = open_processor(settings, model)
     facts = json.loads((trained / "cell.json").read_text())["facts"]
-    return {"scores": ask(model, processor, settings, tasks, folder), "facts": facts}
+    return {"scores": ask_tasks(model, processor, settings, tasks, folder), "facts": facts}
 
 
-def open_row(settings: Settings, row: Row, seed: int, *donor: Path) -> PaliGemma:
+def open_row(
+    settings: Settings,
+    row: Row,
+    seed: int,
+    *donor: Path,
+) -> PaliGemma:
     """The model of stage 1: a fresh projector, whose shared parts are those of the other rows of
     the seed."""
     options = settings.options | dict(row.options)

@@ -11,7 +11,7 @@ from eval.data.records import Record
 from train.flags import flag, from_values
 from train.model import make_optimizer, rules_of
 from train.settings import EMBEDDED, Settings
-from train.studies.training import TuningOptions, read_given, train
+from train.studies.training import TuningOptions, read_given, train_cell
 from train.systems.stages import StageSettings, stage_defaults
 
 
@@ -33,7 +33,10 @@ class StagedOptions(TuningOptions, StageSettings):
 
 
 def read_stages(
-    kind: type[StagedOptions], argv: Sequence[str] | None, doc: str | None, quick: Mapping
+    kind: type[StagedOptions],
+    argv: Sequence[str] | None,
+    doc: str | None,
+    quick: Mapping,
 ) -> list:
     """The settings of both stages, of a kind of StagedOptions. Raises UserError."""
     given = read_given(kind, argv, f"train.reproduce {kind.NAME}", doc, quick)
@@ -48,8 +51,13 @@ def read_stages(
     return [first, replace(second, option=())]  # stage 1 decides the parts
 
 
-def learn(
-    model, processor, records: Sequence[Record], settings: Settings, factors: Mapping, folder: Path
+def train_stage(
+    model,
+    processor,
+    records: Sequence[Record],
+    settings: Settings,
+    factors: Mapping,
+    folder: Path,
 ) -> float:
     """Train a stage in place, from the newest checkpoint in folder/stages if there is one. Returns
     seconds.
@@ -60,4 +68,4 @@ def learn(
     run.mkdir(parents=True, exist_ok=True)
     model.set_checkpointing(settings.checkpointing)
     optimizer = make_optimizer(model, rules_of(model, settings, factors), settings)
-    return train(model, optimizer, processor, records, settings, run)
+    return train_cell(model, optimizer, processor, records, settings, run)

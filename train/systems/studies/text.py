@@ -43,13 +43,19 @@ from train.studies import built, engine, report
 from train.studies.cells import Job, digest
 from train.studies.rules import Measure
 from train.studies.training import deciding, read_given
-from train.systems.text import TextSettings, learn
+from train.systems.text import TextSettings, train_text
 from weights.export import export_model
 
 KINDS = ("plain", "differential")
 SIZES = ("0.6m", "0.3m", "0.2m")  # the main one first
 RATES = (3e-3, 6e-3, 1.2e-2)  # to try first
-QUICK = {"sizes": ("0.3m", "0.1m"), "tokens": 1.5e5, "limit": 50, "seeds": 5, "positive": False}
+QUICK = {
+    "sizes": ("0.3m", "0.1m"),
+    "tokens": 1.5e5,
+    "limit": 50,
+    "seeds": 5,
+    "positive": False,
+}
 QUICK |= {"rates": (1.2e-2, 2.4e-2, 4.8e-2)}
 PREDICTED = (  # from a run of three seeds in which nothing was retrieved, and from Ye et al. 2024
     ("loss", "worse", "+0.09 nats at 0.64 million parameters"),
@@ -89,7 +95,7 @@ def make(options: Options, job: Job, folder: Path) -> dict:
     settings = replace(options, **dict(job.changes), lr=job.rate, seed=job.seed)
     corpus = kept_corpus(Path(settings.corpus))
     world = World(0, 1, choose_device(settings.device))
-    model, progress = learn(settings, corpus, folder, world)
+    model, progress = train_text(settings, corpus, folder, world)
     facts: dict = {"parameters": count(model.parameters()), "seconds": progress.seconds}
     facts["lambda"] = [value.item() for value in lambdas(model).values()]
     # 2. scores

@@ -49,8 +49,8 @@ from train.studies import engine, report
 from train.studies.cells import Job
 from train.studies.measures import Task, asking, training_records, vqa_task
 from train.studies.rules import Measure, exact_interval
-from train.studies.training import Tasks, ask, key_of
-from train.systems.studies.stages import StagedOptions, learn, read_stages
+from train.studies.training import Tasks, ask_tasks, key_of
+from train.systems.studies.stages import StagedOptions, read_stages, train_stage
 from train.systems.text_base import TASKS, make_text_base, sentence
 from train.systems.wings import TEXT_BASE, WingsSettings
 
@@ -90,7 +90,13 @@ class Options(StagedOptions, WingsSettings):
     rows: tuple[str, ...] = several(ROWS, "(default: all)")
 
 
-def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *before: Path) -> dict:
+def make(
+    stages: Sequence[Options],
+    tasks: Tasks,
+    job: Job,
+    folder: Path,
+    *before: Path,
+) -> dict:
     """Train a row in both stages, and ask it. Learners that are not trained add exactly 0.
 
     The cell of the language model has no scores of a row; what it knows of text is in its facts.
@@ -99,7 +105,7 @@ def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *befor
     if job.row == BEFORE:
         text = {"test": {TEXT: tasks["test"][TEXT]}}
         model, processor = open_first(first, folder)
-        known = ask(model, processor, first, text, folder)
+        known = ask_tasks(model, processor, first, text, folder)
         return {"scores": {}, "facts": known["test"]}
     # 1. stage 1
     model, processor = open_first(first, before[0])
@@ -107,7 +113,7 @@ def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *befor
     first_factors = {PROJECTOR: 1.0}
     if factors.keys() & {VISUAL, LEARNERS}:
         first_factors[VISUAL] = 1.0
-    seconds = learn(model, processor, pictures_to_learn(first), first, first_factors, folder)
+    seconds = train_stage(model, processor, pictures_to_learn(first), first, first_factors, folder)
     # 2. stage 2
     if LEARNERS in factors:
         model = route(model, job.seed)
@@ -116,9 +122,9 @@ def make(stages: Sequence[Options], tasks: Tasks, job: Job, folder: Path, *befor
         torch.manual_seed(job.seed)  # LoRA's A is drawn here
         adapter.inject(model, adapter.DECODER_TARGETS, rank, 2.0 * rank)
     second = replace(second, lr=second.lr * job.rate)
-    seconds += learn(model, processor, pictures_to_learn(second), second, factors, folder)
+    seconds += train_stage(model, processor, pictures_to_learn(second), second, factors, folder)
     # 3. what it says, and what it looks at
-    scores = ask(model, processor, second, tasks, folder)
+    scores = ask_tasks(model, processor, second, tasks, folder)
     looks = [(record.pictures[0], put_slot(record.prefix)) for record in looked_at(second)]
     shift = measure(model, processor, looks)
     # a flat curve has no correlation
@@ -161,7 +167,12 @@ def pictures_to_learn(settings: Settings) -> Sequence[Record]:
     return [scene("train", first + n, dice.random(), seed) for n in range(settings.samples)]
 
 
-def scene(split: str, number: int, place: float = 0.5, seed: int = 0) -> Record:
+def scene(
+    split: str,
+    number: int,
+    place: float = 0.5,
+    seed: int = 0,
+) -> Record:
     """All squares of an embedded scene. place: of the picture, as a share of the question's
     words."""
     sample = scenes.sample("scan", split, number, seed)
@@ -177,7 +188,11 @@ def looked_at(settings: Settings) -> list[Record]:
     return [record for record in records if len(record.pictures) == 1][:LOOKED_AT]
 
 
-def tasks_of(settings: Settings, split: str, limit: int) -> dict[str, Task]:
+def tasks_of(
+    settings: Settings,
+    split: str,
+    limit: int,
+) -> dict[str, Task]:
     """Text, and held-out questions about pictures; of scenes the share of the objects that the
     answer names."""
     kinds = [TASKS[n % len(TASKS)] for n in range(limit)]
