@@ -13,7 +13,8 @@ SYLLABLES = [a + b for a in "bdfgklmnprst" for b in "aeiou"]
 
 def write_vqav2(folder: Path, images: int = 20, subset: str = "train2014") -> None:
     """The questions, annotations and pictures of a subset: three questions on each picture."""
-    questions, annotations = [], []
+    questions = []
+    annotations = []
     (folder / subset).mkdir(parents=True)
     for image_id in range(1, images + 1):
         Image.new("RGB", (30, 20), (image_id * 10, 0, 0)).save(

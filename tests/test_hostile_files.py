@@ -242,16 +242,15 @@ READERS: dict[str, Callable[[Path], object]] = {  # each opens its file as the c
 
 
 def broken_bytes(raw: bytes, dice: random.Random) -> bytes:
-    at, junk, zeros = (
-        dice.randrange(len(raw) + 1),
-        dice.randbytes(300),
-        bytes(dice.choice((1, 100, 5000))),
-    )
+    at = dice.randrange(len(raw) + 1)
+    junk = dice.randbytes(300)
+    zeros = bytes(dice.choice((1, 100, 5000)))
     flipped = (
         bytes(byte ^ (dice.random() < 0.01) << dice.randrange(8) for byte in raw[:20_000])
         + raw[20_000:]
     )
-    before, after = raw[:at], raw[at:]
+    before = raw[:at]
+    after = raw[at:]
     return dice.choice(
         (before, before + junk[:8] + after[8:], before + zeros + after, raw + after, junk, flipped)
     )
@@ -293,7 +292,8 @@ def broken_json(raw: bytes, dice: random.Random) -> bytes:
     lines = raw.decode().splitlines()
     number = dice.randrange(len(lines))
     with contextlib.suppress(json.JSONDecodeError):  # one value over several lines
-        lines, number = [json.dumps(json.loads(raw))], 0
+        lines = [json.dumps(json.loads(raw))]
+        number = 0
     lines[number] = json.dumps(broken_values(json.loads(lines[number]), dice))
     if dice.random() < 0.15:
         extreme = (
@@ -347,7 +347,9 @@ def verdict(read: Callable[[Path], object], path: Path) -> str | None:
 @pytest.mark.parametrize("name", READERS)
 def test_a_damaged_file_opens_or_gives_one_line(name, files, tmp_path):
     """Breaks when a file that somebody else made, or a folder, ends a command with a traceback."""
-    read, wrong, path = READERS[name], {}, tmp_path / "files" / Path(name).name
+    read = READERS[name]
+    wrong = {}
+    path = tmp_path / "files" / Path(name).name
     shutil.copytree((files / name).parent, path.parent)
     whole = path.read_bytes()
     if not name.startswith("npz"):

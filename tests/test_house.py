@@ -93,7 +93,8 @@ def test_no_circle():
 def test_a_module_is_read_with_little_else(module):
     """Breaks when a reader of a module has to know half of the house, or the main job imports a
     sister or an experiment."""
-    loaded, left = set(), {module}
+    loaded = set()
+    left = {module}
     while left:
         name = left.pop()
         loaded.add(name)

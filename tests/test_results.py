@@ -62,7 +62,9 @@ GUESSES = {"VQA": 33.0, "n2o2": 25.0, "n3d8": 100 / 9, "n4o1": 6.25, "e16": 50.0
 def from_cells(page: Path) -> list[tuple[float, ...]]:
     """Every row minus another, and minus the mean of plain rows, of the CSV beside a page, by
     measure; of grafts the mean of the measures in range too."""
-    sums, scores, known = defaultdict(lambda: np.zeros(2)), defaultdict(dict), []
+    sums = defaultdict(lambda: np.zeros(2))
+    scores = defaultdict(dict)
+    known = []
     validation = defaultdict(list)
     with page.with_suffix(".csv").open(encoding="utf-8", newline="") as text:
         for line in csv.DictReader(text):
@@ -111,9 +113,8 @@ def test_a_table_follows_from_its_cells(page):
     over runs."""
     tables = runpy.run_path(str(FOLDER / "pages.py"))["tables"]
     assert (text := page.read_text(encoding="utf-8")) == tables(page.stem)
-    assert len(shown := estimates(text)) >= 3 and not [
-        gap for gap in shown if not is_known(gap, FROM_CELLS[page])
-    ]
+    assert len(shown := estimates(text)) >= 3
+    assert not [gap for gap in shown if not is_known(gap, FROM_CELLS[page])]
 
 
 def test_every_interval_of_the_page_follows_from_cells():
@@ -132,4 +133,5 @@ def test_every_earlier_interval_was_written_by_a_command():
         (ROOT / "README.md").read_text(encoding="utf-8").split("## Findings")[1].split("\n## ")[0]
     )
     shown = estimates(f"{EARLIER} {findings}")
-    assert len(shown) >= 5 and not [estimate for estimate in shown if not is_known(estimate, known)]
+    assert len(shown) >= 5
+    assert not [estimate for estimate in shown if not is_known(estimate, known)]

@@ -25,7 +25,8 @@ pytestmark = pytest.mark.long
 
 def test_many_pictures_are_asked_in_batches(workplace, monkeypatch, capsys):
     """Breaks when `--image *.jpg` fills the memory, or an answer stands at another picture."""
-    rows, whole = [], generate.generate
+    rows = []
+    whole = generate.generate
     monkeypatch.setattr(
         generate,
         "generate",
@@ -34,10 +35,8 @@ def test_many_pictures_are_asked_in_batches(workplace, monkeypatch, capsys):
     names = [f"{number}.png" for number in range(9)]
     for number, name in enumerate(names):
         scenes.sample("vqa", "test", 6 * number).image.save(name)
-    prompts, flags = (
-        ["count dog", "exist cat"],
-        ["--model", "embedded", "--json", "--draw", "drawn.png"],
-    )
+    prompts = ["count dog", "exist cat"]
+    flags = ["--model", "embedded", "--json", "--draw", "drawn.png"]
     ask.main([*flags, "--image", *names, "--prompt", *prompts])
     answers = json.loads(capsys.readouterr().out)
     assert rows == [16, 2]
@@ -113,7 +112,8 @@ def test_the_toy_s_questions_are_for_the_toy(workplace):
         assert demo.examples(of, workplace) == [[f"{workplace}/0.png", "b"]]
         assert load_image(workplace / "0.png").getpixel((0, 0)) == (255, 0, 0)
     toy = demo.examples(subject._replace(source="runs/toy/model"), workplace)
-    assert toy[0] == [f"{workplace}/0.png", "answer en Where is the dog?"] and len(toy) == 4
+    assert toy[0] == [f"{workplace}/0.png", "answer en Where is the dog?"]
+    assert len(toy) == 4
     Path("runs/own/answers.jsonl").write_text("{")
     assert demo.examples(subject, workplace) == []
 
@@ -122,7 +122,8 @@ def test_the_toy_s_questions_are_for_the_toy(workplace):
 def test_a_log_file_gets_a_line_for_a_tenth(seconds, shares, monkeypatch):
     """Breaks when a log is filled by a bar, by lines of work that ends at once, or never says that
     work has ended."""
-    file, clock = StringIO(), itertools.count(step=seconds)
+    file = StringIO()
+    clock = itertools.count(step=seconds)
     monkeypatch.setattr("sys.stderr", file)
     monkeypatch.setattr(tqdm.std, "time", lambda: next(clock))
     with Bar(total=40, desc="training") as bar:
@@ -131,7 +132,8 @@ def test_a_log_file_gets_a_line_for_a_tenth(seconds, shares, monkeypatch):
             bar.update()
     printed = file.getvalue()
     assert [int(share) for share in re.findall(r"^training: +(\d+) % ", printed, re.M)] == [*shares]
-    assert "\r" not in printed and "loss=39]" in printed.splitlines()[-1]
+    assert "\r" not in printed
+    assert "loss=39]" in printed.splitlines()[-1]
     monkeypatch.setattr(file, "isatty", lambda: True)
     for _ in Bar(range(40)):
         pass

@@ -114,22 +114,18 @@ def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
 def test_a_choice_that_is_too_long_is_left_out(scored, model):
     """Breaks when one choice of a user's file takes the memory of all, or one with a control token
     ends the command."""
-    processor, choices_of = (
-        Processor.from_source("embedded", max_length=40),
-        [("yes", "no"), ("yes", "no " * 99)],
-    )
+    processor = Processor.from_source("embedded", max_length=40)
+    choices_of = [("yes", "no"), ("yes", "no " * 99)]
     choices_of.append(("yes", "<eos>"))
     asks = [
         Question(n, "text", (), "is it?", of_one, scored=scored)
         for n, of_one in enumerate(choices_of)
     ]
     found = answer.ask_all(model, processor, asks, left_out=(left_out := {}))
-    assert (
-        found[0]
-        and found[1:] == [None, None]
-        and "more than 40" in left_out[1]
-        and "<eos>" in left_out[2]
-    )
+    assert found[0]
+    assert found[1:] == [None, None]
+    assert "more than 40" in left_out[1]
+    assert "<eos>" in left_out[2]
 
 
 def test_a_tokenizer_with_more_pieces_than_rows_is_refused(tmp_path):
@@ -179,10 +175,8 @@ def files(tmp_path):
             tmp_path / f"mmlu/test/{subject}_test.csv",
             [[" what is it? ", "a", "b", "c", "d", "D"]] * 2,
         )
-    head, row = (
-        ["", "Question", "A", "B", "C", "D", "Answer"],
-        [0, "水是", "冰", "气", "液", "火", "C"],
-    )
+    head = ["", "Question", "A", "B", "C", "D", "Answer"]
+    row = [0, "水是", "冰", "气", "液", "火", "C"]
     for split in ("dev", "test"):
         write_csv(tmp_path / f"cmmlu/{split}/college_law.csv", [head, row])
     options = [
@@ -254,8 +248,11 @@ def test_prompts_by_hand(files):
         cmmlu.prefix
         == f"以下是关于大学法律的单项选择题，请直接给出正确答案的选项。\n\n{law} C\n\n{law}"
     )
-    assert cmmlu.truth == 2 and len(choices.CMMLU_NAMES) == 67
-    (race,), (arc,), own = asked("race", "race"), asked("arc", "arc"), asked("jsonl", "own.jsonl")
+    assert cmmlu.truth == 2
+    assert len(choices.CMMLU_NAMES) == 67
+    (race,) = asked("race", "race")
+    (arc,) = asked("arc", "arc")
+    own = asked("jsonl", "own.jsonl")
     before = "Article: A dog ran.\n\nQuestion: Who ran?\nAnswer: a dog\n _  .dog\n"
     assert (race.id, race.prefix) == ("1", f"{before}The dog  _  .")
     assert (race.choices, race.truth) == (("ran", "sat", "ate", "hid"), 0)
@@ -274,7 +271,8 @@ def test_prompts_by_hand(files):
     assert [tuple(q.pictures) for q in own] == [(), (files / "red.png",), (), ()]
     assert [q.truth for q in own[2:]] == [1, 1]  # "A" is a choice, "B" a letter
     blind = [choices.Choices().blind(q) for q in own]
-    assert blind[0].picture == blind[1].picture and len(blind[0].pictures) == 1
+    assert blind[0].picture == blind[1].picture
+    assert len(blind[0].pictures) == 1
 
 
 @pytest.mark.long
@@ -317,12 +315,14 @@ def test_names_are_printed_without_control(workplace, capsys):
     for more in ((), ("--json",)):
         choices.main([*(f"--results={name}" for name in names), *more])
         printed = capsys.readouterr().out
-        assert "one" in printed and printed.replace("\n", "").isprintable()
+        assert "one" in printed
+        assert printed.replace("\n", "").isprintable()
 
 
 RACE = '{"article": "a", "questions": ["b", "c"], "options": [%s], "answers": "%s"}'
 ARC = '{"id": 1, "question": {"stem": "s", "choices": [%s]}, "answerKey": "B"}'
-FOUR, THREE = '["a", "b", "c", "d"]', '["a", "b", "c"]'
+FOUR = '["a", "b", "c", "d"]'
+THREE = '["a", "b", "c"]'
 BAD = {
     "mmlu/test/anatomy_test.csv": ["q,a,b,c,d,AB\n"],
     "mmlu/dev/anatomy_dev.csv": ["q,a,b,c,d,A\n"],
@@ -349,10 +349,8 @@ def test_bad_files_are_named(files, name, content):
         own = {"question": "q", "choices": ["a", "b"], "answer": 0}
         (files / name).write_text(json.dumps(own | content) if type(content) is dict else content)
     task = {"own.jsonl": "jsonl", "none": "mmlu"}.get(name, name.split("/")[0])
-    data, shots = (
-        files / (task if "/" in name else name),
-        {"mmlu": "3", "cmmlu": "1"}.get(task, "5"),
-    )
+    data = files / (task if "/" in name else name)
+    shots = {"mmlu": "3", "cmmlu": "1"}.get(task, "5")
     flags = ["--task", task, "--data", str(data), "--shots", shots, "--model", "embedded"]
     refused(lambda: choices.main(flags), str(files / name))
 
@@ -360,7 +358,8 @@ def test_bad_files_are_named(files, name, content):
 def test_embedded_questions_are_fair():
     """Breaks when a choice is there twice, or the right one has a place of its own."""
     questions = questions_of(["--limit", "400"])
-    assert len({q.kind for q in questions}) == 3 and len(questions) == 400
+    assert len({q.kind for q in questions}) == 3
+    assert len(questions) == 400
     assert all(len(set(q.choices)) == len(q.choices) for q in questions)
     places = [q.truth for q in questions if len(q.choices) == 4]
     assert all(0.15 * len(places) < places.count(place) < 0.35 * len(places) for place in range(4))

@@ -50,7 +50,8 @@ def test_vqav2_annotations(tmp_path):
     expected = Annotation(
         9, tuple(answers), "mesh", "other", "what is", question="?", image="4.jpg"
     )
-    assert layout == "official" and made[0] == expected
+    assert layout == "official"
+    assert made[0] == expected
     assert (made[1].answer, made[1].answer_type, made[1].question_type) == ("net", None, None)
     write(files[1], {"annotations": [bare]})
     refused(
@@ -164,14 +165,17 @@ def test_needle_tests(tmp_path):
     """Row-major sub-images, places counted from 0, negatives, and several needles as lists."""
     test, negative, two = read(tmp_path, [TEST, NEGATIVE, TEST | TWO])
     grid = ("val2014/200.jpg", "val2014/201.jpg", "val2014/210.jpg", "val2014/211.jpg")
-    assert test.haystack[1] == grid and test.side == 2
+    assert test.haystack[1] == grid
+    assert test.side == 2
     assert (test.places, test.targets, test.captions) == (
         ((1, 0, 1),),
         ("val2014/201.jpg",),
         ("caption 201",),
     )
-    assert negative.places == (published.ABSENT,) and negative.captions == ("caption 311",)
-    assert two.places == ((0, 1, 0), (1, 0, 1)) and two.captions == ("caption 010", "caption 201")
+    assert negative.places == (published.ABSENT,)
+    assert negative.captions == ("caption 311",)
+    assert two.places == ((0, 1, 0), (1, 0, 1))
+    assert two.captions == ("caption 010", "caption 201")
 
 
 def test_captions_of_coco_the_last_counts(tmp_path):

@@ -102,7 +102,8 @@ def test_no_part_of_the_server_answers_pages_from_elsewhere(served, tmp_path):
 def test_the_page_answers_and_refuses(served, new_page):
     """Breaks when the example question gets a wrong answer or no boxes, the explorer does not open,
     a hostile upload is taken or kept, or the page loads a font or a script from elsewhere."""
-    page, png = new_page(served.local_url), io.BytesIO()
+    page = new_page(served.local_url)
+    png = io.BytesIO()
     upload = page.locator("input[type=file]").first
     scenes.sample("vqa", "test", 192).image.save(png, "PNG")
 
@@ -120,7 +121,8 @@ def test_the_page_answers_and_refuses(served, new_page):
     page.locator("#inside").click()
     frame = page.frame_locator("#look iframe")
     frame.locator("body[data-ready]").wait_for()
-    assert frame.locator("h1").inner_text() == "detect dog" and not page.problems
+    assert frame.locator("h1").inner_text() == "detect dog"
+    assert not page.problems
     page.reload()
     upload.wait_for(state="attached")
     ask(SVG, "caption en")

@@ -31,7 +31,8 @@ def drawn_case(seed: int) -> tuple[list[list[Box]], list[list[Found]]]:
     and scores tie."""
     dice = random.Random(seed)
     labels = [f"c{number}" for number in range(dice.choice((1, 2, 5, 12)))]
-    raster, scores = dice.choice((1, 4, 10)), dice.choice(([1.0], [0.2, 0.5, 0.9], None))
+    raster = dice.choice((1, 4, 10))
+    scores = dice.choice(([1.0], [0.2, 0.5, 0.9], None))
 
     def box(near=None):
         if near is not None and dice.random() < 0.7:
@@ -40,9 +41,11 @@ def drawn_case(seed: int) -> tuple[list[list[Box]], list[list[Found]]]:
             dice.randrange(0, 160, raster) / (1 if near is None else 1.5) for _ in range(4)
         )
 
-    truths, found = [], []
+    truths = []
+    found = []
     for _ in range(dice.randrange(1, 9)):
-        true, said = [], []
+        true = []
+        said = []
         for _ in range(dice.choice((0, 1, 3, 8))):
             x, y, width, height = box()
             area = width * height * dice.choice((0.6, 1.0))
@@ -89,7 +92,8 @@ def by_pycocotools(truths, found) -> list[float]:
 def test_the_measures_are_those_of_coco(capsys):
     """Any rule of COCO's is another: ties, crowds, sizes, ranks, classes without truth, empty
     pictures."""
-    compared, pair = 0, [Box("a", x, 0, 10, 10, 100) for x in (0, 2)]
+    compared = 0
+    pair = [Box("a", x, 0, 10, 10, 100) for x in (0, 2)]
     ties = [
         ([pair], [[Found("a", x, 0, 10, 10, 1 / (1 + n)) for n, x in enumerate((1, x))]])
         for x in (0, 2)
@@ -120,11 +124,9 @@ def loc(*places: int) -> str:
 
 
 WHOLE = loc(0, 0, 1023, 1023)
-FORMAT, NAME, EMPTY = (
-    "not four locations and a name",
-    "a name that was not asked for",
-    "an empty box",
-)
+FORMAT = "not four locations and a name"
+NAME = "a name that was not asked for"
+EMPTY = "an empty box"
 
 
 def parsed(text: str, scores=()) -> tuple[list[Found], dict]:
@@ -187,8 +189,10 @@ def test_the_command_on_the_embedded_scenes(source, workplace, monkeypatch, caps
     detect.main(["--model", source, *"--limit 14 --blind --json".split()])
     printed = {title: of["summary"] for title, of in json.loads(capsys.readouterr().out).items()}
     seeing, blind = ({line: v["COCO"] for line, v in of.items()} for of in printed.values())
-    assert blind["AP"] == 0 and blind["answers without a box"] == 100
-    assert seeing["answers without a box"] == pytest.approx(100 / 13) and 0 < seeing["AP"] < 100
+    assert blind["AP"] == 0
+    assert blind["answers without a box"] == 100
+    assert seeing["answers without a box"] == pytest.approx(100 / 13)
+    assert 0 < seeing["AP"] < 100
     parts = sum(record.suffix.count(";") + 1 for record in records[4:13]) + 3
     assert seeing["malformed"] == seeing[f"  {FORMAT}"] == pytest.approx(300 / parts)
     lost = {f"  AP, {record.prefix.removeprefix('detect ')}" for record in records[:4]}

@@ -49,11 +49,14 @@ def test_batched_answers_are_those_of_one_by_one(
 ):
     """An answer depends on its batch's rows, padding or pictures, or an earlier prompt; a small
     batch compiles anew."""
-    asked, options = vqa.embedded(30), {}
+    asked = vqa.embedded(30)
+    options = {}
     single = one_by_one(model, processor, asked)
     if is_compiled:
         torch._dynamo.reset()
-        counter, steps, step = CompileCounter(), [], CompiledStep.__call__
+        counter = CompileCounter()
+        steps = []
+        step = CompiledStep.__call__
         options["compiled"] = CompiledStep(model, backend=counter)
         monkeypatch.setattr(
             CompiledStep, "__call__", lambda *args: steps.append(len(args[1])) or step(*args)
@@ -61,11 +64,12 @@ def test_batched_answers_are_those_of_one_by_one(
     answers = answer.ask_all(
         model, processor, asked, max_new_tokens=6, batch_size=batch_size, **options
     )
-    assert (
-        answers == single and len(set(single)) > 5
-    )  # a model that says always the same could not tell
+    assert answers == single
+    assert len(set(single)) > 5  # a model that says always the same could not tell
     if is_compiled:
-        assert set(steps) == {8} and counter.frame_count == 1 and len(single) % 8
+        assert set(steps) == {8}
+        assert counter.frame_count == 1
+        assert len(single) % 8
 
 
 def test_several_pictures_in_one_prompt(model, processor):
@@ -85,7 +89,8 @@ def test_several_pictures_in_one_prompt(model, processor):
 def test_a_picture_is_encoded_once_for_all_its_questions(model, processor, monkeypatch):
     """Six questions a picture cost six encodings: the vision tower is most of the work of a large
     model."""
-    encoded, drawn = [], []
+    encoded = []
+    drawn = []
     encode = model.encode_images
     monkeypatch.setattr(
         model, "encode_images", lambda pixels: encoded.append(len(pixels)) or encode(pixels)
@@ -95,7 +100,8 @@ def test_a_picture_is_encoded_once_for_all_its_questions(model, processor, monke
         for q in vqa.embedded(42)
     ]
     answer.ask_all(model, processor, asked, max_new_tokens=1, batch_size=3)
-    assert len(drawn) == sum(encoded) <= 8 and max(encoded) <= 3  # one is in two windows of 24
+    assert len(drawn) == sum(encoded) <= 8
+    assert max(encoded) <= 3  # one is in two windows of 24
 
 
 def likelihood_by_hand(model, processor, picture, prefix, choice) -> float:
@@ -147,7 +153,8 @@ def test_the_likeliest_choice_is_the_answer(processor, kind, monkeypatch):
 
 def count_asked(monkeypatch, batches: int = 99) -> list[int]:
     """The sizes of the batches that are generated; Ctrl-C arrives after so many."""
-    sizes, original = [], answer.generate
+    sizes = []
+    original = answer.generate
 
     def interrupted(model, input_ids, *args, **options):
         if len(sizes) == batches:
@@ -187,11 +194,15 @@ def test_answers_of_another_model_prompt_or_picture_are_not_taken(
 ):
     """The log of one model is scored as another's, or that of another tokenizer, strength of LoRA,
     picture, choices or earlier turns."""
-    log, file = tmp_path / "log.jsonl", tmp_path / "a.png"
+    log = tmp_path / "log.jsonl"
+    file = tmp_path / "a.png"
     noise(3).save(file)
     asked = [Question(n, str(n), file, f"count {'dog ' * n}cat") for n in range(2)]
     asked.append(Question(2, "2", lambda: noise(9), "count cat", files=[file]))  # stitched of it
-    sizes, other, reverse, strong = count_asked(monkeypatch), random_model(), copy(processor), []
+    sizes = count_asked(monkeypatch)
+    other = random_model()
+    reverse = copy(processor)
+    strong = []
     with torch.no_grad():
         other.language_model.layers[3].mlp.down_proj.weight += 0.5
     reverse.encode = lambda text: processor.encode(text)[::-1]
@@ -224,12 +235,11 @@ def test_answers_of_another_model_prompt_or_picture_are_not_taken(
 def test_a_log_has_one_writer_and_is_no_other_file(model, processor, source, tmp_path):
     """Two commands mix their lines, a file of something else is overwritten, or likelihoods come
     back as text."""
-    log, asked = (
-        tmp_path / "log.jsonl",
-        [Question(1, "1", noise(1), "count", ("top", "dog"), scored=True)],
-    )
+    log = tmp_path / "log.jsonl"
+    asked = [Question(1, "1", noise(1), "count", ("top", "dog"), scored=True)]
     first = answer.ask_all(model, processor, asked, log=log)
-    assert isinstance(first[0], list) and answer.ask_all(model, processor, asked, log=log) == first
+    assert isinstance(first[0], list)
+    assert answer.ask_all(model, processor, asked, log=log) == first
     with answer.open_log(log):
         refused(lambda: answer.ask_all(model, processor, asked, log=log), "log.jsonl", "--out")
     anew = ["--model", source, "--limit", "1", "--no-resume", "--out", str(tmp_path)]
@@ -241,7 +251,8 @@ def test_a_log_has_one_writer_and_is_no_other_file(model, processor, source, tmp
         log.write_text(f'{{"mark": "x", "answer": "y"}}\n{line}\n')
         refused(lambda: answer.ask_all(model, processor, asked, log=log), "log.jsonl:2: ")
     asked.append(replace(asked[0], id=2, scored=False))
-    marks, nan = answer.marks_of(model, processor, asked, 32), float("nan")
+    marks = answer.marks_of(model, processor, asked, 32)
+    nan = float("nan")
     wrong = [(0, said) for said in (5, "dog", [-1.0], ["top", "dog"], [nan, -1.0], {})]
     for number, said in [*wrong, (1, 5), (1, first[0])]:
         log.write_text(json.dumps({"mark": marks[number], "answer": said}) + "\n")
@@ -269,13 +280,15 @@ def test_default_is_the_newest_run_or_the_embedded_base(source, workplace, monke
         "unfinished": "embedded",
     }
     for name, base in runs.items():
-        folder, model = workplace / "runs" / name, random_model()
+        folder = workplace / "runs" / name
+        model = random_model()
         adapter.inject(model, adapter.DECODER_TARGETS, 2, 4.0)
         adapter.save(model, folder, base=base)
         (folder / "config.json").write_text(json.dumps({"base": base, "data": ["embedded"]}))
         if name != "unfinished":
             (folder / "summary.json").write_text("{}")
-    assert subjects("")[0].title == "old" and subjects("--adapter none")[0].source == "embedded"
+    assert subjects("")[0].title == "old"
+    assert subjects("--adapter none")[0].source == "embedded"
     assert subjects(f"--model {source}")[0].run is None
     assert subjects("--adapter runs/other")[0].source == "somewhere/else"
     (workplace / "full" / "model").mkdir(parents=True)
@@ -289,7 +302,8 @@ def test_default_is_the_newest_run_or_the_embedded_base(source, workplace, monke
     )
     assert "newest" not in printed.err
     scores = json.loads(Path("runs/eval/old/pope/scores.json").read_text())
-    assert scores["model"] == "runs/old on embedded" and set(scores["results"]) == {"old"}
+    assert scores["model"] == "runs/old on embedded"
+    assert set(scores["results"]) == {"old"}
 
 
 def test_bad_input_is_one_line(source, workplace):
@@ -333,8 +347,6 @@ def test_a_question_that_cannot_be_asked_is_left_out(source, workplace, capsys):
     vqa.main(["--model", source, *FAST, *"--data jsonl:D --out D1".split()])
     assert "left out 1 of 2 questions: " in capsys.readouterr().err
     scores = json.loads(Path("D1/scores.json").read_text())
-    assert (
-        len(scores["left_out"]) == 1
-        and scores["results"]["random"]["measures"]["exact_match"]["questions"] == 1
-    )
+    assert len(scores["left_out"]) == 1
+    assert scores["results"]["random"]["measures"]["exact_match"]["questions"] == 1
     refused(lambda: vqa.main(["--model", source, *FAST, *"--data jsonl:E".split()]), "bad.png")

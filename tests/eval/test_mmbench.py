@@ -75,7 +75,9 @@ def picture(color):
 def rows_of(questions=BY_HAND):
     """The file's rows, as official ones are: in rotation k option i stands where option i + k
     stood."""
-    rows, red, blue = [], picture("red"), picture("blue")
+    rows = []
+    red = picture("red")
+    blue = picture("blue")
     for number, (_, options, *_) in enumerate(questions):
         for turn in range(len(options)):
             order = options[turn:] + options[:turn]
@@ -115,13 +117,13 @@ def test_thirty_questions_by_hand(workplace, capsys):
     found = json.loads(capsys.readouterr().out)["R"]
     hits = [named == "B" and not wrong for *_, named, wrong in BY_HAND]
     lines = {name: of["CircularEval"] for name, of in found["summary"].items()}
-    assert found["measures"]["CircularEval"]["questions"] == len(hits) == 30 and sum(hits) == 14
+    assert found["measures"]["CircularEval"]["questions"] == len(hits) == 30
+    assert sum(hits) == 14
     assert (lines["overall"], lines["dev"]) == (46.67, 5.0 * sum(hits[:20]))  # 14/30
     assert found["summary"]["overall"]["undecided"] == round(100 * 6 / len(said), 2)
     third = [hits[n] for n in range(20, 30) if n % 3 == 1]
-    assert lines["dev l2-0"] == 10 * sum(hits[0:20:2]) and lines["test l3-1"] == round(
-        100 * sum(third) / len(third), 2
-    )
+    assert lines["dev l2-0"] == 10 * sum(hits[0:20:2])
+    assert lines["test l3-1"] == round(100 * sum(third) / len(third), 2)
 
 
 # options → the answers that name each, in its place; behind the last "/" those that name none
@@ -210,7 +212,8 @@ def test_prompts_by_hand():
 def test_a_model_is_asked(source, workplace, capsys, monkeypatch):
     """Breaks when a picture is not the row's, the submission lacks a row, or a row without an
     answer has one."""
-    asked, ask_all = [], answer.ask_all
+    asked = []
+    ask_all = answer.ask_all
     monkeypatch.setattr(
         answer,
         "ask_all",
@@ -227,7 +230,8 @@ def test_a_model_is_asked(source, workplace, capsys, monkeypatch):
     )  # rows[5]'s is not scored
     assert "left out 1 of 12 questions: index 1000001: image" in report
     colors = [Image.open(q.images()[0]).getpixel((0, 0)) for q in asked[0] if q.id != 1000001]
-    red, blue = (255, 0, 0), (0, 0, 255)
+    red = (255, 0, 0)
+    blue = (0, 0, 255)
     assert colors == [red, *[blue] * 3, *[red] * 3, *[blue] * 4]
     with (workplace / "free" / "submission.tsv").open(newline="") as file:
         cells = list(csv.reader(file, delimiter="\t"))
@@ -238,7 +242,8 @@ def test_a_model_is_asked(source, workplace, capsys, monkeypatch):
         r["question_id"]: r["answer"]
         for r in json.loads((workplace / "free/results.json").read_text())
     }
-    assert said.keys() == {q.id for q in asked[0]} - {1000001} and None not in said.values()
+    assert said.keys() == {q.id for q in asked[0]} - {1000001}
+    assert None not in said.values()
     refused(lambda: mmbench.main("--tsv T --results free/results.json".split()), "--wording")
 
 

@@ -28,8 +28,10 @@ def test_embedded_trials_ask_what_is_trained(kind, needles, absent):
     does."""
     for number, test in enumerate(needle.embedded_tests(kind, 20, needles=needles, absent=absent)):
         samples = scenes.needle(kind, "test", number, needles=needles, negative=absent).samples
-        free, said = needle.asks_of([test], "paper"), [s.suffix for s in samples]
-        assert [q.prefix for q in free] == [s.prefix for s in samples] and not free[0].choices
+        free = needle.asks_of([test], "paper")
+        said = [s.suffix for s in samples]
+        assert [q.prefix for q in free] == [s.prefix for s in samples]
+        assert not free[0].choices
         assert np.array_equal(free[0].images()[0], samples[0].scene.render())
         assert needle.judge(needle.response_record(test, needle.respond(test, said, "paper")))[2]
         if not absent:
@@ -74,7 +76,8 @@ def test_the_embedded_accuracy_of_a_training_run(model, processor):
     another."""
     asked = needle.asks_of(needle.embedded_tests("n2o1", 4), "constrained")
     rows = needle.Needle().rows(asked, answer.ask_all(model, processor, asked))
-    assert len(rows) == 4 and not any("-1" in row.answer["response"] for row in rows)
+    assert len(rows) == 4
+    assert not any("-1" in row.answer["response"] for row in rows)
     right = [
         s.suffix for number in range(20) for s in scenes.needle("n2o1", "test", number).samples
     ]
@@ -125,9 +128,11 @@ def test_official_and_drawn_tests(ask):
     assert Counter(r["ground_truth"] for r in records) == corners
     for record in records:
         number = int(record["target_path"][-6:-4])
-        assert record["caption"] == f"picture {number}" and record["id"] == number
+        assert record["caption"] == f"picture {number}"
+        assert record["id"] == number
     printed, records = ask("META --limit 2 --negatives")
-    assert [r["id"] for r in records][2:] == [5000, 5001] and len(records) == 4
+    assert [r["id"] for r in records][2:] == [5000, 5001]
+    assert len(records) == 4
     halves = [
         printed["summary"][f"  {half}, 1_2_2"]["existence"] for half in ("positives", "negatives")
     ]
@@ -140,7 +145,8 @@ def test_official_and_drawn_tests(ask):
 @pytest.mark.long
 def test_tests_of_many_pictures_and_needles(ask, coco, monkeypatch):
     """M pictures and K needles: the prompt, the pictures and the truth do not belong together."""
-    seen, layout = [], Processor.layout
+    seen = []
+    layout = Processor.layout
     monkeypatch.setattr(
         Processor,
         "layout",
@@ -164,9 +170,11 @@ def test_tests_of_many_pictures_and_needles(ask, coco, monkeypatch):
     assert printed["summary"]["2_2_2_2"]["chance"] == pytest.approx(
         100 / (8 * 7)
     )  # two distinct ones of eight places
-    assert {n for n, _ in seen} == {2} and len(records) == 3
+    assert {n for n, _ in seen} == {2}
+    assert len(records) == 3
     for record in records:
-        assert len(record["caption"]) == 2 and record["ground_truth"].count(";") == 1
+        assert len(record["caption"]) == 2
+        assert record["ground_truth"].count(";") == 1
         assert any(all(caption in prompt for caption in record["caption"]) for _, prompt in seen)
 
 
@@ -177,9 +185,8 @@ def test_a_needle_test_without_its_picture_has_no_response(ask, coco):
     printed, records = ask("META --limit 8")
     assert printed["measures"]["exact, 1_2_2"]["questions"] == 4
     left_out = json.loads((coco / "out" / "scores.json").read_text())["left_out"]
-    assert len(left_out) == 8 and all(
-        "COCO_val2014_000000000005.jpg" in reason for reason in left_out.values()
-    )
+    assert len(left_out) == 8
+    assert all("COCO_val2014_000000000005.jpg" in reason for reason in left_out.values())
     assert [r["response"] is None for r in records] == [False] * 4 + [True] * 4
 
 
@@ -199,7 +206,8 @@ def test_pictures_and_haystacks_are_counted_once(coco):
         lambda: needle.asks_of([replace(tests[0], pictures=tests[0].pictures * 2)], "paper"),
         "take official",
     )
-    args.metadata, args.negatives = None, True
+    args.metadata = None
+    args.negatives = True
     refused(lambda: needle.Needle().questions(args), "give --metadata too")
     refused(
         lambda: needle.drawn_tests(coco / "gone", coco / "C", 8),

@@ -22,7 +22,8 @@ def record(truth, response, id_=0):
     }
 
 
-TWO, NEITHER = "1, 2, 1; 3, 1, 1", "0, 0, 0; 0, 0, 0"
+TWO = "1, 2, 1; 3, 1, 1"
+NEITHER = "0, 0, 0; 0, 0, 0"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,8 @@ SAID |= dict.fromkeys(("row 2 column 5", "it is row 2 column 3", "none", ""), "-
 def test_strict_parse(said):
     """The paper accepts just the word; one invalid answer makes the place -1. Leniency would hide
     format failures."""
-    response, said = SAID[said], said.split(",")
+    response = SAID[said]
+    said = said.split(",")
     side, count = (4, 1) if len(said) == 1 else (2, len(said) // 2)
     test = NeedleTest(0, (("a",) * side**2,), (ABSENT,) * count, ("a",) * count, ("x",) * count)
     assert needle.respond(test, said, "paper") == response
@@ -136,15 +138,15 @@ def test_prompts():
 def test_stitch_is_row_major_and_square(tmp_path):
     """The needle's picture is not at its row and column, or aspect is kept, or the size is not 256
     px a sub-image."""
-    colors, corners = (
-        [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)],
-        [(0, 0), (511, 0), (0, 511), (511, 511)],
-    )
+    colors = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)]
+    corners = [(0, 0), (511, 0), (0, 511), (511, 511)]
     for n, color in enumerate(colors):
         Image.new("RGB", (30 + 40 * n, 50), color).save(tmp_path / f"{n}.png")
     stitched = needle.stitch([tmp_path / f"{n}.png" for n in range(4)])
-    assert stitched.size == (512, 512) and [stitched.getpixel(at) for at in corners] == colors
-    assert stitched.getpixel((255, 255)) == colors[0] and stitched.getpixel((256, 255)) == colors[1]
+    assert stitched.size == (512, 512)
+    assert [stitched.getpixel(at) for at in corners] == colors
+    assert stitched.getpixel((255, 255)) == colors[0]
+    assert stitched.getpixel((256, 255)) == colors[1]
 
 
 def test_sample_has_each_place_equally_often():
@@ -162,9 +164,8 @@ def test_sample_has_each_place_equally_often():
         5,
     ]
     assert chosen == needle.choose(tests, 22, 42) != needle.choose(tests, 20, 43)
-    assert [t.id for t in chosen] == sorted(t.id for t in chosen) and len(
-        needle.choose(tests, 3, 42)
-    ) == 3
+    assert [t.id for t in chosen] == sorted(t.id for t in chosen)
+    assert len(needle.choose(tests, 3, 42)) == 3
     refused(lambda: needle.choose(tests, 84, 42), "21 tests of a place are asked for, 20 are there")
 
 
@@ -184,11 +185,13 @@ def test_drawn_tests_are_true(tmp_path):
     same, again, other = ([(test.haystack, test.places) for test in tests] for tests in drawn)
     assert same == again != other
     for number, test in enumerate(drawn[0]):
-        ((index, row, col),), (target,), (caption,) = test.places, test.targets, test.captions
-        assert (index, row, col) == (0, number // 2 % 2, number % 2) and len(
-            {*test.haystack[0]}
-        ) == 4
-        assert test.haystack[0][row * 2 + col] == target and captions[Path(target).name] == caption
+        ((index, row, col),) = test.places
+        (target,) = test.targets
+        (caption,) = test.captions
+        assert (index, row, col) == (0, number // 2 % 2, number % 2)
+        assert len({*test.haystack[0]}) == 4
+        assert test.haystack[0][row * 2 + col] == target
+        assert captions[Path(target).name] == caption
         assert [path.name for path in test.files] == [Path(name).name for name in test.haystack[0]]
 
 

@@ -106,10 +106,8 @@ def test_a_file_of_answers(score):
 def test_probabilities_sets_and_limits_by_hand(score):
     """P(yes) is read as P(no), or a tie as no; sets are mixed, or their mean is another; or --limit
     is not of each."""
-    benchmark, likely = (
-        pope.Pope(),
-        Question("q", "k", (), "p", ("yes", "no"), scored=True, kind="A"),
-    )
+    benchmark = pope.Pope()
+    likely = Question("q", "k", (), "p", ("yes", "no"), scored=True, kind="A")
     for truth, scores, right in (
         ("yes", (-1, -2), 1),
         ("yes", (-2, -1), 0),
@@ -149,7 +147,8 @@ def test_the_embedded_scenes_and_files(score, source, workplace, capsys):
     (workplace / "R").write_text(json.dumps(QUESTIONS[0]))
     pope.main([*flags, *"--images P --questions Q R".split()])
     printed = json.loads(capsys.readouterr().out)["random"]["summary"]
-    assert list(printed) == ["Q", "R", "mean"] and 0 <= printed["Q"]["P(yes)"] <= 100
+    assert list(printed) == ["Q", "R", "mean"]
+    assert 0 <= printed["Q"]["P(yes)"] <= 100
     refused(lambda: pope.main([*flags, *"--images P --questions Q ./Q".split()]), "4 duplicate")
     refused(lambda: pope.main("--results A --blind".split()), "--results", "leave --model")
     for given in ("--questions Q", "--images .", "--results A --images ."):

@@ -44,24 +44,24 @@ def test_templates_are_filled_literally(processor):
 def test_a_run_is_asked_as_it_was_trained(data, stored, prompt, workplace, monkeypatch):
     """Breaks when a run is asked in other words than it learned, by a benchmark, a question, or as
     a whole model."""
-    asked, layout = set(), Processor.layout
+    asked = set()
+    layout = Processor.layout
     monkeypatch.setattr(
         Processor,
         "layout",
         lambda self, n, turns, marks: asked.add(turns[-1][0]) or layout(self, n, turns, marks),
     )
-    model, run, file = (
-        load_model("embedded"),
-        workplace / "run",
-        workplace / "run" / "adapter_config.json",
-    )
+    model = load_model("embedded")
+    run = workplace / "run"
+    file = workplace / "run" / "adapter_config.json"
     adapter.inject(model, adapter.DECODER_TARGETS, 2, 4.0)
     adapter.save(model, run, base="embedded")
     if data:
         settings = {"base": "embedded", "data": [data], "prompt": "answer {question}"}
         (run / "config.json").write_text(json.dumps(settings))
     file.write_text(json.dumps(json.loads(file.read_text()) | stored))
-    flags, question = "--adapter run".split(), vqa.embedded(1, template="{question}")[0].prefix
+    flags = "--adapter run".split()
+    question = vqa.embedded(1, template="{question}")[0].prefix
     if prompt is None:
         refused(lambda: vqa.main([*flags, *FAST]), "prompt")
         return

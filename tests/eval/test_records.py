@@ -69,26 +69,21 @@ def shown(processor, record):
     rows = micro.batch.input_ids, micro.batch.labels, micro.batch.token_type_ids
     ids, labels, types = (row[0].tolist() for row in rows)
     targets = [label for label in labels if label != -100]
-    assert micro.targets[0][micro.targets[0] != -100].tolist() == targets and micro.tokens == len(
-        targets
-    )
-    image, pieces, per_picture = (
-        processor.config.image_token_id,
-        processor.tokenizer,
-        processor.config.num_image_tokens,
-    )
+    assert micro.targets[0][micro.targets[0] != -100].tolist() == targets
+    assert micro.tokens == len(targets)
+    image = processor.config.image_token_id
+    pieces = processor.tokenizer
+    per_picture = processor.config.num_image_tokens
     names = ["P" if i == image else pieces.id_to_piece(i) for i in ids]
-    run, out = (
-        [
-            (n, label == i, kind)
-            for n, i, label, kind in zip(names, ids, labels, types, strict=True)
-        ],
-        [],
-    )
+    run = [
+        (n, label == i, kind) for n, i, label, kind in zip(names, ids, labels, types, strict=True)
+    ]
+    out = []
     while run:
         length = per_picture if run[0][0] == "P" else 1
         assert run[:length] == [run[0]] * length
-        out, run = [*out, run[0]], run[length:]
+        out = [*out, run[0]]
+        run = run[length:]
     return out
 
 
@@ -122,7 +117,8 @@ def processors(processor):
     return dict(zip(("paligemma", "wings", "qmamba"), (processor, *made), strict=True))
 
 
-IMAGE, A = {"type": "image"}, {"type": "text", "text": "a"}
+IMAGE = {"type": "image"}
+A = {"type": "text", "text": "a"}
 CONVERSATION = says("Where is <image> the dog?", "top left", "count cat", "2")
 BRIEF = "0:B 0:e 0:▁ 0:b 0:r 0:i 0:e 0:f 0:. 0:\\n"
 # PaliGemma: pictures first, and the first prompt with them both ways; all after it is causal
@@ -151,7 +147,8 @@ def test_every_answer_and_its_end_are_learned_and_nothing_else(processors, tmp_p
     made = read_examples(write(tmp_path, "own.json", rows))
     assert [record.name for record in made] == [f"own.json[{number}]" for number in range(6)]
     plain = "0:P 0:P 0:<bos> 0:count 0:▁dog 0:\\n 1:*1 1:*<eos>"
-    one, two = plain.replace("0:P 0:P", "0:P"), "0:<bos> 0:count 0:▁cat 0:\\n 1:*2 1:*<eos>"
+    one = plain.replace("0:P 0:P", "0:P")
+    two = "0:<bos> 0:count 0:▁cat 0:\\n 1:*2 1:*<eos>"
     more = " 1:count 1:▁cat 1:\\n 1:*2 1:*<eos>"
     told = one.replace("<bos>", f"<bos> {BRIEF}")  # the system's text is no part of the answer
     expected = [FRONT + LATER, two, plain, plain, told, one + more]
@@ -159,10 +156,8 @@ def test_every_answer_and_its_end_are_learned_and_nothing_else(processors, tmp_p
         marked(text) for text in expected
     ]
     newline = "0:P 0:<bos> 0:\\n 0:count 0:▁dog 0:\\n 1:*1 1:*<eos>"
-    third, last = (
-        newline.replace("0:\\n", "0:\\n 0:P 0:\\n", 1),
-        "0:<bos> 0:count 0:▁dog 0:\\n 1:*1 1:*<eos> 1:P",
-    )
+    third = newline.replace("0:\\n", "0:\\n 0:P 0:\\n", 1)
+    last = "0:<bos> 0:count 0:▁dog 0:\\n 1:*1 1:*<eos> 1:P"
     told = one.replace("0:P 0:<bos>", f"0:<bos> {BRIEF} 0:P 0:\\n")
     expected = [INSIDE + LATER, two, third, plain, told, last + more]
     for system in ("wings", "qmamba"):
@@ -259,16 +254,16 @@ def test_a_malformed_record_is_named_left_out_and_counted(record, processor, tmp
     """Breaks when a conversation that cannot be learned is learned in part, or ends the run, or
     goes unnoticed."""
     draw(tmp_path, "a.png")
-    good, bad = b'{"prefix": "count dog", "suffix": "2"}', record
+    good = b'{"prefix": "count dog", "suffix": "2"}'
+    bad = record
     bad = bad if type(bad) is bytes else json.dumps(bad).encode()
     (tmp_path / "own.jsonl").write_bytes(b"\n".join([b"\xef\xbb\xbf" + good, bad, b"", good]))
     micro = collate(read_examples(tmp_path / "own.jsonl"), processor)
-    assert micro.names == ("own.jsonl:1", "own.jsonl:4") and len(micro.bad) == 1
-    assert (
-        micro.bad[0].startswith("own.jsonl:2: ")
-        and micro.bad[0].isprintable()
-        and len(micro.bad[0]) < 700
-    )
+    assert micro.names == ("own.jsonl:1", "own.jsonl:4")
+    assert len(micro.bad) == 1
+    assert micro.bad[0].startswith("own.jsonl:2: ")
+    assert micro.bad[0].isprintable()
+    assert len(micro.bad[0]) < 700
 
 
 def test_layouts_of_other_tools_are_read_as_ours(tmp_path):
@@ -276,7 +271,9 @@ def test_layouts_of_other_tools_are_read_as_ours(tmp_path):
     shows."""
     draw(tmp_path, "x/a.png", "x/b.png")
     (tmp_path / "link.png").symlink_to(tmp_path / "x/b.png")
-    a, b, none = tmp_path / "x/a.png", tmp_path / "link.png", {"image": None, "conversations": None}
+    a = tmp_path / "x/a.png"
+    b = tmp_path / "link.png"
+    none = {"image": None, "conversations": None}
     system = [{"role": "system", "content": "Be brief."}, {"role": "developer", "content": [A]}]
     parts = [
         {"index": None, "text": "dog\n", "type": "text"},
@@ -333,7 +330,8 @@ def test_a_table_is_read_as_its_rows(kind, name, tmp_path):
         "colour",
     )
     assert (blank.pictures, blank.turns, blank.kind) == ((), (("a", "2"),), "")
-    assert not bad.turns and "cells" in bad.pictures[0].problem
+    assert not bad.turns
+    assert "cells" in bad.pictures[0].problem
 
 
 @pytest.mark.parametrize(
@@ -363,11 +361,14 @@ def test_pictures_from_python_are_those_of_their_files(tmp_path, processor):
     made = held_records(
         [{"image": picture, "prefix": "a", "suffix": "b"} for picture in pictures], "data", "."
     )
-    assert made[1].key == made[2].key and len({record.key for record in made}) == 4
+    assert made[1].key == made[2].key
+    assert len({record.key for record in made}) == 4
     micro = collate(made, processor)
-    assert micro.names == ("data[0]", "data[1]", "data[2]", "data[3]") and len(micro.bad) == 1
+    assert micro.names == ("data[0]", "data[1]", "data[2]", "data[3]")
+    assert len(micro.bad) == 1
     first, *others, last = micro.batch.pixel_values
-    assert all(torch.equal(first, pixels) for pixels in others) and not torch.equal(first, last)
+    assert all(torch.equal(first, pixels) for pixels in others)
+    assert not torch.equal(first, last)
 
 
 def test_several_answers(tmp_path):
@@ -412,9 +413,8 @@ def test_coco_s_boxes_are_paligemma_s(tmp_path, processor):
     scoring is lost."""
     file = write(tmp_path, "instances.json", coco(tmp_path))
     (record,) = read_data(f"coco:{file}")  # of the others, one has a crowd only, and one nothing
-    assert record.prefix == "detect dog ; traffic light" and record.pictures == (
-        tmp_path / "a.png",
-    )
+    assert record.prefix == "detect dog ; traffic light"
+    assert record.pictures == (tmp_path / "a.png",)
     # 1023 · (10/480, 500.5/640, 30/480, 1), 1023 · (0.1, 0.1, 0.6, 0.6), 1023 · (0.5, 0.5, 1, 1):
     # halves to even
     assert record.suffix == (
@@ -423,7 +423,8 @@ def test_coco_s_boxes_are_paligemma_s(tmp_path, processor):
     )
     assert (record.detection.width, record.detection.height) == (640, 480)
     assert record.detection.boxes[0] == Box("traffic light", 320, 240, 320, 240, 99.5)
-    assert record.detection.boxes[2].area == 139.5 * 20 and record.detection.boxes[3].is_crowd
+    assert record.detection.boxes[2].area == 139.5 * 20
+    assert record.detection.boxes[3].is_crowd
     assert collate([record], processor).tokens == len(processor.encode(record.suffix)) + 1
 
 
@@ -455,7 +456,8 @@ def test_coco_s_ids_names_and_boxes_are_sound(tmp_path):
     value["annotations"][4]["iscrowd"] = 2  # of a picture that has no other annotation
     value["annotations"][0]["iscrowd"] = None
     first, second = read_coco(write(tmp_path, "instances.json", value))
-    assert len(first.turns) == 1 and not second.turns
+    assert len(first.turns) == 1
+    assert not second.turns
 
 
 @pytest.mark.parametrize(
@@ -483,19 +485,14 @@ def test_boxes_in_other_units_are_refused(change, message, tmp_path):
 def test_embedded_boxes_are_the_squares_of_the_answer():
     """Breaks when the truth that eval.detect scores is not what the answer says, or tasks do not
     come in turn."""
-    mixed, alone = (
-        embedded_records(("detect", "vqa"), count=6),
-        embedded_records(("detect",), count=3),
-    )
-    assert [r.name for r in mixed[::2]] == [r.name for r in alone] and all(
-        r.name[:3] == "vqa" for r in mixed[1::2]
-    )
+    mixed = embedded_records(("detect", "vqa"), count=6)
+    alone = embedded_records(("detect",), count=3)
+    assert [r.name for r in mixed[::2]] == [r.name for r in alone]
+    assert all(r.name[:3] == "vqa" for r in mixed[1::2])
     for record in embedded_records(("detect",), count=5):
         boxes = record.detection.boxes
-        assert (
-            len(boxes) == record.suffix.count(";") + 1
-            and record.prefix == f"detect {boxes[0].label}"
-        )
+        assert len(boxes) == record.suffix.count(";") + 1
+        assert record.prefix == f"detect {boxes[0].label}"
         y, x = (int(part[:4]) / 1024 * 112 for part in record.suffix.split("<loc")[1:3])
         assert (boxes[0].x, boxes[0].y, boxes[0].width, boxes[0].height) == (x, y, 28, 28)
 
@@ -528,7 +525,8 @@ def test_no_picture_is_on_both_sides(tmp_path):
         learned, asked = (
             {p.read_bytes() for r in side for p in r.pictures} for side in (train, held_out)
         )
-        assert not learned & asked and len(train) + len(held_out) == len(rows)
+        assert not learned & asked
+        assert len(train) + len(held_out) == len(rows)
         texts = [{r.prefix for r in side if not r.pictures} for side in (train, held_out)]
         assert not texts[0] & texts[1]
         # 26 groups of pictures (30, of which 4 pairs are joined) and 10 texts; 40 % of them

@@ -128,7 +128,8 @@ def test_the_benchmark_and_its_pixels_are_the_published_ones():
             repr([(s.prefix, s.suffix) for s in scenes.pope(strategy, images=20)]).encode()
         )
     assert digest.hexdigest()[:16] == "b392ca89673b7e97"
-    digest, processor = hashlib.sha256(), Processor.from_source("embedded")
+    digest = hashlib.sha256()
+    processor = Processor.from_source("embedded")
     for task in scenes.TASKS:
         micro = collate([sample_record(s, "train") for s in stream(task, "train", 30)], processor)
         for tensor in (
@@ -146,14 +147,11 @@ def test_vqa_answers_are_true_and_the_only_true_ones():
     question twice."""
     for image_id in range(150):
         samples = scenes.vqa_picture("test", image_id)
-        assert (
-            tuple(s.answer_type for s in samples) == scenes.QUESTIONS
-            and len({s.prefix for s in samples}) == 6
-        )
+        assert tuple(s.answer_type for s in samples) == scenes.QUESTIONS
+        assert len({s.prefix for s in samples}) == 6
         for s in samples:
-            assert s.prefix == f"answer en {s.question}" and s.question.lower().startswith(
-                s.question_type
-            )
+            assert s.prefix == f"answer en {s.question}"
+            assert s.question.lower().startswith(s.question_type)
             assert truth(s.question, seen(s.scene)) == {s.suffix}, (
                 s.question,
                 s.suffix,
@@ -179,15 +177,16 @@ def test_scan_and_caption_say_what_is_there():
     with the picture."""
     for s in stream("scan", "train", 40):
         names = s.suffix.split()
-        assert names == list(s.scene.squares) and len(names) == 16
+        assert names == list(s.scene.squares)
+        assert len(names) == 16
         assert [name for name in names if name != "none"] == [name for name, _, _ in seen(s.scene)]
     numbers = {"a": 1, "an": 1, "two": 2, "three": 3, "four": 4, "five": 5}
     for s in stream("caption", "train", 100):
-        objects, told = seen(s.scene), [part.split() for part in re.split(r", | and ", s.suffix)]
+        objects = seen(s.scene)
+        told = [part.split() for part in re.split(r", | and ", s.suffix)]
         assert all(number_of(objects, noun) == numbers[word] for word, noun in told)
-        assert sum(numbers[word] for word, _ in told) == len(objects) and s.suffix.count(
-            " and "
-        ) == (len(told) > 1)
+        assert sum(numbers[word] for word, _ in told) == len(objects)
+        assert s.suffix.count(" and ") == (len(told) > 1)
     assert scenes.describe(["apple", "none", "dog", "bus", "dog"]) == "an apple, two dogs and a bus"
 
 
@@ -202,7 +201,8 @@ def test_detection_boxes_hold_the_objects():
             *sides, label = re.fullmatch(
                 r"<loc(\d{4})><loc(\d{4})><loc(\d{4})><loc(\d{4})> (\S+)", part
             ).groups()
-            assert label == name and inside(*map(int, sides), *middle)
+            assert label == name
+            assert inside(*map(int, sides), *middle)
 
 
 def parts_of(needle) -> dict[tuple[int, int], list[str]]:
@@ -225,11 +225,13 @@ def test_needles_are_in_one_place_and_take_turns(kind):
     turns = Counter()
     for index in range(4 * n**2):
         needle = scenes.needle(kind, "test", index)
-        parts, (target,), (caption,) = parts_of(needle), needle.targets, needle.captions
-        (row, column), wanted = target, nouns(caption)
-        assert (
-            all(len(names) == objects for names in parts.values()) and parts.pop(target) == wanted
-        )
+        parts = parts_of(needle)
+        (target,) = needle.targets
+        (caption,) = needle.captions
+        (row, column) = target
+        wanted = nouns(caption)
+        assert all(len(names) == objects for names in parts.values())
+        assert parts.pop(target) == wanted
         assert all(len({*wanted} & {*names}) == objects - 1 for names in parts.values())
         assert objects == 1 or {*wanted} <= {name for names in parts.values() for name in names}
         turns[target] += 1
@@ -243,7 +245,8 @@ def test_needles_are_in_one_place_and_take_turns(kind):
             f"Caption: {caption}. Where is the caption? {text}": word for text, word in told.items()
         }
         assert {s.prefix: s.suffix for s in needle.samples} == told
-    assert set(turns.values()) == {4} and len(turns) == n**2
+    assert set(turns.values()) == {4}
+    assert len(turns) == n**2
     streamed = [s for index in range(8) for s in scenes.needle(kind, "train", index).samples]
     assert streamed == stream(kind, "train", len(streamed))
 
@@ -254,19 +257,18 @@ def test_absent_and_several_needles(kind):
     be."""
     for index in range(20):
         absent = scenes.needle(kind, "test", index, needles=2, negative=True)
-        wanted, parts = (
-            {frozenset(nouns(caption)) for caption in absent.captions},
-            parts_of(absent).values(),
-        )
-        assert absent.targets == ((-1, -1),) * 2 and {s.suffix for s in absent.samples} == {"none"}
-        assert len(wanted) == 2 and not any(w <= set(names) for w in wanted for names in parts)
+        wanted = {frozenset(nouns(caption)) for caption in absent.captions}
+        parts = parts_of(absent).values()
+        assert absent.targets == ((-1, -1),) * 2
+        assert {s.suffix for s in absent.samples} == {"none"}
+        assert len(wanted) == 2
+        assert not any(w <= set(names) for w in wanted for names in parts)
         assert kind != "n2o2" or set().union(*wanted) <= set().union(
             *parts
         )  # both objects are there, apart
         there = scenes.needle(kind, "test", index, needles=2)
-        assert len(set(there.targets)) == 2 and len({s.question_id for s in there.samples}) == len(
-            there.samples
-        )
+        assert len(set(there.targets)) == 2
+        assert len({s.question_id for s in there.samples}) == len(there.samples)
         assert [parts_of(there)[target] for target in there.targets] == [
             nouns(caption) for caption in there.captions
         ]
@@ -277,27 +279,24 @@ def test_pope_asks_about_present_and_absent_objects_in_turn():
     objects."""
     polls = {strategy: scenes.pope(strategy, images=60) for strategy in scenes.STRATEGIES}
     frequency, company = scenes.object_statistics()
-    fame, closeness = Counter(), Counter()
+    fame = Counter()
+    closeness = Counter()
     for strategy, poll in polls.items():
-        assert [s.suffix for s in poll] == ["yes", "no"] * 180 and [
-            s.question_id for s in poll
-        ] == [*range(1, 361)]
+        assert [s.suffix for s in poll] == ["yes", "no"] * 180
+        assert [s.question_id for s in poll] == [*range(1, 361)]
         assert [s.prefix for s in poll[::2]] == [s.prefix for s in polls["random"][::2]]
         assert [s.scene for s in poll] == [s.scene for s in polls["random"]]
         assert all(
             len({s.prefix for s in poll[start : start + 6]}) == 6 for start in range(0, 360, 6)
         )
         for yes, no in zip(poll[::2], poll[1::2], strict=True):
-            assert truth(yes.question, seen(yes.scene)) == {"yes"} and truth(
-                no.question, seen(no.scene)
-            ) == {"no"}
+            assert truth(yes.question, seen(yes.scene)) == {"yes"}
+            assert truth(no.question, seen(no.scene)) == {"no"}
             present, absent = (s.question.split()[3] for s in (yes, no))
             fame[strategy] += frequency[absent]
             closeness[strategy] += company[present][absent]
-    assert (
-        fame["popular"] > 1.5 * fame["random"]
-        and closeness["adversarial"] > 2 * closeness["random"]
-    )
+    assert fame["popular"] > 1.5 * fame["random"]
+    assert closeness["adversarial"] > 2 * closeness["random"]
 
 
 def test_the_base_was_trained_with_the_shipped_tokenizer():

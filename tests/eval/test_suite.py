@@ -79,8 +79,10 @@ def test_the_rows_of_two_models(root, source, twin, workplace, capsys):
         *"--max-new-tokens 2 --limit 2 --adapter none".split(),
     ]
     suite.main([*flags, "--json"])
-    found, folder = json.loads(capsys.readouterr().out), workplace / "runs/eval/suite"
-    assert [*found["random"]] == TABLE and None not in found["random"].values()
+    found = json.loads(capsys.readouterr().out)
+    folder = workplace / "runs/eval/suite"
+    assert [*found["random"]] == TABLE
+    assert None not in found["random"].values()
     assert found == json.loads((folder / "suite.json").read_text())
     rows = json.loads((folder / "gqa/results.json").read_text())
     assert [set(row) for row in rows] == 2 * [{"questionId", "prediction"}]

@@ -20,7 +20,8 @@ def test_every_question_is_scored_by_what_its_data_has(tmp_path):
         record = Record("a", "a", (), (("what?", suffix),), answers)
         return vqa.Vqa().score(question_of(record, truth=record), said)
 
-    assert score("red ", "Red") == {"exact_match": 1} and score("blue", "Red") == {"exact_match": 0}
+    assert score("red ", "Red") == {"exact_match": 1}
+    assert score("blue", "Red") == {"exact_match": 0}
     assert score("TWO", "x", ("one", "two")) == {"exact_match": 1}
     scores = score("no", "yes", ("yes",) * 9 + ("no",))
     assert scores == {"exact_match": 1, "vqa_accuracy": pytest.approx(0.3)}
@@ -53,14 +54,16 @@ def test_own_examples(source, workplace, monkeypatch, capsys):
     (workplace / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
     flags = ["--model", source, *FAST, *"--data jsonl:own.jsonl --blind --json".split()]
     vqa.main(flags)
-    printed, out = json.loads(capsys.readouterr().out), workplace / "runs/eval/random/vqa"
+    printed = json.loads(capsys.readouterr().out)
+    out = workplace / "runs/eval/random/vqa"
     results = json.loads((out / "results.json").read_text())
     assert [r["question"] for r in results] == [line["prefix"] for line in lines]
     logged = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
     said, gray = (
         {(e["answer"], int(e["id"][-1]) % 2) for e in part} for part in (logged[:6], logged[6:])
     )
-    assert len(logged) == 12 and len(gray) == 2 < len(said)  # gray: one answer a prompt
+    assert len(logged) == 12
+    assert len(gray) == 2 < len(said)  # gray: one answer a prompt
     assert printed["random"]["measures"]["exact_match"]["mean"] == 0
     assert set(printed["random"]["summary"]) == {"overall", "cat", "dog"}
     assert printed["random, blind"]["measures"]["exact_match"]["questions"] == 6
@@ -96,11 +99,9 @@ def test_official_files_without_annotations_and_with_a_broken_picture(
     )
     vqa.main(flags)
     printed, report = capsys.readouterr()
-    assert (
-        "nothing is scored" in printed
-        and "left out 2 of 6 questions" in report
-        and paths[1].name in report
-    )
+    assert "nothing is scored" in printed
+    assert "left out 2 of 6 questions" in report
+    assert paths[1].name in report
     assert [r["question_id"] for r in json.loads((tmp_path / "out/results.json").read_text())] == [
         0,
         1,
@@ -110,7 +111,8 @@ def test_official_files_without_annotations_and_with_a_broken_picture(
     paths[1].write_bytes(whole)
     sizes = count_asked(monkeypatch)
     vqa.main(flags)
-    assert sum(sizes) == 2 and len(json.loads((tmp_path / "out/results.json").read_text())) == 6
+    assert sum(sizes) == 2
+    assert len(json.loads((tmp_path / "out/results.json").read_text())) == 6
 
 
 def test_what_cannot_be_asked(workplace):

@@ -252,7 +252,8 @@ def test_a_results_file(scores, workplace):
     questions = {"  is it": 100.0, "  how many": 90.0, "  what is": 60.0}
     assert values(scores()) == {"overall": 83.33} | types | questions
     measure = scores()["R"]["measures"]["VQA accuracy, official scoring"]
-    assert measure["mean"] == pytest.approx(250 / 3) and measure["questions"] == 3
+    assert measure["mean"] == pytest.approx(250 / 3)
+    assert measure["questions"] == 3
     for scoring, overall in (
         ("paper", 33.33),
         ("textvqa", 83.33),
@@ -297,7 +298,8 @@ def test_gqa_in_its_own_layouts(scores, workplace):
     ]
     found = scores(results=said, files="--questions Q --guess")
     expected = {"overall": 50.0, "binary": 100.0, "open": 0.0, "  verify": 100.0, "  query": 0.0}
-    assert values(found) == expected and vqa.GUESS in found
+    assert values(found) == expected
+    assert vqa.GUESS in found
     assert list(found["R"]["measures"]) == ["VQA accuracy, gqa scoring"]
 
 
@@ -332,13 +334,16 @@ def test_text_only_guesses_by_hand(scores, workplace):
     assert vqa.text_only_guesses(questions(*test), train) == ["yes", "no", "1", "no"]
     # without training questions the best constant of each type
     assert vqa.text_only_guesses(train, []) == ["no"] * 5 + ["1"] * 2
-    asked, known = vqa.embedded(600), vqa.embedded(vqa.TRAIN_QUESTIONS, "train")
-    accuracy, guesses = vqa.guess_accuracy(asked), vqa.text_only_guesses(asked, known)
+    asked = vqa.embedded(600)
+    known = vqa.embedded(vqa.TRAIN_QUESTIONS, "train")
+    accuracy = vqa.guess_accuracy(asked)
+    guesses = vqa.text_only_guesses(asked, known)
     hits = sum(guess == q.truth.answer for guess, q in zip(guesses, asked, strict=True))
     assert set(accuracy) == {"overall", "yes/no", "number", "other"}
     assert 25 < accuracy["overall"] == round(hits / 6, 2) < 45
     # of models that are asked in other words it is the same
-    benchmark, names = vqa.Vqa(), "data questions annotations images answerability scoring guess"
+    benchmark = vqa.Vqa()
+    names = "data questions annotations images answerability scoring guess"
     flags = dict.fromkeys(names.split()) | {"limit": 300}
     asked = [
         benchmark.questions(Namespace(**flags, template=words))
@@ -346,6 +351,8 @@ def test_text_only_guesses_by_hand(scores, workplace):
     ]
     rows = [benchmark.baselines(benchmark.rows(of, [""] * len(of)))[vqa.GUESS] for of in asked]
     first, second = ([row.answer for row in of] for of in rows)
-    assert first == second == guesses[:300] and len(set(first)) > 10
+    assert first == second == guesses[:300]
+    assert len(set(first)) > 10
     found = scores("--guess")  # of one question a type its answer is always guessed
-    assert values(found, vqa.GUESS)["yes/no"] == 100 and values(found)["overall"] == 83.33
+    assert values(found, vqa.GUESS)["yes/no"] == 100
+    assert values(found)["overall"] == 83.33

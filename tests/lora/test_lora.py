@@ -93,7 +93,8 @@ def sensitivity(theirs, inputs, logits, gradients):
     """
     changes = []
     for seed in range(3):
-        moved, generator = copy.deepcopy(theirs), torch.Generator().manual_seed(seed)
+        moved = copy.deepcopy(theirs)
+        generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in moved.parameters():
                 parameter.mul_(
@@ -180,10 +181,8 @@ def test_what_peft_saved_computes_the_same_here(tmp_path, generation, name):
     }
     assert {"model." + path for path in paths} == wrapped
     with cpu.using("torch"):  # the functions that transformers calls
-        logits, (reference, gradients) = (
-            valid(mine(**inputs), inputs),
-            peft_gradients(theirs, inputs),
-        )
+        logits = valid(mine(**inputs), inputs)
+        (reference, gradients) = peft_gradients(theirs, inputs)
     assert relative_error(reference, valid(hf_forward(hf, inputs), inputs)) > 1e-2
     of_logits, of_gradients = sensitivity(theirs, inputs, reference, gradients)
     bound = EXACT if name == "the paper's scale" else SENSITIVE * of_logits
@@ -223,10 +222,8 @@ def test_what_is_saved_here_computes_the_same_in_peft(tmp_path, generation):
     assert sorted(wrapped) == sorted("model." + path for path in lora_layers(mine))
     assert relative_error(valid(mine(**inputs), inputs), of_peft(theirs, inputs)) <= ROUNDED
     config = theirs.peft_config["default"]
-    assert (
-        config.base_model_name_or_path == "google/paligemma-3b-pt-224"
-        and config.lora_dropout == 0.1
-    )
+    assert config.base_model_name_or_path == "google/paligemma-3b-pt-224"
+    assert config.lora_dropout == 0.1
 
 
 BEFORE_4_52 = {
@@ -256,7 +253,9 @@ def test_files_of_older_transformers(tmp_path, hf, inputs, model, rename):
 def test_one_layer_is_pefts_with_dropout_too():
     """Breaks when the draw of A, the scale, or the place of dropout (x of the update, never the
     base) differs."""
-    base, x, outputs = nn.Linear(24, 40), torch.randn(3, 5, 24), []
+    base = nn.Linear(24, 40)
+    x = torch.randn(3, 5, 24)
+    outputs = []
     config = peft.LoraConfig(r=4, lora_alpha=6, lora_dropout=0.5)
     for make in (
         lambda: LoRALinear(base, r=4, alpha=6, dropout=0.5),
@@ -269,7 +268,9 @@ def test_one_layer_is_pefts_with_dropout_too():
         b.data.normal_()
         outputs.append((a, b, layer(x), layer(x), layer.eval()(x)))
     (a, b, *mine), (*drawn, first, second, whole) = outputs
-    assert torch.equal(a, drawn[0]) and torch.equal(b, drawn[1]) and not torch.equal(first, second)
+    assert torch.equal(a, drawn[0])
+    assert torch.equal(b, drawn[1])
+    assert not torch.equal(first, second)
     assert all(
         relative_error(y, theirs) <= EXACT
         for y, theirs in zip(mine, (first, second, whole), strict=True)
@@ -360,13 +361,15 @@ def test_merge_and_unmerge(hf, inputs, dtype):
 @pytest.mark.parametrize("is_merged", [False, True])
 def test_unload(inputs, model, is_merged):
     """Breaks when a layer of LoRA stays, or the base is not what it was, to the bit."""
-    before, names = model(**inputs), list(model.state_dict())
+    before = model(**inputs)
+    names = list(model.state_dict())
     randomize(model) if inject(model, SEVEN, r=4, alpha=6) else None
     if is_merged:
         merge(model)
     assert not torch.equal(model(**inputs), before)
     adapter.unload(model)
-    assert list(model.state_dict()) == names and torch.equal(model(**inputs), before)
+    assert list(model.state_dict()) == names
+    assert torch.equal(model(**inputs), before)
     graft(model, "twin")
     refused(lambda: adapter.unload(model), "graft")
 
@@ -386,7 +389,8 @@ def test_merge_of_grafts(inputs, model, kind):
     graft(model, kind)
     shared = {"twin": ["q_proj", "k_proj"], "v2": ["q_proj"]}.get(kind, [])
     inject(model, [name for name in SEVEN if name not in shared], 2, 4)
-    logits, apart = randomize(model)(**inputs), copy.deepcopy(model)
+    logits = randomize(model)(**inputs)
+    apart = copy.deepcopy(model)
     merge(model)
     assert all(layer.merged for layer in lora_layers(model).values())
     assert relative_error(valid(model(**inputs), inputs), valid(logits, inputs)) <= ROUNDED
@@ -405,9 +409,8 @@ def test_disabled(kind, inputs, model):
     if kind:
         graft(model, kind)
     inject(model, ["v_proj", "o_proj"] if kind else SEVEN, 4, 8, dropout=0.5)
-    assert torch.equal(model(**inputs), base) and not any(
-        module.training for module in model.modules()
-    )
+    assert torch.equal(model(**inputs), base)
+    assert not any(module.training for module in model.modules())
     for change in (randomize, merge):
         change(model)
         logits = model(**inputs)
@@ -465,9 +468,8 @@ def test_saved_and_loaded_here_is_the_same_to_the_bit(tmp_path, hf, inputs, mode
     assert load(again, tmp_path) == list(lora_layers(model))
     assert torch.equal(again(**inputs), model(**inputs))
     assert {layer.lora.dropout for layer in lora_layers(again).values()} == {0.25}
-    assert again.grafts == model.grafts and list(new_parameters(again)) == list(
-        new_parameters(model)
-    )
+    assert again.grafts == model.grafts
+    assert list(new_parameters(again)) == list(new_parameters(model))
     trainable = [name for name, p in again.named_parameters() if p.requires_grad]
     assert trainable == [name for name, p in model.named_parameters() if p.requires_grad]
 
@@ -502,7 +504,8 @@ def test_tensors_that_do_not_fit(tmp_path, hf, model):
     inject(model, DECODER_TARGETS, 2, 4)
     save(model, tmp_path, base="some/base")
     refused(lambda: load(ours(hf_model(1, seed=1)), tmp_path), "another base", "some/base")
-    path, layer = tmp_path / "adapter_model.safetensors", f"{DECODER_LAYER}self_attn."
+    path = tmp_path / "adapter_model.safetensors"
+    layer = f"{DECODER_LAYER}self_attn."
     a, b = (f"base_model.model.model.{layer}q_proj.lora_{half}.weight" for half in "AB")
     whole = load_file(path)
     for change, says in (

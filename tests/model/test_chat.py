@@ -74,9 +74,8 @@ def test_texts_and_turns_have_the_ids_of_transformers(both):
     for text in TEXTS + [" ".join(TEXTS)]:
         ids = ours.encode(text)
         assert ids == theirs.encode(text, add_special_tokens=False), text
-        assert ours.prompt(text) == [2] * ours.is_gemma + ids and ours.decode(ids) == theirs.decode(
-            ids
-        )
+        assert ours.prompt(text) == [2] * ours.is_gemma + ids
+        assert ours.decode(ids) == theirs.decode(ids)
     several = [("  a?\n", " b \n"), ("c", " d\n"), ("e\n\n", None)]
     for turns in (several, [("a", "b")], *([(text, None)] for text in TEXTS[:5])):
         behind = (
@@ -107,7 +106,9 @@ def test_the_system_turn_is_the_models(folder, both, tmp_path):
 def test_what_cannot_be_asked_is_refused(both):
     """Breaks when a text forges a turn or is cut, or a model is asked in turns that it does not
     have."""
-    ours, config, tokenizer = both[0], both[0].config, both[0].tokenizer
+    ours = both[0]
+    config = both[0].config
+    tokenizer = both[0].tokenizer
     refused(
         lambda: ours.prompt(f"a {MARKS[config.text.model_type][0]} b", chat=True), "control token"
     )
@@ -121,7 +122,9 @@ def test_what_cannot_be_asked_is_refused(both):
 def test_a_language_model_is_asked_without_a_picture(folder, capsys):
     """Breaks when a prompt is not continued as the model does it, or --chat asks without the
     turns."""
-    model, tokenizer, answers = load_text(folder), load_text_tokenizer(folder), {}
+    model = load_text(folder)
+    tokenizer = load_text_tokenizer(folder)
+    answers = {}
     for flag in ("--json", "--json --chat"):
         main(f"--model {folder} --prompt dog? a --max-new-tokens 6 {flag}".split())
         answers[flag] = json.loads(capsys.readouterr().out)

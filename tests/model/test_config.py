@@ -62,7 +62,8 @@ PUBLISHED_1 = {
     "vision_config": TOWER,
 } | IDS
 PUBLISHED_2 = {"model_type": "paligemma", "text_config": GEMMA2, "vision_config": TOWER} | IDS
-LINEAR, LAYERS = {"rope_type": "linear", "factor": 2.0}, ["sliding_attention", "full_attention"]
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+LAYERS = ["sliding_attention", "full_attention"]
 NEVER_NULL = [
     "rms_norm_eps",
     "rope_theta",
@@ -85,10 +86,8 @@ def test_published_files_are_the_presets():
 QWEN = replace(
     PRESETS["tiny"].text, model_type="qwen2", hidden_activation="silu", tie_word_embeddings=False
 )
-TINY, UNCAPPED = (
-    PRESETS["tiny"],
-    TextConfig("gemma2", query_pre_attn_scalar=256.0, sliding_window=8),
-)
+TINY = PRESETS["tiny"]
+UNCAPPED = TextConfig("gemma2", query_pre_attn_scalar=256.0, sliding_window=8)
 CONFIGS = {
     **PRESETS,
     **configs.QMAMBA_PRESETS,
@@ -164,7 +163,8 @@ def test_the_activation_is_that_of_transformers(kind, hidden_act, hidden_activat
     raw = {"model_type": kind, "num_attention_heads": 2, "num_key_value_heads": 1, **sizes} | {
         k: v for k, v in names.items() if v
     }
-    hf, x = AutoConfig.for_model(**raw), torch.linspace(-4, 4, 99)
+    hf = AutoConfig.for_model(**raw)
+    x = torch.linspace(-4, 4, 99)
     theirs = ACT2FN[hf.hidden_activation if kind == "gemma2" else hf.hidden_act](x)
     assert torch.equal(ACTIVATIONS[TextConfig.from_dict(raw).hidden_activation](x), theirs)
 
@@ -186,10 +186,8 @@ def test_a_size_that_is_left_out_is_that_of_transformers(name):
         assert getattr(vision, name) == getattr(theirs, name)
 
 
-QMAMBA, QWEN_FILE = (
-    configs.QMambaConfig().to_dict(),
-    CONFIGS["qwen2 without a stop token"].to_dict(),
-)
+QMAMBA = configs.QMambaConfig().to_dict()
+QWEN_FILE = CONFIGS["qwen2 without a stop token"].to_dict()
 REFUSED = [
     ({"model_type": "llava"}, "'llava'"),
     (changed(PUBLISHED_1, "text_config", model_type="llama"), "'llama'"),
@@ -253,9 +251,8 @@ def test_other_architectures_and_contradictions_are_refused(raw, word, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(UserError, match=word) as caught:
         read_config(tmp_path / "config.json")
-    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ") and "\n" not in str(
-        caught.value
-    )
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
+    assert "\n" not in str(caught.value)
 
 
 GENERATION = [

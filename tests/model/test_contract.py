@@ -22,7 +22,8 @@ from model.systems.qmamba import QMamba
 from model.systems.wings import Wings
 from tests.reference import left_padded, randomize, relative_error, right_padded
 
-IMAGE, SLOTS = 63, 4  # a picture takes four tokens
+IMAGE = 63
+SLOTS = 4  # a picture takes four tokens
 ROWS = ((5, 6), (2, 4), (1, 5))  # tokens of prefix and suffix; the longest passes the window
 VISION = VisionConfig(20, 28, 3, 2, patch_size=14, image_size=28)
 GEMMA = TextConfig("gemma", 64, 24, 40, 3, 2, 1, head_dim=16)
@@ -99,11 +100,16 @@ def test_cached_is_uncached(model):
     """Breaks when a token read with a cache, in training too, sees other keys, positions or states
     than without."""
     inputs = batch(model)
-    logits, valid = model(**inputs), inputs["attention_mask"].bool()
+    logits = model(**inputs)
+    valid = inputs["attention_mask"].bool()
     checkpoint(model, True)
-    ids, types, width = inputs["input_ids"], inputs["token_type_ids"], valid.shape[1]
+    ids = inputs["input_ids"]
+    types = inputs["token_type_ids"]
+    width = valid.shape[1]
     for parts in ((1, 1, 1, 1), (1, 3), (2, 2)):
-        cache, at, read = model.new_cache(width), 0, []
+        cache = model.new_cache(width)
+        at = 0
+        read = []
         for size in (width - 4, *parts):
             seen = {
                 "token_type_ids": types[:, : at + size],
@@ -119,7 +125,8 @@ def test_cached_is_uncached(model):
 def test_a_row_depends_on_nothing_but_itself(model):
     """Breaks when other rows, or the side of the padding, change what a row computes."""
     inputs = batch(model)
-    logits, valid = model(**inputs), inputs["attention_mask"].bool()
+    logits = model(**inputs)
+    valid = inputs["attention_mask"].bool()
     moved = right_padded(inputs)
     right = model(**moved)[moved["attention_mask"].bool()]
     assert relative_error(right, logits[valid]) <= 2e-6
@@ -145,7 +152,9 @@ def test_answers_alone_together_and_padded_on_the_right(model):
 def test_choices_are_weighed_as_if_each_were_read_alone(model):
     """Breaks when choices that share a prompt's cache move each other, or a shorter one's padding
     reaches its state."""
-    inputs, choices, pictures = batch(model), [[[5, 6], [7, 8, 9]], [[10]], [[11, 12], [13]]], ()
+    inputs = batch(model)
+    choices = [[[5, 6], [7, 8, 9]], [[10]], [[11, 12], [13]]]
+    pictures = ()
     if inputs["pixel_values"] is not None:
         pictures = model.encode_images(inputs["pixel_values"]), torch.arange(len(ROWS))
     for row, found in enumerate(
@@ -176,7 +185,9 @@ def checkpoint(model, on: bool) -> None:
 @pytest.mark.long
 def test_checkpointed_gradients_are_the_same(model):
     """Breaks when recomputing activations changes what is learned, or nothing is recomputed."""
-    inputs, gradients, calls = batch(model), [], []
+    inputs = batch(model)
+    gradients = []
+    calls = []
     for on in (False, True):
         checkpoint(model, on)
         model.zero_grad()
@@ -186,7 +197,8 @@ def test_checkpointed_gradients_are_the_same(model):
         gradients.append(
             {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         )
-    assert gradients[0].keys() == gradients[1].keys() and calls[0] < calls[1]
+    assert gradients[0].keys() == gradients[1].keys()
+    assert calls[0] < calls[1]
     assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
 
 

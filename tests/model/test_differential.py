@@ -38,7 +38,8 @@ VARIANTS = {
     "dex-heads": ("dex", {"heads": [1]}),
 }
 EXACT = ("softmax", "twin", "dex", "dex-heads")
-THETA, IMAGE = 10000.0, 127
+THETA = 10000.0
+IMAGE = 127
 TARGETS = r"language_model\..*\.(self_attn|mlp)\.\w+_proj"
 
 
@@ -129,8 +130,10 @@ def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> to
     the papers alone."""
     kind, options = VARIANTS[variant]
     p = {name: value.double() for name, value in module.state_dict().items()}
-    width, groups = module.head_dim, module.num_heads // module.num_key_value_heads
-    x, positions = x.double(), positions.double()
+    width = module.head_dim
+    groups = module.num_heads // module.num_key_value_heads
+    x = x.double()
+    positions = positions.double()
 
     def low_rank(name):
         return (
@@ -166,7 +169,9 @@ def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> to
     heads = []
     for head in range(module.num_heads):
         key_head = head // groups
-        q, k, v = projected("q", head), projected("k", key_head), projected("v", key_head)
+        q = projected("q", head)
+        k = projected("k", key_head)
+        v = projected("v", key_head)
         scale = width**-0.5
         full = attention_map(turned(q, positions), turned(k, positions), scale)
         if kind == "softmax":
@@ -181,7 +186,8 @@ def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> to
                     torch.cat([turned(t[:, cut], positions) for cut in cuts], dim=1) for t in (q, k)
                 )
             else:
-                q, k = turned(q, positions), turned(k, positions)
+                q = turned(q, positions)
+                k = turned(k, positions)
                 channels = torch.arange(width).view(4, quarter)
                 cuts = [channels[[0, 2]].flatten().tolist(), channels[[1, 3]].flatten().tolist()]
             first, second = (
@@ -189,7 +195,8 @@ def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> to
             )
             out = normed((first - lam()[0] * second) @ v)
         elif kind == "twin":
-            q2, k2 = projected("q", head, "q2"), projected("k", key_head, "k2")
+            q2 = projected("q", head, "q2")
+            k2 = projected("k", key_head, "k2")
             second = attention_map(turned(q2, positions), turned(k2, positions), scale)
             ratio = p["mu"][head] / (1 + p["mu"][head])
             out = (full - ratio * second) @ v / (1 - ratio)
@@ -330,9 +337,11 @@ def test_lambda_is_scheduled_from_layer_one():
         assert [round(layer.self_attn.lambda_init, 6) for layer in layers] == [0.2, 0.355509]
     assert KINDS["shared"](plain_attention(), 18).lambda_init == pytest.approx(0.796342, abs=1e-6)
     gains = [p for name, p in model.named_parameters() if name.endswith("subln.weight")]
-    assert len(gains) == 4 and all((gain == 1).all() for gain in gains)
+    assert len(gains) == 4
+    assert all((gain == 1).all() for gain in gains)
     vectors = torch.cat([p.detach() for name, p in model.named_parameters() if "lambda_" in name])
-    assert len(vectors) == 2 * 4 * 16 + 2 * 4 * 20 and 0.08 < vectors.std() < 0.12
+    assert len(vectors) == 2 * 4 * 16 + 2 * 4 * 20
+    assert 0.08 < vectors.std() < 0.12
 
 
 def test_kept_halves_add_up_and_ignore_the_shift():
@@ -346,7 +355,8 @@ def test_kept_halves_add_up_and_ignore_the_shift():
         turn = [x.double() for x in (rope(q), rope(k))]
         return [a @ b.transpose(2, 3) for a, b in zip(*map(cut, turn), strict=True)]
 
-    near, far = logits(module.halves, 0), logits(module.halves, 500)
+    near = logits(module.halves, 0)
+    far = logits(module.halves, 500)
     whole = logits(lambda x: [x], 0)[0]
     assert torch.allclose(near[0] + near[1], whole, atol=1e-12)
     assert module.halves(torch.ones(1, 20))[0].shape == (1, 16)  # CUDA's fused kernels refuse 10
@@ -399,7 +409,8 @@ def test_the_difference_is_taken_in_fp32(variant):
 def test_new_parameters_are_fp32_drawn_by_the_seed_and_trained(variant):
     """Breaks when λ trains in bf16, two runs of a seed differ, or LoRA freezes λ, as in the paper's
     published code."""
-    models, (kind, options) = [tiny(dtype=torch.bfloat16) for _ in range(3)], VARIANTS[variant]
+    models = [tiny(dtype=torch.bfloat16) for _ in range(3)]
+    (kind, options) = VARIANTS[variant]
     state = torch.get_rng_state()
     names, *_ = [
         graft(model, kind, where="both", seed=seed, **options)
@@ -407,7 +418,8 @@ def test_new_parameters_are_fp32_drawn_by_the_seed_and_trained(variant):
     ]
     assert torch.equal(torch.get_rng_state(), state)
     first, same, other = ({name: model.get_parameter(name) for name in names} for model in models)
-    assert list(new_parameters(models[0])) == names and bool(names) == (kind != "softmax")
+    assert list(new_parameters(models[0])) == names
+    assert bool(names) == (kind != "softmax")
     assert all(
         value.dtype == torch.float32 and torch.equal(value, same[name])
         for name, value in first.items()
@@ -444,8 +456,10 @@ def test_the_branches_of_twin_part_by_themselves():
     backward()
     pairs = [(module.q_proj.lora, module.q2), (module.k_proj.lora, module.k2)]
     for first, second in pairs:
-        a, b = first.lora_B.weight.grad, second.lora_B.weight.grad
-        assert torch.allclose(a, -2 * b, rtol=1e-3, atol=1e-7) and a.any()  # (1 + μ) against −μ
+        a = first.lora_B.weight.grad
+        b = second.lora_B.weight.grad
+        assert torch.allclose(a, -2 * b, rtol=1e-3, atol=1e-7)
+        assert a.any()  # (1 + μ) against −μ
     assert (module.mu.grad == 0).all()
     with torch.no_grad():
         for low_rank in sum(pairs, ()):
@@ -546,7 +560,8 @@ def test_folding_refuses_what_no_plain_model_computes():
             else contextlib.nullcontext()
         ):
             fold(model)
-        assert torch.equal(model(**batch()), logits) and bool(model.grafts) == (kind == "dex")
+        assert torch.equal(model(**batch()), logits)
+        assert bool(model.grafts) == (kind == "dex")
 
 
 def swiglu(x, gate, up, down):
@@ -557,24 +572,26 @@ def swiglu(x, gate, up, down):
 def test_feed_forwards_of_table_1():
     """Breaks when swiglu loses the pretrained weights, or swiglu-new has another shape than Eq. 7
     or is not trained."""
-    x, model = torch.randn(2, 5, 72), tiny()
+    x = torch.randn(2, 5, 72)
+    model = tiny()
     weights = {name: p.clone() for name, p in model.named_parameters()}
     assert graft(model, "softmax", feed_forward="swiglu") == []
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
-    mlp, logits = model.language_model.layers[1].mlp, model(**batch())
+    mlp = model.language_model.layers[1].mlp
+    logits = model(**batch())
     assert relative_error(mlp(x), swiglu(x, mlp.gate_proj, mlp.up_proj, mlp.down_proj)) < 1e-6
     fold(model)
     plain = PaliGemma(model.config)
     plain.load_state_dict(model.state_dict())
-    assert model.config.text.hidden_activation == "silu" and torch.equal(
-        plain.eval()(**batch()), logits
-    )
+    assert model.config.text.hidden_activation == "silu"
+    assert torch.equal(plain.eval()(**batch()), logits)
 
     model = tiny(dtype=torch.bfloat16)
     names = graft(model, "softmax", feed_forward="swiglu-new")
     mlp = model.language_model.layers[1].mlp
     assert relative_error(mlp(x), swiglu(x, mlp.w_g, mlp.w_1, mlp.w_2)) < 1e-6
-    assert mlp(x.bfloat16()).dtype == torch.bfloat16 and mlp.w_g.weight.dtype == torch.float32
+    assert mlp(x.bfloat16()).dtype == torch.bfloat16
+    assert mlp.w_g.weight.dtype == torch.float32
     assert set(names) == {
         f"language_model.layers.{i}.mlp.{w}.weight" for i in (0, 1) for w in ("w_g", "w_1", "w_2")
     }
@@ -585,7 +602,8 @@ def test_feed_forwards_of_table_1():
             5461,
         ]
     adapter.inject(model, TARGETS, 2, 4.0)
-    assert mlp.w_g.weight.requires_grad and not isinstance(mlp.w_g, LoRALinear)
+    assert mlp.w_g.weight.requires_grad
+    assert not isinstance(mlp.w_g, LoRALinear)
 
 
 def test_map_distance_is_total_variation():
@@ -595,7 +613,9 @@ def test_map_distance_is_total_variation():
     assert list(map_distance(model, **batch())) == list(lambdas(model))
     assert all(value == 0 for value in map_distance(model, **batch()).values())
     stir(model, {name for name, _ in model.named_parameters() if "lora_B" not in name})
-    maps, logits, attention = [], model(**batch()), model.language_model.layers[1].self_attn
+    maps = []
+    logits = model(**batch())
+    attention = model.language_model.layers[1].self_attn
     with tapped({attention: maps.append}):
         with tapped({attention: lambda weights: None}):
             model(**batch())
@@ -614,5 +634,6 @@ def test_map_distance_is_total_variation():
         sum(by_hand) / len(by_hand), rel=1e-5
     )
     assert 0 < found["vision_tower.encoder.layers.0.self_attn"] < 1
-    assert attention.tap is None and torch.equal(model(**batch()), logits)
+    assert attention.tap is None
+    assert torch.equal(model(**batch()), logits)
     assert map_distance(grafted("shared"), **batch()) == {}

@@ -34,11 +34,9 @@ def test_pixels_equal_transformers(image):
     """Breaks when filter, rounding, or the order of x/255·2-1, not x·(2/255)-1, differs by one bit
     from training."""
     pixels = to_pixels(image, SIDE)
-    assert (
-        pixels.dtype == torch.float32
-        and pixels.is_contiguous()
-        and torch.equal(pixels, theirs(image))
-    )
+    assert pixels.dtype == torch.float32
+    assert pixels.is_contiguous()
+    assert torch.equal(pixels, theirs(image))
 
 
 @pytest.mark.parametrize("size", [(5, 2), (2, 5), (6, 2), (3, 3)])
@@ -129,8 +127,10 @@ def test_modes_equal_transformers(name):
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation(tmp_path, orientation):
     """Breaks when photographs from telephones enter lying on their side or mirrored."""
-    exif, stored = Image.Exif(), picture(5, 3)
-    exif[0x0112], a = orientation, np.asarray(stored)
+    exif = Image.Exif()
+    stored = picture(5, 3)
+    exif[0x0112] = orientation
+    a = np.asarray(stored)
     stored.save(tmp_path / "a.png", exif=exif)
     upright = (
         a,
@@ -159,13 +159,13 @@ def test_arrays_and_functions():
 @pytest.mark.parametrize("ending", ["gif", "webp", "png", "tiff"])
 def test_the_first_frame_of_an_animation(tmp_path, ending):
     """Breaks when an animated picture is refused or shows another frame."""
-    frames, path = (
-        [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "lime")],
-        tmp_path / f"a.{ending}",
-    )
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "lime")]
+    path = tmp_path / f"a.{ending}"
     frames[0].save(path, save_all=True, append_images=frames[1:])
     red, green, blue = load_image(path).getpixel((4, 4))
-    assert red > 240 and green < 15 and blue < 15
+    assert red > 240
+    assert green < 15
+    assert blue < 15
 
 
 def test_what_is_no_picture_is_one_line(tmp_path):

@@ -122,10 +122,8 @@ def test_every_layer_and_the_logits(hf, model):
         for name in names:
             assert relative_error(mine[name][valid], expected[name][valid]) <= GATE, name
         logits = model(**inputs)
-        assert (
-            logits.dtype == torch.float32
-            and relative_error(logits[valid], theirs(hf, inputs)[valid]) <= GATE
-        )
+        assert logits.dtype == torch.float32
+        assert relative_error(logits[valid], theirs(hf, inputs)[valid]) <= GATE
     ids = batch(rows=(20, 20))["input_ids"]
     assert relative_error(model(ids), hf(ids).logits) <= GATE
     set_attention_backend(model, "sdpa")
@@ -142,7 +140,8 @@ def test_bf16_is_equal_to_the_bit(kind, hf, folder, monkeypatch):
         ("eager",) if kind == "gemma2" else ("eager", "sdpa")
     ):  # soft-capped logits have no fused kernel
         twin = reload_hf(hf, backend, torch.bfloat16)
-        model, inputs = opened(folder, backend, dtype=torch.bfloat16), batch()
+        model = opened(folder, backend, dtype=torch.bfloat16)
+        inputs = batch()
         valid = inputs["attention_mask"].bool()
         assert torch.equal(model(**inputs)[valid], theirs(twin, inputs)[valid].float()), backend
 
@@ -163,7 +162,8 @@ def test_gradients_and_the_loss(hf, model):
         if (
             expected[name].grad.norm() < 1e-4
         ):  # of key biases: softmax is blind to a shift, what is left is rounding
-            assert "k_proj.bias" in name and parameter.grad.norm() < 1e-3
+            assert "k_proj.bias" in name
+            assert parameter.grad.norm() < 1e-3
         else:
             assert relative_error(parameter.grad, expected[name].grad) <= 1e-5, name
 
@@ -197,7 +197,8 @@ def test_greedy_tokens_are_those_of_transformers(hf, tmp_path):
         }  # without padding
         kept |= {"attention_mask": torch.ones_like(kept["input_ids"]), "eos_token_id": 127}
         reference = hf.generate(**kept, repetition_penalty=1.7)[0, kept["input_ids"].shape[1] :]
-        assert torch.equal(row, reference) and not torch.equal(row, free[n])
+        assert torch.equal(row, reference)
+        assert not torch.equal(row, free[n])
     assert read_config(tmp_path / "config.json").repetition_penalty == 1.7
     GenerationConfig(no_repeat_ngram_size=2).save_pretrained(tmp_path)
     refused(lambda: opened(tmp_path), "generation_config.json", "no_repeat_ngram_size")
@@ -221,7 +222,8 @@ def change(folder: Path, **changes) -> None:
 def test_files_of_all_layouts_are_opened(folder, hf, tmp_path):
     """Breaks when a weight file of several, an older spelling of config.json, or a stored tied head
     is misread."""
-    several, stored = tmp_path / "several", tmp_path / "stored"
+    several = tmp_path / "several"
+    stored = tmp_path / "stored"
     hf.save_pretrained(several, max_shard_size="60KB")
     raw = json.loads((several / "config.json").read_text())
     older = {
@@ -231,14 +233,17 @@ def test_files_of_all_layouts_are_opened(folder, hf, tmp_path):
     }
     change(several, **older, torch_dtype=raw["dtype"], dtype=..., layer_types=...)
     model = load_model(several)
-    assert (several / INDEX_FILE).exists() and type(model) is LanguageModel
+    assert (several / INDEX_FILE).exists()
+    assert type(model) is LanguageModel
     assert torch.equal(model(**batch()), load_text(folder)(**batch()))
     shutil.copytree(folder, stored)
-    whole, embedding = load_file(folder / SINGLE_FILE), model.language_model.embed_tokens.weight
+    whole = load_file(folder / SINGLE_FILE)
+    embedding = model.language_model.embed_tokens.weight
     save_file(whole | {"lm_head.weight": embedding.clone()}, stored / SINGLE_FILE)
     change(stored, tie_word_embeddings=True)
     tied = load_text(stored).language_model
-    assert tied.lm_head is None and torch.equal(tied.embed_tokens.weight, embedding)
+    assert tied.lm_head is None
+    assert torch.equal(tied.embed_tokens.weight, embedding)
 
 
 @torch.no_grad()
@@ -248,7 +253,8 @@ def test_no_stop_token(folder, tmp_path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").unlink()
     change(tmp_path, eos_token_id=None)
-    model, (ids, valid) = load_text(tmp_path), batch(rows=(7,)).values()
+    model = load_text(tmp_path)
+    (ids, valid) = batch(rows=(7,)).values()
     assert model.config.eos_token_id == ()
     assert len(generate(model, ids, None, valid, valid, 30)[0]) == 30
 
@@ -257,11 +263,14 @@ def test_no_stop_token(folder, tmp_path):
 @torch.no_grad()
 def test_an_export_is_opened_by_transformers(hf, folder, tmp_path):
     """Breaks when the way back loses a tensor, a size, the head, an end token or the companions."""
-    inputs, model = batch(), load_text(folder)
+    inputs = batch()
+    model = load_text(folder)
     main([str(folder), str(tmp_path), "--max-shard-gb", "0.0001"])
-    assert (tmp_path / INDEX_FILE).exists() and load_text(tmp_path).config == model.config
+    assert (tmp_path / INDEX_FILE).exists()
+    assert load_text(tmp_path).config == model.config
     again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    assert type(again) is type(hf) and torch.equal(theirs(again, inputs), theirs(hf, inputs))
+    assert type(again) is type(hf)
+    assert torch.equal(theirs(again, inputs), theirs(hf, inputs))
     kept = {
         name: value
         for name, value in hf.config.to_dict().items()

@@ -51,13 +51,15 @@ def test_the_tower_alone_learns_the_answers(monkeypatch, tmp_path):
     model = load_model("tiny")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     losses = alignment.align(model, records(70), settings, WORLD, tmp_path, Progress())
-    assert len(losses) == 16 and losses[-1] < 0.2 < losses[0]
+    assert len(losses) == 16
+    assert losses[-1] < 0.2 < losses[0]
     assert seen[:69] != seen[69:138]  # two passes over the pictures
     changed = {
         name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])
     }
     tower = {name for name in before if name.startswith("vision_tower.")}
-    assert changed <= tower and len(changed) > 0.9 * len(tower)
+    assert changed <= tower
+    assert len(changed) > 0.9 * len(tower)
 
 
 def test_a_new_tower_reads_what_is_near():
@@ -65,7 +67,8 @@ def test_a_new_tower_reads_what_is_near():
     are exchanged."""
     model = load_model("tiny")
     alignment.new_tower(model)
-    layer, side = model.vision_tower.encoder.layers[0], 8
+    layer = model.vision_tower.encoder.layers[0]
+    side = 8
     positions = model.vision_tower.embeddings.position_embedding.weight
     with torch.no_grad():
         q, k = (
@@ -74,13 +77,13 @@ def test_a_new_tower_reads_what_is_near():
         )
         maps = (torch.einsum("ihd,jhd->hij", q, k) * 32**-0.5).softmax(-1).mean(0)
         picture = torch.zeros(1, 3, 64, 64)
-        assert (
-            model.encode_images(picture).shape == (1, 64, 128)
-            and model.config.num_image_tokens == 64
-        )
-    row, column = torch.arange(64) // side, torch.arange(64) % side
+        assert model.encode_images(picture).shape == (1, 64, 128)
+        assert model.config.num_image_tokens == 64
+    row = torch.arange(64) // side
+    column = torch.arange(64) % side
     distance = (row[:, None] - row).abs() + (column[:, None] - column).abs()
-    near, far = maps[distance <= 1].mean(), maps[distance >= 4].mean()
+    near = maps[distance <= 1].mean()
+    far = maps[distance >= 4].mean()
     assert near > 10 * far
     sides = [
         maps[(row[:, None] - row == a) & (column[:, None] - column == b)].mean()
@@ -122,7 +125,8 @@ def test_pictures_are_moved_and_boxes_are_not(monkeypatch, tmp_path):
         )
         == 25
     )
-    seen, settings = [], parse(["--recipe", "own"])[0]
+    seen = []
+    settings = parse(["--recipe", "own"])[0]
     monkeypatch.setattr(
         systems, "fit", lambda model, optimizer, order, loss, *args, **options: loss
     )
@@ -177,16 +181,15 @@ def test_what_the_tower_has_learned_is_kept():
 def test_rare_questions_share_a_number_and_rare_answers_are_left_out(monkeypatch):
     """Breaks when a question of one's own for each picture makes a head as large as the data, or a
     tower is frozen that answers of its pictures, which are all different, have not taught."""
-    assert alignment.is_taught(records(4)) and not alignment.is_taught([*records(4)[:2]])
+    assert alignment.is_taught(records(4))
+    assert not alignment.is_taught([*records(4)[:2]])
     monkeypatch.setattr(alignment, "COMMON", 1)
     given = [
         Record(f"{i}", f"{i}", ("x",), ((q, a),))
         for i, (q, a) in enumerate(["pa", "pa", "qa", "qb"])
     ]
-    text_only, several = (
-        Record("t", "t", (), (("p", "a"),)),
-        Record("s", "s", ("x", "y"), (("p", "a"),)),
-    )
+    text_only = Record("t", "t", (), (("p", "a"),))
+    several = Record("s", "s", ("x", "y"), (("p", "a"),))
     boxes = [Record(f"b{i}", f"b{i}", ("x",), (("p", "<loc0001> a"),)) for i in range(5)]
     asked = alignment.examples([*given, *boxes, text_only, several])
     assert asked == {"0": [(1, 0)], "1": [(1, 0)], "2": [(0, 0)]}
@@ -212,7 +215,8 @@ def test_an_interrupted_alignment_goes_on_to_the_bit(tmp_path, monkeypatch, caps
     flags = "--base tiny --data jsonl:data.jsonl --recipe own --align 6 --steps 2 --batch-size 4"
     flags += " --validation 0 --no-evaluate --device cpu --checkpoint-every 4 --out"
     finetune.main(words(flags, "whole"))
-    shifted, pixels = alignment.shifted, []
+    shifted = alignment.shifted
+    pixels = []
 
     def stopped(given):
         pixels.append(shifted(given))
@@ -225,12 +229,14 @@ def test_an_interrupted_alignment_goes_on_to_the_bit(tmp_path, monkeypatch, caps
     monkeypatch.setattr(alignment, "shifted", stopped)
     with pytest.raises(SystemExit) as ended:
         finetune.main(words(flags, "cut"))
-    assert ended.value.code == 128 + signal.SIGTERM and len(pixels) == 3
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert len(pixels) == 3
     assert "--resume cut" in capsys.readouterr().err
     with pytest.raises(KeyboardInterrupt):
         finetune.main(["--resume", "cut"])
     finetune.main(["--resume", "cut"])
-    assert "cut: goes on from step-0" in capsys.readouterr().err and len(pixels) == 8
+    assert "cut: goes on from step-0" in capsys.readouterr().err
+    assert len(pixels) == 8
     assert metrics(Path("cut")) == metrics(Path("whole"))
     ours, theirs = (load_file(f"{run}/model/model.safetensors") for run in ("cut", "whole"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

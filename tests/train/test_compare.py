@@ -38,9 +38,9 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch, capsys):
     command = ["--rows", "fine-tuned", "dex", "--device", "cpu", *FLAGS, "--out", str(tmp_path)]
     compare.main(command)
     text = capsys.readouterr().out
-    assert (
-        "## Minus the mean of all plain rows" in text and "LoRA r18" in text and "## Range" in text
-    )
+    assert "## Minus the mean of all plain rows" in text
+    assert "LoRA r18" in text
+    assert "## Range" in text
     counted = Counter(
         (line.row, line.split, line.seed) for line in read_cells(tmp_path / "comparison.csv")
     )
@@ -65,10 +65,8 @@ def test_a_cell_that_was_interrupted_while_it_was_asked_is_not_trained_again(tmp
     tasks = {"test": {"VQA": vqa_task(BASE, "test", 16)}}
     settings = replace(BASE, samples=64, dropout=0.1, attention="twin", lr=1e-2, warmup=0)
     first, again = (training.train_and_ask(settings, tasks, tmp_path) for _ in range(2))
-    assert (
-        first["scores"] == again["scores"]
-        and len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
-    )
+    assert first["scores"] == again["scores"]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if name != "fine-tuned"])
@@ -83,19 +81,17 @@ def test_the_control_is_the_smallest_that_is_large_enough(name):
 
     title, control = control_by_size(BASE, ROWS[name])
     smaller = control | {"r": control["r"] - 1}
-    assert (
-        parameters(control) >= parameters(ROWS[name]) > parameters(smaller)
-        and title == f"LoRA r{control['r']}"
-    )
-    assert (
-        control["alpha"] / control["r"] == BASE.alpha / BASE.r and control.items() >= PLAIN.items()
-    )
+    assert parameters(control) >= parameters(ROWS[name]) > parameters(smaller)
+    assert title == f"LoRA r{control['r']}"
+    assert control["alpha"] / control["r"] == BASE.alpha / BASE.r
+    assert control.items() >= PLAIN.items()
 
 
 def test_controls_are_chosen():
     """Breaks when a study without controls trains them, or its rows stand beside no plain one."""
     study = attention.study_of(replace(BASE, rows=("fine-tuned", "dex", "v2"), controls=()))
-    assert [*study.rows] == ["fine-tuned", "dex", "v2"] and study.lengthen is None
+    assert [*study.rows] == ["fine-tuned", "dex", "v2"]
+    assert study.lengthen is None
     assert next(iter(study.beside.values())) == {"dex": ("fine-tuned",), "v2": ("fine-tuned",)}
     assert (
         attention.study_of(replace(BASE, rows=("fine-tuned", "dex"), controls=("size",))).lengthen
@@ -126,11 +122,14 @@ def test_no_picture_is_in_two_splits_of_any_seed(kind, processor, tmp_path):
     base = replace(BASE, data=(data,), validation=0.3)
     validation, test = (vqa_task(base, split, 100) for split in ("validation", "test"))
     held_out = {*validation.groups, *test.groups}
-    assert len(set(validation.groups)) == len(set(test.groups)) == 3 and len(held_out) == 6
+    assert len(set(validation.groups)) == len(set(test.groups)) == 3
+    assert len(held_out) == 6
     for seed in range(3):
         learned = {record.key for record in training_records(replace(base, seed=seed))}
-        assert len(learned) == 14 and not learned & held_out
-    model, tasks = load_base(base, CPU), {"test": {"VQA": test}}
+        assert len(learned) == 14
+        assert not learned & held_out
+    model = load_base(base, CPU)
+    tasks = {"test": {"VQA": test}}
     scores = training.ask(model, processor, base, tasks, tmp_path)["test"]["VQA"]
     assert len(scores) == len(test.groups) == (9 if kind == "vqav2" else 6)
     if kind == "jsonl":
@@ -143,7 +142,8 @@ def test_no_picture_is_in_two_splits_of_any_seed(kind, processor, tmp_path):
     else:
         write_vqav2(tmp_path, subset="val2014")
         groups = vqa_task(base, "test", 100).groups
-        assert len(groups) == 60 and all(name.startswith("val2014/") for name in groups)
+        assert len(groups) == 60
+        assert all(name.startswith("val2014/") for name in groups)
 
 
 def test_data_on_disk_are_part_of_a_cell(tmp_path):
@@ -165,7 +165,8 @@ def test_data_on_disk_are_part_of_a_cell(tmp_path):
         key(choices=("a", "b")),
         key(before=(("a",),)),
     }
-    assert key() == key() and len(keys) == 5
+    assert key() == key()
+    assert len(keys) == 5
 
 
 def test_own_examples_are_asked_and_scored_in_full(tmp_path):
@@ -231,9 +232,11 @@ def test_what_chooses_a_rate_is_not_what_is_tested(study, tmp_path):
         "qmamba": lambda split: {"count": qmamba.scene_task("count", split, 16)},
     }
     make = makers.get(study, partial(tasks_of, given))
-    chosen_by, tested = make("validation"), make("test")
+    chosen_by = make("validation")
+    tested = make("test")
     for name in tested:
-        validation, test = seen(chosen_by[name]), seen(tested[name])
+        validation = seen(chosen_by[name])
+        test = seen(tested[name])
         assert not validation & test or name == wings.TEXT and validation != test, name
 
 

@@ -22,10 +22,8 @@ def records(count=40, pictures=10):
     images = [
         partial(Image.new, "RGB", (8, 8), (number * 20 % 256, 0, 0)) for number in range(pictures)
     ]
-    prefixes, suffixes = (
-        ("answer en Is there a dog in the image?", "count dog"),
-        ("two dogs and a cat", "yes"),
-    )
+    prefixes = ("answer en Is there a dog in the image?", "count dog")
+    suffixes = ("two dogs and a cat", "yes")
     turns = [((prefixes[i % 3 > 0], suffixes[i % 2]),) for i in range(count)]
     return [
         Record(f"r{i}", f"p{i % pictures}", (images[i % pictures],), turns[i]) for i in range(count)
@@ -34,7 +32,8 @@ def records(count=40, pictures=10):
 
 def test_an_epoch_holds_every_record_once():
     """Breaks when a record is lost or doubled, or the order does not change with epoch and seed."""
-    keys, lengths = [f"p{i % 30}" for i in range(200)], [(7 * i) % 23 for i in range(200)]
+    keys = [f"p{i % 30}" for i in range(200)]
+    lengths = [(7 * i) % 23 for i in range(200)]
     plans = [
         plan_epoch(keys, lengths, 8, seed, epoch, 3)
         for seed, epoch in ((0, 0), (0, 0), (0, 1), (1, 0))
@@ -55,7 +54,9 @@ def test_a_batch_holds_similar_lengths_and_questions_of_one_picture():
     keys = [i // 6 for i in range(600)]
     plans = [plan_epoch(keys, [10] * 600, 12, 0, 0, per_picture) for per_picture in (1, 2, 6)]
     pictures = [sum(len({keys[i] for i in batch}) for batch in plan) for plan in plans]
-    assert pictures[0] > 500 and 250 < pictures[1] <= 300 and pictures[2] == 100
+    assert pictures[0] > 500
+    assert 250 < pictures[1] <= 300
+    assert pictures[2] == 100
     assert any(
         abs(a - b) > 1 for batch in plans[1] for a, b in zip(batch[::2], batch[1::2], strict=True)
     )
@@ -66,7 +67,8 @@ def test_a_batch_is_what_the_model_trains_on(processor):
     padding carries loss."""
     chosen = records(6, pictures=3)
     micro = collate(chosen, processor)
-    assert micro.batch.pixel_values.shape[0] == 3 and micro.batch.image_index.tolist() == [
+    assert micro.batch.pixel_values.shape[0] == 3
+    assert micro.batch.image_index.tolist() == [
         0,
         1,
         2,
@@ -78,10 +80,8 @@ def test_a_batch_is_what_the_model_trains_on(processor):
     rows = micro.batch.input_ids, micro.positions, micro.targets, chosen
     for ids, positions, targets, record in zip(*rows, strict=True):
         kept = targets != -100
-        assert (
-            processor.decode(targets[kept]) == record.suffix
-            and targets[kept][-1] == processor.config.eos_token_id
-        )
+        assert processor.decode(targets[kept]) == record.suffix
+        assert targets[kept][-1] == processor.config.eos_token_id
         assert torch.equal(ids[positions[kept] + 1], targets[kept])  # the token after each position
     positions, targets = supervised(
         torch.tensor([[-100, -100, 5, 6], [-100, 7, -100, -100], [-100] * 4])
@@ -101,7 +101,8 @@ def test_order_can_start_at_any_step(processor, workers):
     whole, *parts = [
         [[m.names for m in step] for step in order.steps(n, workers)] for n in (0, 1, 5, 8, 14)
     ]
-    assert len(whole) == 15 and parts == [whole[first:] for first in (1, 5, 8, 14)]
+    assert len(whole) == 15
+    assert parts == [whole[first:] for first in (1, 5, 8, 14)]
     assert torch.equal(
         torch.get_rng_state(), state
     )  # else masks of dropout would change after a resume
@@ -131,23 +132,25 @@ def test_bad_records_are_left_out_and_named(processor, tmp_path):
     """Breaks when one unreadable picture ends a night's run, or disappears without a word; or a
     batch of too long records ends it."""
     (tmp_path / "broken.jpg").write_bytes(b"not a picture")
-    good, bad = (
-        records(2),
-        Record("q7", "broken", (tmp_path / "broken.jpg",), (("caption en", "a dog"),)),
-    )
+    good = records(2)
+    bad = Record("q7", "broken", (tmp_path / "broken.jpg",), (("caption en", "a dog"),))
     control = Record("q8", "p0", good[0].pictures, (("say <bos>", "a dog"),))
     micro = collate([good[0], bad, control, good[1]], processor)
     assert micro.names == ("r0", "r1")
-    assert [line[:4] for line in micro.bad] == ["q7: ", "q8: "] and "broken.jpg" in micro.bad[0]
+    assert [line[:4] for line in micro.bad] == ["q7: ", "q8: "]
+    assert "broken.jpg" in micro.bad[0]
     empty = collate([bad], processor)
     assert (empty.names, empty.tokens, len(empty.bad)) == (
         (),
         0,
         1,
-    ) and empty.targets.unique().tolist() == [-100]
+    )
+    assert empty.targets.unique().tolist() == [-100]
     short = Processor(processor.config, processor.tokenizer, max_length=8)
     empty = collate(good, short)
-    assert len(empty.bad) == 2 and empty.tokens == 0 and "max_length is 8" in empty.bad[0]
+    assert len(empty.bad) == 2
+    assert empty.tokens == 0
+    assert "max_length is 8" in empty.bad[0]
     assert short.max_length == 8
 
 
@@ -159,10 +162,10 @@ def test_vqav2_is_read_and_split_by_picture(tmp_path):
         tmp_path, prompt="{ {0} {question}"
     )  # filled literally, not as a format string
     train, held_out = (split_records(made, split, 1.0, 0.2) for split in ("train", "validation"))
-    assert (len(train), len(held_out)) == (48, 12) and not {r.key for r in train} & {
-        r.key for r in held_out
-    }
-    assert train[0].prefix.startswith("{ {0} What is") and train[0].suffix == "yes"
+    assert (len(train), len(held_out)) == (48, 12)
+    assert not {r.key for r in train} & {r.key for r in held_out}
+    assert train[0].prefix.startswith("{ {0} What is")
+    assert train[0].suffix == "yes"
     assert len({r.key for r in split_records(made, "train", 0.5, 0.2)}) == 8
     assert split_records(made, "validation", 1.0, 0.2, seed=1) != held_out  # each seed has its own
 

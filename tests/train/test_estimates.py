@@ -30,19 +30,18 @@ def test_one_run_is_a_t_test():
     """Breaks when the mean of one run's examples has another interval, p or equivalence than the
     textbook's."""
     found = estimate([3, 1, 4, 1, 5, 9, 2, 6])  # scipy.stats.ttest_1samp(…, 0)
-    assert found.mean == 3.875 and found.freedom == pytest.approx(7)
+    assert found.mean == 3.875
+    assert found.freedom == pytest.approx(7)
     assert (found.low, found.high) == pytest.approx((1.577300, 6.172700), abs=1e-6)
     assert found.p == pytest.approx(0.005270757241602, rel=1e-9)
     assert found.equivalence(6) == pytest.approx(t_tail((6 - 3.875) / found.error, 7))
     assert found.equivalence(3) > 0.5  # the mean itself is outside
     assert found._replace(mean=-3.875).equivalence(6) == found.equivalence(6)
     exact = estimate([[2.0, 2.0], [2.0, 2.0]])
-    assert (
-        exact[:3] == (2, 2, 2)
-        and exact.p == 0
-        and exact.equivalence(3) == 0
-        and exact.equivalence(1) == 1
-    )
+    assert exact[:3] == (2, 2, 2)
+    assert exact.p == 0
+    assert exact.equivalence(3) == 0
+    assert exact.equivalence(1) == 1
 
 
 def test_components_of_variance_by_hand():
@@ -65,9 +64,11 @@ def test_components_of_variance_by_hand():
 def test_few_runs_that_are_alike_by_chance_decide_nothing():
     """Breaks when the degrees of freedom of examples serve for runs too: p-values below 0.002 are
     then too many."""
-    runs, examples = np.array([[4.0], [5], [6], [5], [5]]), np.linspace(-20, 20, 41)
+    runs = np.array([[4.0], [5], [6], [5], [5]])
+    examples = np.linspace(-20, 20, 41)
     found = estimate(runs + examples)
-    of_runs, of_examples = math.sqrt(0.5 / 5), math.sqrt(143.5 / 41)  # variances 0.5 and 143.5
+    of_runs = math.sqrt(0.5 / 5)
+    of_examples = math.sqrt(143.5 / 41)  # variances 0.5 and 143.5
     half = math.hypot(
         2.7764451051977934 * of_runs, 2.0210753903062715 * of_examples
     )  # scipy.stats.t.ppf(0.975, …)
@@ -83,7 +84,8 @@ def test_few_runs_that_are_alike_by_chance_decide_nothing():
     assert t_point(5.543025e-09, 1011) == pytest.approx(5.761085609711959, rel=1e-9)  # t.isf
     found = Estimate(-27.69, -30.65, -24.73, 0.9125, 9, 1.0831, 1011)
     half = math.hypot(0.9125 * t_point(found.p / 2, 9), 1.0831 * t_point(found.p / 2, 1011))
-    assert 0 < found.p < 1e-7 and half == pytest.approx(27.69, rel=1e-6)
+    assert 0 < found.p < 1e-7
+    assert half == pytest.approx(27.69, rel=1e-6)
 
 
 def test_holm_and_what_could_be_seen():
@@ -106,7 +108,8 @@ def test_intervals_cover_the_truth(runs, spread):
     too often.
     Scores are a run's level, an example's level and noise, each normal with its `spread`. A table
     has four rows."""
-    draw, tables = np.random.default_rng(7), 120
+    draw = np.random.default_rng(7)
+    tables = 120
     covered = false_alarm = equal = 0
     for number in range(tables):
         levels = [
@@ -128,8 +131,8 @@ def test_intervals_cover_the_truth(runs, spread):
                 min(holm([row._replace(mean=row.mean - 3).p for row in rows])) < 0.05
             )
             assert is_equal == (rows[0].equivalence(3) < 0.05)
-        false_alarm, equal = false_alarm + is_found, equal + is_equal
+        false_alarm = false_alarm + is_found
+        equal = equal + is_equal
     assert 0.93 <= covered / tables / 4 <= 0.985
-    assert (
-        false_alarm / tables <= 0.1 and equal / tables <= 0.1
-    )  # of 120 at 5 %, 99 % of all draws are below
+    assert false_alarm / tables <= 0.1
+    assert equal / tables <= 0.1  # of 120 at 5 %, 99 % of all draws are below

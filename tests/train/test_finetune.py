@@ -38,7 +38,8 @@ def test_every_variant_trains_and_is_opened_again(kind, tmp_path):
     """Breaks when a variant cannot be trained by the command, or its run folder does not give the
     trained model."""
     losses = run("--steps 6 --lr 1e-2 --attention", kind, out=tmp_path / "run")
-    assert len(losses) == 6 and all(0 < record["loss"] < 20 for record in losses)
+    assert len(losses) == 6
+    assert all(0 < record["loss"] < 20 for record in losses)
     model = load_model("tiny")
     adapter.load(model, tmp_path / "run")
     summary = json.loads((tmp_path / "run/summary.json").read_text())
@@ -94,7 +95,8 @@ def test_full_fine_tuning_writes_a_model(tmp_path, monkeypatch):
         run("--recipe own --steps 2", out=tmp_path / "run")
     finetune.main(["--resume", str(tmp_path / "run")])
     assert (tmp_path / "run/summary.json").exists()
-    before, after = load_model("tiny").state_dict(), load_model(tmp_path / "run/model").state_dict()
+    before = load_model("tiny").state_dict()
+    after = load_model(tmp_path / "run/model").state_dict()
     assert sum(not torch.equal(before[name], after[name]) for name in before) > 0.9 * len(before)
 
 
@@ -108,7 +110,8 @@ def test_vqav2_is_trained_on_and_evaluated(tmp_path, capsys):
         len(run(flags, "--per-picture 2 --batch-size 4", out=tmp_path / "run")) == 12
     )  # 16 pictures of 3 questions
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["held_out"]["examples"] == 12 and summary["before"]["needle"] is None
+    assert summary["held_out"]["examples"] == 12
+    assert summary["before"]["needle"] is None
     assert summary["held_out"]["after"]["vqa_accuracy"] == summary["after"]["vqa"] is not None
     assert (
         json.loads((tmp_path / "run/adapter_config.json").read_text())["prompt"]
@@ -196,7 +199,8 @@ def test_examples_of_a_program_are_those_of_a_file(tmp_path):
         finetune.finetune(
             **given, **settings, out=str(tmp_path / "call"), resume=None, on_log=stops
         )
-    folder, logged = {"resume": tmp_path / "call"}, []
+    folder = {"resume": tmp_path / "call"}
+    logged = []
     refused(
         lambda: finetune.main(["--resume", f"{tmp_path}/call"]),
         "python:eval_data",
@@ -218,9 +222,8 @@ def test_examples_of_a_program_are_those_of_a_file(tmp_path):
     )
     rows = [{name: v for name, v in row.items() if name != "of light"} for row in metrics(done.run)]
     assert rows == metrics(tmp_path / "command")
-    assert done.history[4:] == [record for _, record in logged] and [
-        step for step, _ in logged
-    ] == [4, 5]
+    assert done.history[4:] == [record for _, record in logged]
+    assert [step for step, _ in logged] == [4, 5]
     assert done.summary["held_out"]["after"]["of light"] == logged[-1][1]["of light"] == 0.03
     rows = [json.loads(line) for line in (done.run / "answers.jsonl").read_text().splitlines()]
     column = "after" if done.summary["held_out"]["best_step"] == 6 else "best"
@@ -233,9 +236,11 @@ def test_examples_of_a_program_are_those_of_a_file(tmp_path):
     assert [said[: len(row[column])] for said, row in zip(asked, rows, strict=True)] == [
         row[column] for row in rows
     ]
-    assert rows[0]["name"] == "eval_data[0]" and rows[0][column] != rows[0]["before"]
+    assert rows[0]["name"] == "eval_data[0]"
+    assert rows[0][column] != rows[0]["before"]
     first = json.loads((tmp_path / "command/answers.jsonl").read_text().splitlines()[0])
-    assert rows[0]["images"] == [] and first["images"] == [f"{tmp_path}/0.png"]  # for the page
+    assert rows[0]["images"] == []
+    assert first["images"] == [f"{tmp_path}/0.png"]  # for the page
 
 
 # Interruptions
@@ -257,7 +262,8 @@ def whole(tmp_path_factory):
 def test_resumed_metrics_are_equal_to_the_bit(number, whole, tmp_path, monkeypatch, capsys):
     """Breaks when a state that the next step depends on is lost, or a signal loses steps or has
     another exit code."""
-    loss, calls = systems.supervised_loss, []
+    loss = systems.supervised_loss
+    calls = []
 
     def interrupted(*args):
         calls.append(1)
@@ -282,9 +288,8 @@ def test_resumed_metrics_are_equal_to_the_bit(number, whole, tmp_path, monkeypat
     ours, theirs = (
         load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "cut", whole)
     )
-    assert ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name], theirs[name]) for name in theirs
-    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.long
@@ -295,7 +300,8 @@ def test_kill_9_at_any_moment(tmp_path):
         1, SERVER
     ) as pool:  # it has no threads, and its children are forked from it
         steps, equal = pool.submit(kill_often, tmp_path, 16).result()
-    assert equal and len(steps) >= 4  # it died in different places
+    assert equal
+    assert len(steps) >= 4  # it died in different places
 
 
 # Several processes
@@ -344,9 +350,12 @@ def test_a_step_without_a_usable_record_changes_nothing(flags, tmp_path, capsys)
     saved = "--epochs 1 --checkpoint-every 1 --keep 9 --batch-size 1 --weight-decay 0.1 --seed 1"
     logged = run(write_own(tmp_path, 4, 1), saved, flags, out=tmp_path / "run")
     (empty,) = [record["step"] for record in logged if "loss" not in record]
-    assert len(logged) == 4 and empty > 0 and logged[empty]["lr"] > 0
+    assert len(logged) == 4
+    assert empty > 0
+    assert logged[empty]["lr"] > 0
     summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["empty_steps"] == 1 and "1 step had no usable record" in capsys.readouterr().out
+    assert summary["empty_steps"] == 1
+    assert "1 step had no usable record" in capsys.readouterr().out
     for file in ("trainable.safetensors", "optimizer.safetensors"):
         before, after = (
             load_file(tmp_path / f"run/checkpoints/step-{n}" / file) for n in (empty, empty + 1)

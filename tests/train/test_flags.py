@@ -97,8 +97,11 @@ def test_a_typo_in_a_flag_is_one_line_with_the_nearest(command, flags, near, cap
     with pytest.raises(SystemExit) as caught:
         command.main(flags.split(" "))
     first, usage, *more = capsys.readouterr().err.splitlines()
-    assert caught.value.code == 2 and first.isprintable() and usage.startswith("usage: ")
-    assert first.startswith("error: ") and (f"did you mean {near}?" in first) == bool(near)
+    assert caught.value.code == 2
+    assert first.isprintable()
+    assert usage.startswith("usage: ")
+    assert first.startswith("error: ")
+    assert (f"did you mean {near}?" in first) == bool(near)
     assert command is not finetune or not more
 
 
@@ -108,7 +111,8 @@ def test_a_typo_does_not_wait_for_several_gpus():
     code = "import sys, train.finetune; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     slow = {"torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"}
-    assert "torch" in done.stdout.split() and not slow & {*done.stdout.split()}
+    assert "torch" in done.stdout.split()
+    assert not slow & {*done.stdout.split()}
 
 
 def test_help_shows_what_own_pictures_take(capsys):
@@ -122,7 +126,9 @@ def test_help_shows_what_own_pictures_take(capsys):
     for name in ("own", "one-gpu"):
         for field, value in RECIPES[name].items():
             assert f";{name}:{value}" in helps[flag_name(field)]
-    assert "{," not in text and "(default: None)" not in text and "(default: ())" not in text
+    assert "{," not in text
+    assert "(default: None)" not in text
+    assert "(default: ())" not in text
 
 
 def test_help_has_groups():

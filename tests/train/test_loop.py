@@ -34,10 +34,8 @@ FLAGS = {
 
 def order(most_bad: int = 2) -> SimpleNamespace:
     """Each micro-batch has as many rows of three numbers as tokens, and one name in two rows."""
-    dice, rows = (
-        torch.Generator().manual_seed(0),
-        [[tokens for tokens, _ in step] for step in STEPS],
-    )
+    dice = torch.Generator().manual_seed(0)
+    rows = [[tokens for tokens, _ in step] for step in STEPS]
     drawn = [
         [torch.randn(n, 3, generator=dice, dtype=torch.float64) for n in step] for step in rows
     ]
@@ -67,20 +65,20 @@ def loss(model, micro) -> torch.Tensor:
 def test_the_updates_are_those_of_a_transcription(tmp_path):
     """Breaks when a step takes another rate, weighs tokens or clips otherwise, or logs another
     loss, norm or count."""
-    (model, optimizer), (plain, _) = made(), made()
+    (model, optimizer) = made()
+    (plain, _) = made()
     progress = fit(model, optimizer, order(), loss, LoopSettings(**FLAGS), tmp_path, WORLD)
     learned = [*plain[0].parameters(), plain[2].weight]
     groups = [
         {"params": learned[:2], "weight_decay": 0.2},
         {"params": learned[2:], "weight_decay": 0.0},
     ]
-    reference, logged = (
-        torch.optim.AdamW(groups, betas=(0.8, 0.9), foreach=False),
-        metrics(tmp_path),
-    )
+    reference = torch.optim.AdamW(groups, betas=(0.8, 0.9), foreach=False)
+    logged = metrics(tmp_path)
     for line, micros, rate in zip(logged, order().steps(0, 0, False), RATES, strict=True):
         tokens = sum(micro.tokens for micro in micros)
-        assert line["lr"] == pytest.approx(0.01 * rate) and ("loss" in line) == bool(tokens)
+        assert line["lr"] == pytest.approx(0.01 * rate)
+        assert ("loss" in line) == bool(tokens)
         if tokens:
             mean = sum(loss(plain, micro) for micro in micros) / tokens
             gradients = torch.autograd.grad(mean, learned)
@@ -90,10 +88,8 @@ def test_the_updates_are_those_of_a_transcription(tmp_path):
             )
             for parameter, gradient in zip(learned, gradients, strict=True):
                 parameter.grad = gradient * min(1, 0.5 / norm.item())
-            reference.param_groups[0]["lr"], reference.param_groups[1]["lr"] = (
-                0.1 * rate,
-                0.01 * rate,
-            )
+            reference.param_groups[0]["lr"] = 0.1 * rate
+            reference.param_groups[1]["lr"] = 0.01 * rate
             reference.step()
     assert all(
         torch.allclose(a, b, rtol=1e-5)
@@ -128,14 +124,17 @@ def test_too_many_unusable_records_and_an_early_end(tmp_path):
 
 def test_dropout_is_another_at_each_step_process_and_seed(tmp_path):
     """Breaks when all steps, processes or seeds drop the same activations."""
-    drawn, names = [], count()
+    drawn = []
+    names = count()
 
     def drawing(model, micro) -> torch.Tensor:
         drawn.append(torch.rand(1).item())
         return loss(model, micro)
 
     for rank, seed in ((0, 0), (1, 0), (0, 1), (0, 0)):
-        folder, world = tmp_path / str(next(names)), World(rank, 1, WORLD.device)
+        folder = tmp_path / str(next(names))
+        world = World(rank, 1, WORLD.device)
         fit(*made(), order(), drawing, LoopSettings(**FLAGS, seed=seed), folder, world)
     runs = [drawn[start : start + 8] for start in range(0, len(drawn), 8)]
-    assert runs[0] == runs[3] and len({*drawn}) == 24
+    assert runs[0] == runs[3]
+    assert len({*drawn}) == 24

@@ -47,7 +47,8 @@ def test_the_plan_in_miniature(tmp_path):
     for row, candidates in PART_2.items():
         folder, cell = cells[row]
         best = max(candidates, key=lambda name: vqa(cells[name][1]))
-        assert cell["facts"]["chosen"] == best and steps(folder) == 5
+        assert cell["facts"]["chosen"] == best
+        assert steps(folder) == 5
         config, of_best = (
             json.loads((at / "adapter_config.json").read_text()) for at in (folder, cells[best][0])
         )
@@ -106,7 +107,8 @@ def test_official_files_and_finished_runs(tmp_path, capsys, monkeypatch):
     assert [len(scores) for scores in cells["baseline"][1]["scores"]["test"].values()] == [4, 4]
     finished = [f"{row}={cells[row][0]}" for row in ("paper-1", "part-2-with")]
     again = run(tmp_path / "b", *flags, "--from", *finished)
-    assert not (again["paper-1"][0] / "metrics.jsonl").exists() and steps(again["paper-4"][0]) == 2
+    assert not (again["paper-1"][0] / "metrics.jsonl").exists()
+    assert steps(again["paper-4"][0]) == 2
     assert cells.keys() - again.keys() == {CONTROL}  # nobody knows the settings of a finished run
     given = [*finished, f"{CONTROL}={cells[CONTROL][0]}"]
     assert CONTROL in paper.study_of(read_models([*flags, "--from", *given])).rows
@@ -121,7 +123,8 @@ def test_the_control_differs_in_attention_alone():
     for model in read_models(()).values():
         control = paper.plain(model)
         changed = {key for key, value in vars(model).items() if vars(control)[key] != value}
-        assert changed <= {"attention", "option"} and control.attention == "softmax"
+        assert changed <= {"attention", "option"}
+        assert control.attention == "softmax"
 
 
 def test_figure_2_has_the_needles_of_each_cell():
@@ -144,7 +147,8 @@ def test_a_flag_overrides_a_recipe(tmp_path):
     """Breaks when a model of Table 1 has other settings than its recipe, but for what the command
     line says."""
     models = read_models("--diff-in decoder --samples 50".split())
-    assert list(models) == [*VQA_SCORES] and models["paper-1"].seeds == 1
+    assert list(models) == [*VQA_SCORES]
+    assert models["paper-1"].seeds == 1
     for name, own in models.items():
         recipe = RECIPES[name] | {"diff_in": "decoder", "fraction": 1.0}
         assert {field: getattr(own, field) for field in recipe} == recipe

@@ -100,7 +100,8 @@ def test_what_has_changed_is_named_and_can_be_allowed(named, run, capsys):
     )  # which changes nothing that is learned
     before = contents(run)
     message = refused(lambda: train("--resume run"), "--resume run", named, "--allow-changed")
-    assert "--workers" not in message and contents(run) == before
+    assert "--workers" not in message
+    assert contents(run) == before
     train("--resume run --allow-changed")
     assert named in capsys.readouterr().err
     train("--resume run")  # what was allowed is the run's from then on
@@ -122,7 +123,8 @@ def test_fingerprints_see_answers_files_and_their_ends(tmp_path):
 
     records, pictures = seen()
     for other in (seen(("a", "c")), seen(sampled=False)):
-        assert other[0] != records and other[1] == pictures
+        assert other[0] != records
+        assert other[1] == pictures
     assert seen(("a", "c"), sampled=False) == seen(sampled=False)
     assert seen(shown=paths[::-1]) == (records, pictures)  # sorted
     for place, content in (
@@ -132,14 +134,17 @@ def test_fingerprints_see_answers_files_and_their_ends(tmp_path):
         (1, b"xx"),
     ):
         paths[place].write_bytes(content)
-        assert seen()[0] == records and seen()[1] != pictures
+        assert seen()[0] == records
+        assert seen()[1] != pictures
         pictures = seen()[1]
     whole = file_digest(paths[0])  # as a checkpoint's, to the middle
     paths[0].write_bytes(bytes(3 << 18) + b"y" + bytes((3 << 18) - 2) + b"y")
-    assert file_digest(paths[0]) != whole and seen()[1] == pictures
+    assert file_digest(paths[0]) != whole
+    assert seen()[1] == pictures
 
 
-STEP_2, STEP_4 = Path("run/checkpoints/step-2"), Path("run/checkpoints/step-4")
+STEP_2 = Path("run/checkpoints/step-2")
+STEP_4 = Path("run/checkpoints/step-4")
 DAMAGES = {
     "no optimizer": ("optimizer.safetensors", lambda file: file.unlink()),
     "weights of step 2": (
@@ -174,9 +179,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(name, run, tem
     ours, whole = (
         load_file(folder / "run/adapter_model.safetensors") for folder in (Path(), template)
     )
-    assert all(torch.equal(ours[name], whole[name]) for name in whole) and metrics(run) == metrics(
-        template / "run"
-    )
+    assert all(torch.equal(ours[name], whole[name]) for name in whole)
+    assert metrics(run) == metrics(template / "run")
 
 
 @pytest.mark.parametrize("damage", ["lost", "cut", "changed", "all lost"])
@@ -258,7 +262,8 @@ def test_a_signal_before_or_after_the_steps_is_said(
     monkeypatch.setattr(finetune, place, stopped)
     with pytest.raises(SystemExit) as ended:
         train(FLAGS, "--epochs 1 --out new")
-    assert ended.value.code == 128 + number and Path("new").exists() == is_kept
+    assert ended.value.code == 128 + number
+    assert Path("new").exists() == is_kept
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 

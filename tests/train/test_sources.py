@@ -55,7 +55,9 @@ def test_weights_are_shares_of_the_samples(folder, processor, monkeypatch):
     steps, *resumed = ([[m.names for m in step] for step in order.steps(n)] for n in (0, 1, 7, 20))
     seen = Counter(name for step in steps for names in step for name in names)
     few = {name: count for name, count in seen.items() if "few.jsonl" in name}
-    assert sum(seen.values()) == 4 * 42 and sum(few.values()) == 4 * 32 and len(few) == 12
+    assert sum(seen.values()) == 4 * 42
+    assert sum(few.values()) == 4 * 32
+    assert len(few) == 12
     for counts in (few, {name: count for name, count in seen.items() if name not in few}):
         assert max(counts.values()) - min(counts.values()) <= 1
     assert steps[:7] != steps[7:14]
@@ -90,9 +92,9 @@ def test_a_picture_of_two_sources_is_on_one_side(folder):
             {r.pictures[0].resolve() for r in read_records(given, split)}
             for split in ("train", "validation")
         ]
-        assert (
-            len(sides[0] | sides[1]) == 41 and not sides[0] & sides[1] and len(sides[1]) == 20
-        )  # or 21
+        assert len(sides[0] | sides[1]) == 41
+        assert not sides[0] & sides[1]
+        assert len(sides[1]) == 20  # or 21
         asked |= sides[1]
     assert len(asked) > 20  # other seeds, other pictures
 
@@ -105,7 +107,8 @@ def test_flags_reach_the_readers(folder, tmp_path):
     flags = f"--data vqav2:{tmp_path}/a --data vqav2:{tmp_path}/b --images {tmp_path}/b"
     flags += " --answers sampled --validation 0"
     made = read_records(parse([*flags.split(), "--prompt", "say {question}"])[0])
-    assert len(made) == 24 and len({r.key for r in made}) == 8
+    assert len(made) == 24
+    assert len({r.key for r in made}) == 8
     assert all(
         r.sampled and r.prefix[:8] == "say What" and r.pictures[0].parts[-3] == "b" for r in made
     )
@@ -114,9 +117,8 @@ def test_flags_reach_the_readers(folder, tmp_path):
         for seed in (0, 1)
     ]
     first, second = (read_records(of_seed, "validation") for of_seed in given)
-    assert all("/validation/" in r.name for r in first) and [r.turns for r in first] != [
-        r.turns for r in second
-    ]
+    assert all("/validation/" in r.name for r in first)
+    assert [r.turns for r in first] != [r.turns for r in second]
 
 
 def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys):

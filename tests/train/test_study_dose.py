@@ -26,7 +26,8 @@ def test_the_bound_of_one_map_by_hand():
 def test_a_cap_bounds_every_weight():
     """Breaks when a decoder's layer has no cap, or another one: no visible weight is more than e^2c
     times another."""
-    model, weights = load_model("embedded").eval(), []
+    model = load_model("embedded").eval()
+    weights = []
     dose.cap_logits(model, 0.25)
     with tapped(dict.fromkeys(attention_modules(model.language_model).values(), weights.append)):
         dose.answers(model, "test", 32, torch.arange(32))
@@ -34,14 +35,16 @@ def test_a_cap_bounds_every_weight():
         float(of.max(-1).values.div(of.masked_fill(of == 0, 1).min(-1).values).max())
         for of in weights
     ]
-    assert len(ratios) == 4 and all(1.6 < ratio <= 2.71828**0.5 + 1e-4 for ratio in ratios)
+    assert len(ratios) == 4
+    assert all(1.6 < ratio <= 2.71828**0.5 + 1e-4 for ratio in ratios)
 
 
 @torch.no_grad()
 def test_shared_is_plain_attention_with_a_norm():
     """Breaks when the row without a second map is another model than `shared`: A − λ·A = (1 −
     λ)·A."""
-    model, samples = load_model("embedded").eval(), torch.arange(32)
+    model = load_model("embedded").eval()
+    samples = torch.arange(32)
     graft(model, "shared", seed=3)
     assert all(0.1 < variant.coefficient().item() < 0.9 for variant in variants_of(model).values())
     shared, _ = dose.answers(model, "test", 32, samples)
@@ -74,15 +77,16 @@ def test_both_tasks_from_end_to_end(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         dose.built, "best_of_one_map", lambda cap, *_: 12.5 + cap
     )  # test_built has the true one
-    asked, found = [], dose.found
+    asked = []
+    found = dose.found
     monkeypatch.setattr(
         dose, "found", lambda model, split: asked.append(split) or found(model, split)
     )
     command = f"--caps 0.5 --longer built --seeds 2 --jobs 1 --out {tmp_path} --rows".split()
     compare.run_study("dose", [*command, *dose.PLAIN, "plain + head norm", "v2"])
     lines = read_cells(tmp_path / "comparison.csv")
-    assert (
-        "## needle, 1 × steps" in capsys.readouterr().out and len(list(tmp_path.glob("*.png"))) == 4
-    )
+    assert "## needle, 1 × steps" in capsys.readouterr().out
+    assert len(list(tmp_path.glob("*.png"))) == 4
     assert asked.count("test") == asked.count("validation") - 2  # the base, under two caps
-    assert len({line.study for line in lines}) == 3 and {line.seed for line in lines} == {0, 1, 100}
+    assert len({line.study for line in lines}) == 3
+    assert {line.seed for line in lines} == {0, 1, 100}

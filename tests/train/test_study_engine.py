@@ -33,16 +33,19 @@ MEASURES = {
         "loss, nats", GROUPS, is_share=False, margin=0.06, less_is_better=True, in_mean=False
     ),
 }
-POOLED, SIZED = "the mean of all plain rows", "plain"
+POOLED = "the mean of all plain rows"
+SIZED = "plain"
 
 
 def make(job, folder):
     """Scores that are drawn: "better" is 30 points above "plain", and 0.02 is the best rate."""
     time.sleep(dict(job.changes).get("sleep", 0))
-    level, scores = 0.5 + 0.3 * (job.row == "better") - abs(np.log2(job.rate / 0.02)) / 20, {}
+    level = 0.5 + 0.3 * (job.row == "better") - abs(np.log2(job.rate / 0.02)) / 20
+    scores = {}
     for split in ("validation", "test"):
         draw = np.random.default_rng([job.seed, *job.row.encode(), *split.encode()])
-        first, loss = (draw.random(40) < level).astype(float), 1 - level + draw.random(40)
+        first = (draw.random(40) < level).astype(float)
+        loss = 1 - level + draw.random(40)
         perfect = [float(split == "validation" or n < 20) for n in range(40)]
         scores[split] = {"first": first.tolist(), "loss": loss.tolist(), "perfect": perfect}
     return {"scores": scores, "facts": {}}
@@ -83,16 +86,13 @@ def done(tmp_path_factory):
 def test_a_study_from_end_to_end(done):
     """Breaks when a rate at the edge is taken, a control by time is missing, or the sign of a loss
     is turned."""
-    summary, text = (
-        json.loads((done.out / "comparison.json").read_text()),
-        (done.out / "comparison.md").read_text(),
-    )
+    summary = json.loads((done.out / "comparison.json").read_text())
+    text = (done.out / "comparison.md").read_text()
     assert {row: list(tried) for row, tried in done.tried.items()} == dict.fromkeys(
         done.tried, [0.01, 0.02, 0.04]
     )
-    assert set(done.rates.values()) == {0.02} and list(done.study.rows)[3:] == [
-        "plain, 1.5 × steps"
-    ]
+    assert set(done.rates.values()) == {0.02}
+    assert list(done.study.rows)[3:] == ["plain, 1.5 × steps"]
     assert done.study.rows["plain, 1.5 × steps"] == (("ratio", 15),)
     assert list(summary["tables"]) == [POOLED, SIZED, "plain, trained as long"]
     first = {gap["measure"]: gap for gap in summary["tables"][POOLED]}
@@ -172,16 +172,12 @@ def test_a_run_that_diverges_scores_its_worst(tmp_path):
         rates=(0.02, 0.04, 0.08),
         measures=MEASURES | {"loss": replace(MEASURES["loss"], failed=9.0)},
     )
-    assert (
-        set(made.rates.values()) == {0.02}
-        and [*made.tried["better"].values()][2:] == [engine.UNUSABLE] * 2
-    )
+    assert set(made.rates.values()) == {0.02}
+    assert [*made.tried["better"].values()][2:] == [engine.UNUSABLE] * 2
     scores = made.scores("better")
-    assert (
-        not scores["first"][3].any()
-        and (scores["loss"][3] == 9).all()
-        and scores["first"][:3].any(1).all()
-    )
+    assert not scores["first"][3].any()
+    assert (scores["loss"][3] == 9).all()
+    assert scores["first"][:3].any(1).all()
     assert "- better, seed 3: step 7" in report.write(made)
 
 
@@ -202,7 +198,8 @@ def test_a_margin_may_be_relative_and_a_ladder_has_to_fall(tmp_path):
     assert made.with_margins(("plain", "plain too"))["first"].margin == pytest.approx(
         (np.mean(known) - 25) / 10
     )
-    assert list(made.tried) == ["plain"] and made.rates["better"] == made.rates["plain"]
+    assert list(made.tried) == ["plain"]
+    assert made.rates["better"] == made.rates["plain"]
     assert {(job.row, job.seed) for job in made.used if job.rate != made.rates["plain"]} == {
         ("plain", 7),
         ("plain", 8),
@@ -213,7 +210,8 @@ def test_rates_are_chosen_in_the_unit_of_the_score(tmp_path):
     """Breaks when rates that differ by 0.05 nats are equally good, a single rate is searched for,
     or 0 is one."""
     made = run(tmp_path, main="loss", rates=(0.005, 0.01, 0.02, 0.04), seeds=3)
-    assert set(made.rates.values()) == {0.02} and max(made.tried["better"].values()) < 0
+    assert set(made.rates.values()) == {0.02}
+    assert max(made.tried["better"].values()) < 0
     assert set(run(tmp_path / "one", rates=(0.01,), seeds=3).rates.values()) == {0.01}
     for rates in ((1e-3, 0.0), (float("nan"),), (-1.0,)):
         with pytest.raises(UserError, match="--rates"):
@@ -247,7 +245,8 @@ def test_plain_rows_share_a_rate_and_the_lowest_of_a_tie_is_taken(tmp_path):
 def test_a_killed_study_goes_on_in_other_processes(number, tmp_path, done, monkeypatch):
     """Breaks when a finished cell is lost or half-written, a process goes on alone, or processes
     change a result."""
-    script, out = tmp_path / "slow.py", tmp_path / "out"
+    script = tmp_path / "slow.py"
+    out = tmp_path / "out"
     script.write_text(
         "import sys; from pathlib import Path; from tests.train import test_study_engine as t\n"
         "if __name__ == '__main__': t.run(Path(sys.argv[1]), jobs=2, rows=t.SLOW)"
@@ -317,7 +316,8 @@ def test_verdicts_are_computed():
         )
 
     def verdicts(gaps, inside=None, less=False):
-        inside, columns = inside or gaps, {MEAN: Measure("", (), margin=3.0, less_is_better=less)}
+        inside = inside or gaps
+        columns = {MEAN: Measure("", (), margin=3.0, less_is_better=less)}
         gaps = {(name, MEAN): difference for name, difference in gaps.items()}
         judged = rules.judge(gaps, {(name, MEAN) for name in inside}, columns)
         return {name: difference["verdict"] for (name, _), difference in judged.items()}
@@ -336,7 +336,8 @@ def test_verdicts_are_computed():
         "open": "undecided",
         "small": "equivalent",
     }
-    assert verdicts(rows) == expected and verdicts({"a": gap(9, 1)}, less=True) == {"a": "worse"}
+    assert verdicts(rows) == expected
+    assert verdicts({"a": gap(9, 1)}, less=True) == {"a": "worse"}
     four = {name: gap(4, 1.08) for name in "abcd"}  # p 0.02 alone, 0.08 among four
     assert set(verdicts(four).values()) == {"undecided"}
     near = dict.fromkeys("abcd", gap(1, 0.77))  # within 3, p 0.03 alone, 0.12 among four
@@ -352,8 +353,6 @@ def test_verdicts_are_computed():
         0.443905,
         0.974789,
     ]  # scipy's binomtest
-    assert (
-        rules.exact_interval(0, 10) == (0.0, pytest.approx(0.308497, abs=1e-6))
-        and rules.exact_interval(9, 9)[1] == 1
-    )
+    assert rules.exact_interval(0, 10) == (0.0, pytest.approx(0.308497, abs=1e-6))
+    assert rules.exact_interval(9, 9)[1] == 1
     assert [rules.is_inside(score, 25) for score in (30, 37, 96, 97)] == [False, True, True, False]

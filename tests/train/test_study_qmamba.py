@@ -23,7 +23,8 @@ def test_rows_differ_in_what_they_name_alone():
     """Breaks when a row starts from other weights than the row beside it, beyond its change."""
     names = ("from scratch", "global", "half the queries", "all queries", "connector")
     models = {name: open_row(FIRST, ROWS[name], 3) for name in names}
-    scratch, queries = models["from scratch"].state_dict(), "multi_modal_projector.queries"
+    scratch = models["from scratch"].state_dict()
+    queries = "multi_modal_projector.queries"
     for name, model in models.items():
         for key, value in model.state_dict().items():
             assert torch.equal(value, scratch[key]) or key == queries and name != "global", (
@@ -32,7 +33,8 @@ def test_rows_differ_in_what_they_name_alone():
             )
     projectors = {name: model.config.projector for name, model in models.items()}
     assert [projectors[name].queries for name in names[1:4]] == [8, 4, 16]  # of 16 features
-    assert projectors["from scratch"].local_attention and not projectors["global"].local_attention
+    assert projectors["from scratch"].local_attention
+    assert not projectors["global"].local_attention
     assert not torch.equal(
         open_row(FIRST, ROWS["from scratch"], 4).state_dict()[queries], scratch[queries]
     )
@@ -89,7 +91,8 @@ def test_the_study_from_end_to_end_and_again(tmp_path):
         "half the queries": 4,
     } | dict.fromkeys(("all queries", "connector", "linear"), 16)
     projector = models["all queries"].multi_modal_projector
-    features, read = torch.randn(1, 16, 128, generator=torch.Generator().manual_seed(0)), set()
+    features = torch.randn(1, 16, 128, generator=torch.Generator().manual_seed(0))
+    read = set()
     for projector.connector.order in ("bidirectional", "forward", "backward"):
         read.add(projector(features).sum().item())
     assert len(read) == 3  # the order decides what Mamba reads

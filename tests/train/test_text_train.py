@@ -24,7 +24,8 @@ SMALL = "--preset nano --length 128 --batch-size 2 --tokens 2000 --checkpoint-ev
 def test_rows_are_full_of_whole_documents(corpus):
     """Breaks when a row has padding, a task document is cut, text crosses a file's end, or the
     curriculum is lost."""
-    tasks, kinds = Tasks(corpus, "train"), {"text": 0, "needles": 0, "examples": 0}
+    tasks = Tasks(corpus, "train")
+    kinds = {"text": 0, "needles": 0, "examples": 0}
     train = corpus.tokenizer.decode(corpus.ids["train"].tolist())
     for number in range(60):
         row = draw_row(corpus, tasks, SETTINGS, number)
@@ -39,7 +40,8 @@ def test_rows_are_full_of_whole_documents(corpus):
                 else "examples"
             )
             kinds[kind] += 1
-            assert document[0] == BOS and EOS not in document[1:-1]
+            assert document[0] == BOS
+            assert EOS not in document[1:-1]
             assert text in train if kind == "text" else document[-1] == EOS
             assert kind != "needles" or number >= 6, (
                 "the curriculum: 0.35 of 16 rows hold recall alone"
@@ -54,10 +56,8 @@ def test_targets_are_the_next_tokens_of_the_same_document(corpus):
     """Breaks when a target is of another document than its input, or a token that nothing foretells
     is learned."""
     order = TextOrder(corpus, SETTINGS)
-    rows, batch = (
-        [draw_row(corpus, order.tasks, SETTINGS, number) for number in (3, 4)],
-        order[range(3, 5)],
-    )
+    rows = [draw_row(corpus, order.tasks, SETTINGS, number) for number in (3, 4)]
+    batch = order[range(3, 5)]
     assert batch.input_ids.tolist() == [
         [token for document in row for token in document[:-1]] for row in rows
     ]
@@ -76,12 +76,12 @@ def test_the_order_starts_anywhere(corpus):
     """Breaks when a resumed run sees other rows, or two seeds the same."""
     settings = replace(SETTINGS, step_batch=4, tokens=4 * 128 * 6)
     whole = list(TextOrder(corpus, settings).steps(0))
-    assert len(whole) == 6 == TextOrder(corpus, settings).total and all(
-        len(step) == 2 for step in whole
-    )
+    assert len(whole) == 6 == TextOrder(corpus, settings).total
+    assert all(len(step) == 2 for step in whole)
     resumed = TextOrder(corpus, settings).steps(4, workers=2)
     for ours, theirs in zip(itertools.chain(*resumed), itertools.chain(*whole[4:]), strict=True):
-        assert torch.equal(ours.input_ids, theirs.input_ids) and ours.names == theirs.names
+        assert torch.equal(ours.input_ids, theirs.input_ids)
+        assert ours.names == theirs.names
     assert not torch.equal(
         TextOrder(corpus, replace(settings, seed=1))[range(2)].input_ids, whole[0][0].input_ids
     )
@@ -107,7 +107,8 @@ def test_decay_leaves_norms_scalars_and_the_embedding_alone():
     model = new_model("nano", True)
     bare, decayed = make_optimizer(model, SETTINGS).param_groups
     names = dict(model.named_parameters())
-    assert {*bare["names"], *decayed["names"]} == names.keys() and bare["weight_decay"] == 0
+    assert {*bare["names"], *decayed["names"]} == names.keys()
+    assert bare["weight_decay"] == 0
     assert {*decayed["names"]} == {
         name for name in names if names[name].dim() == 2 and "embed_tokens" not in name
     }
@@ -118,7 +119,9 @@ def test_decay_leaves_norms_scalars_and_the_embedding_alone():
 def test_a_run_resumes_to_the_bit(tmp_path, kind):
     """Breaks when an interrupted run ends elsewhere than an uninterrupted one, or learns an edited
     text."""
-    text, whole, cut = write_prose(tmp_path / "text"), tmp_path / "whole", tmp_path / "cut"
+    text = write_prose(tmp_path / "text")
+    whole = tmp_path / "whole"
+    cut = tmp_path / "cut"
     main(f"{SMALL} --attention {kind} --text {text} --out {whole}".split())
     shutil.copytree(whole, cut, ignore=shutil.ignore_patterns("model", "step-8"))
     assert [step.name for step in (cut / "checkpoints").iterdir()] == [
@@ -127,9 +130,8 @@ def test_a_run_resumes_to_the_bit(tmp_path, kind):
     (text / "0.txt").write_text(prose(1000))
     main(["--resume", str(cut)])
     ours, theirs = (load_model(run / "model").state_dict() for run in (cut, whole))
-    assert ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name], theirs[name]) for name in ours
-    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert metrics(cut) == metrics(whole)
 
 

@@ -38,7 +38,8 @@ COLORS = {
 
 def write_colors(folder: Path, count: int) -> str:
     """The --data of pictures of one color each, and the question for it."""
-    dice, lines = random.Random(0), []
+    dice = random.Random(0)
+    lines = []
     for number in range(count):
         name, color = dice.choice(list(COLORS.items()))
         picture = Image.new("RGB", (40, 30), color)
@@ -68,15 +69,14 @@ def test_training_is_the_same_with_open_eyes(flags, tmp_path, monkeypatch):
     scores wrongly."""
     train(flags, "--eval-every 0 --out", tmp_path / "closed")
     train(flags, "--eval-every 2 --out", tmp_path / "open")
-    closed, whole = metrics(tmp_path / "closed"), metrics(tmp_path / "open")
+    closed = metrics(tmp_path / "closed")
+    whole = metrics(tmp_path / "open")
     assert [
         record["step"] for record in whole if "held_out_loss" in record and "exact_match" in record
     ] == [1, 3, 5, 7]
     assert [{name: record[name] for name in closed[0]} for record in whole] == closed
-    assert (
-        all(value > 0 for value in whole[1]["map_distance"].values())
-        and len(whole[1]["lambda"]) > 1
-    )
+    assert all(value > 0 for value in whole[1]["map_distance"].values())
+    assert len(whole[1]["lambda"]) > 1
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         # the sixth call comes after the evaluation of step 4 and the checkpoint of step 3
         losses = [systems.supervised_loss] * 5 + [Mock(side_effect=KeyboardInterrupt)]
@@ -97,13 +97,12 @@ def test_training_is_the_same_with_open_eyes(flags, tmp_path, monkeypatch):
     answers = [
         json.loads(line) for line in (tmp_path / "open/answers.jsonl").read_text().splitlines()
     ]
-    assert (
-        len(answers) == 12
-        and {"question", "truth", "before", "after", "blind", "right"} <= answers[0].keys()
-    )
+    assert len(answers) == 12
+    assert {"question", "truth", "before", "after", "blind", "right"} <= answers[0].keys()
     assert (tmp_path / "open/answers.png").exists()
     # the last evaluation, computed another way
-    model, processor = load_model("tiny"), Processor.from_source("tiny")
+    model = load_model("tiny")
+    processor = Processor.from_source("tiny")
     adapter.load(model.eval(), tmp_path / "open")
     micro = collate(read_records(parse(words(flags))[0], "validation"), processor).to("cpu")
     with torch.no_grad():
@@ -121,7 +120,8 @@ def test_a_run_without_progress_stops_and_is_finished(flags, tmp_path):
     train(flags, "--eval-every 2 --patience 1 --lr 0 --out", tmp_path / "run")
     logged = metrics(tmp_path / "run")
     train("--resume", tmp_path / "run")
-    assert len(logged) == 4 and metrics(tmp_path / "run") == logged
+    assert len(logged) == 4
+    assert metrics(tmp_path / "run") == logged
     assert newest_progress(tmp_path / "run").stopped == 4
     assert json.loads((tmp_path / "run/summary.json").read_text())["held_out"]["stopped"] == 4
 
@@ -142,7 +142,8 @@ def test_the_best_is_kept(tmp_path, monkeypatch):
         ),  # of 100 answers, two standard errors are 8 %: the loss decides
         ((7.0, None), (6, 2, 8)),
     ]
-    scores, progress = {}, Progress()
+    scores = {}
+    progress = Progress()
     monkeypatch.setattr(HeldOut, "evaluate", lambda *args, **options: Result(scores=scores))
     held_out = HeldOut([], [], [], [*range(100)], None, Settings(eval_every=1, patience=2), WORLD)
     run = torch.nn.Module(), tmp_path, 100, ()
@@ -219,7 +220,8 @@ def test_a_picture_whose_use_is_not_shown_is_reported(trained, blind, line, tmp_
     (tmp_path / "metrics.jsonl").touch()
     print_summary(summary | {"left_out": [], "empty_steps": 0}, {}, Settings(), tmp_path)
     printed = capsys.readouterr().out
-    assert line in printed and ("not shown to use the picture" in printed) == bool(line)
+    assert line in printed
+    assert ("not shown to use the picture" in printed) == bool(line)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +252,8 @@ def test_a_run_that_still_learns_says_what_to_try(losses, is_rising, tmp_path, c
 def test_boxes_are_scored_and_drawn(tmp_path, monkeypatch):
     """Breaks when a run on boxes reports no AP, or another than of its answers, or a sheet shows
     pictures alone."""
-    boxes, names = {"cat": [4.0, 6, 20, 18], "dog": [22.0, 20, 12, 16]}, ["cat", "dog"]
+    boxes = {"cat": [4.0, 6, 20, 18], "dog": [22.0, 20, 12, 16]}
+    names = ["cat", "dog"]
     layout = {
         "categories": [{"id": name, "name": name} for name in names],
         "images": [],
@@ -282,30 +285,32 @@ def test_boxes_are_scored_and_drawn(tmp_path, monkeypatch):
         figures.HIT,
         figures.MISS,
     } <= colors  # the frame of a miss is orange; true boxes alone are green
-    draw, drawn = figures.draw_boxes, []
+    draw = figures.draw_boxes
+    drawn = []
     monkeypatch.setattr(
         figures, "draw_boxes", lambda *args, **more: drawn.append(args) or draw(*args, **more)
     )
     train(flags, f"--show-batch {tmp_path}/sheet.png")
-    assert len(drawn) == 2 and len({image.size for image, *_ in drawn}) == 1  # each picture once
+    assert len(drawn) == 2
+    assert len({image.size for image, *_ in drawn}) == 1  # each picture once
     for image, corners, labels in drawn:
         shares = torch.tensor(corners) / torch.tensor(2 * image.size)
         expected = torch.tensor(
             [[x / 40, y / 60, (x + w) / 40, (y + h) / 60] for x, y, w, h in boxes.values()]
         )
-        assert list(labels) == names and torch.allclose(shares, expected, atol=1e-3)
+        assert list(labels) == names
+        assert torch.allclose(shares, expected, atol=1e-3)
 
 
 def test_what_is_held_out(tmp_path, processor, monkeypatch, capsys):
     """Breaks when held-out examples are the first of a file, those of training, or more than asked
     for, or are few without a word."""
     settings = parse(words(write_colors(tmp_path, 40), "--validation 0.5 --eval-limit 8"))[0]
-    held_out, every = (
-        open_held_out(settings, processor, WORLD),
-        read_records(settings, "validation"),
-    )
+    held_out = open_held_out(settings, processor, WORLD)
+    every = read_records(settings, "validation")
     names = [r.name for r in held_out.records]
-    assert names == [r.name for r in every if r.name in names] and len(set(names)) == 8
+    assert names == [r.name for r in every if r.name in names]
+    assert len(set(names)) == 8
     assert (
         len({number % 4 for number in choose(range(400), 100)}) == 4
     )  # of each task that comes in turn
@@ -334,4 +339,5 @@ def test_what_is_asked_is_drawn_once_for_all():
     kind."""
     drawn = choose(range(100), 20)
     assert drawn == choose(range(100), 20) == sorted({*drawn})
-    assert len(drawn) == 20 and drawn[-1] > 50
+    assert len(drawn) == 20
+    assert drawn[-1] > 50

@@ -103,7 +103,8 @@ def exported(case: str, tmp_path: Path) -> tuple[Path, PaliGemma]:
             json.dumps({"base": "embedded", "data": "embedded", "full": True})
         )
     elif case == "embedded":
-        source, model = "embedded", load_model("embedded")
+        source = "embedded"
+        model = load_model("embedded")
     else:
         caps = {
             "attn_logit_softcapping": 50.0,
@@ -124,14 +125,16 @@ def test_automatic_classes_answer_as_we_do(case, tmp_path):
     transformers."""
     folder, model = exported(case, tmp_path)
     theirs = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
-    prepare, ours = AutoProcessor.from_pretrained(folder), Processor.from_source(folder)
+    prepare = AutoProcessor.from_pretrained(folder)
+    ours = Processor.from_source(folder)
     # a token that the processor adds would have no row
     assert max(prepare.tokenizer.get_vocab().values()) < model.config.text.vocab_size
     pictures = [sample("vqa", "test", number).image for number in range(len(PROMPTS))]
     pictures[1] = pictures[1].resize((70, 201))
     marked = [f"<image>{prompt}" for prompt in PROMPTS]
     given = {"padding": "longest", "return_tensors": "pt"}
-    inputs, batch = prepare(images=pictures, text=marked, **given), ours(pictures, PROMPTS)
+    inputs = prepare(images=pictures, text=marked, **given)
+    batch = ours(pictures, PROMPTS)
     for name in ("pixel_values", "input_ids", "token_type_ids", "attention_mask"):
         assert torch.equal(inputs[name], getattr(batch, name)), name
     assert torch.equal(
@@ -144,10 +147,8 @@ def test_automatic_classes_answer_as_we_do(case, tmp_path):
     for row, expected in zip(new, generate(model, *prompt, 12), strict=True):
         assert row[: len(expected)].tolist() == expected.tolist()
         assert prepare.decode(row, skip_special_tokens=True) == ours.decode(expected)
-    taught, expected = (
-        prepare(images=pictures, text=marked, suffix=PROMPTS, **given),
-        ours(pictures, PROMPTS, PROMPTS),
-    )
+    taught = prepare(images=pictures, text=marked, suffix=PROMPTS, **given)
+    expected = ours(pictures, PROMPTS, PROMPTS)
     assert torch.equal(taught["labels"], expected.labels)
 
 
@@ -181,7 +182,8 @@ def test_the_best_step_of_whole_weights_has_its_run(tmp_path):
     for name in ("run", "run/best", "run/model", "alone/best"):
         (tmp_path / name).mkdir(parents=True, exist_ok=True)
         (tmp_path / name / "config.json").write_text('{"base": "google/x"}')
-    run, model = tmp_path / "run", str(tmp_path / "run/model")
+    run = tmp_path / "run"
+    model = str(tmp_path / "run/model")
     assert locate(str(run)) == locate(model) == Origin(model, "google/x", run=run)
     assert locate(str(run / "best")) == Origin(str(run / "best"), "google/x", run=run)
     alone = str(tmp_path / "alone/best")
@@ -210,7 +212,8 @@ def test_the_card_says_what_it_was_made_of(tmp_path):
     ]
     for line in (*lines, "| data | jsonl:a\\|b.jsonl |"):
         assert f"\n{line}\n" in card, line
-    assert r'text="<image>Is it \"red\"?"' in card and "to its best step" in card
+    assert r'text="<image>Is it \"red\"?"' in card
+    assert "to its best step" in card
     assert "Trained from embedded on jsonl:a\\|b.jsonl to" in card
     assert not re.search(r"home|tasks|workers|dog|\| start", card)
     assert "base_model: google/x\n" in model_card(model.config, 7, "x", "google/x")
@@ -247,7 +250,8 @@ def test_no_value_of_the_card_writes_markup(tmp_path):
         assert not [line for line in lines if line.startswith(("# head", "license: mit", "- x"))]
         prose = [line for line in lines if line[:1] not in "-" and "inputs" not in line]
         assert not re.search(r"(?<!\\)[`<\[]", "\n".join(prose).partition("## Use")[0])
-        assert "\u202e" not in card and "base_model" not in card
+        assert "\u202e" not in card
+        assert "base_model" not in card
 
 
 DAMAGED = [
@@ -286,7 +290,8 @@ def test_a_link_hands_on_no_private_file(tmp_path):
     cache = tmp_path / "models--a--b" / "snapshots" / "0f"
     for folder in (cache, tmp_path / "models--a--b" / "blobs", tmp_path / "in"):
         folder.mkdir(parents=True)
-    private, file = tmp_path / "private.json", tmp_path / "in" / "tokenizer_config.json"
+    private = tmp_path / "private.json"
+    file = tmp_path / "in" / "tokenizer_config.json"
     private.write_text('{"token": "secret"}')
     (tmp_path / "chain").symlink_to(private)
     for target in (private, "../private.json", "../chain", "../in/../chain"):
@@ -321,7 +326,9 @@ def test_no_code_is_handed_on_and_all_may_read(tmp_path):
     export_model(load_model("embedded"), tmp_path / "out", companions=companions(tmp_path / "in"))
     modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
     texts_ = [file.read_text() for file in (tmp_path / "out").glob("*.json")]
-    assert len(texts_) == 4 and len(modes) == 1 and not any("auto" in text for text in texts_)
+    assert len(texts_) == 4
+    assert len(modes) == 1
+    assert not any("auto" in text for text in texts_)
     plain = {"a": "é", "image_processor": {"a": "é"}}
     assert json.loads((tmp_path / "out" / "processor_config.json").read_text()) == plain
 
@@ -352,10 +359,8 @@ def test_published_files_are_copied_and_nothing_is_put_beside_them(tmp_path, cap
         (tmp_path / "in" / name).write_text(text)
     weights.export.main([str(tmp_path / "in"), str(tmp_path / "out")])
     assert {name: (tmp_path / "out" / name).read_text() for name in published} == published
-    assert (
-        not (tmp_path / "out" / "preprocessor_config.json").exists()
-        and capsys.readouterr().err == ""
-    )
+    assert not (tmp_path / "out" / "preprocessor_config.json").exists()
+    assert capsys.readouterr().err == ""
     for name in ("tokenizer.json", "processor_config.json"):
         (tmp_path / "in" / name).unlink()
     weights.export.main([str(tmp_path / "in"), str(tmp_path / "bare")])

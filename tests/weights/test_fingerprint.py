@@ -24,7 +24,9 @@ def test_stored_values_stay():
 def test_every_kind_of_change_is_seen():
     """Breaks when a base in bf16 is another one for an adapter, the same for answers, or buffers
     are left out."""
-    wide, narrow, scaled = layer(), layer().bfloat16(), layer()
+    wide = layer()
+    narrow = layer().bfloat16()
+    scaled = layer()
     assert tensor_fingerprint(dict(wide.named_parameters())) == tensor_fingerprint(
         dict(narrow.named_parameters())
     )

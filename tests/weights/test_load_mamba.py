@@ -86,8 +86,10 @@ def test_the_processor_reads_with_either_tokenizer(neox_file, tmp_path):
     rows = bpe(pictures, ["Is there a dog?", "yes"], ["yes", "no dog"])
     fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(neox_file))
     for row, prefix, suffix in ((0, "Is there a dog?\n", "yes"), (1, "yes\n", "no dog")):
-        ids, types = rows.input_ids[row], rows.token_type_ids[row].bool()
-        assert ids[types].tolist() == [*fast.encode(suffix), 0] and bpe.decode(ids[types]) == suffix
+        ids = rows.input_ids[row]
+        types = rows.token_type_ids[row].bool()
+        assert ids[types].tolist() == [*fast.encode(suffix), 0]
+        assert bpe.decode(ids[types]) == suffix
         assert ids[~types & rows.attention_mask[row].bool()].tolist() == [303] * 3 + [
             0
         ] + fast.encode(prefix)

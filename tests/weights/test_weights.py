@@ -46,7 +46,8 @@ RENAMES = {
         "model.multi": "multi",
     },
 }
-Q0, HEAD = "language_model.model.layers.0.self_attn.q_proj.weight", "language_model.lm_head.weight"
+Q0 = "language_model.model.layers.0.self_attn.q_proj.weight"
+HEAD = "language_model.lm_head.weight"
 SHARD2 = "model-00002-of-00002.safetensors"
 
 
@@ -74,7 +75,8 @@ def save(folder: Path, hf, tensors: dict[str, torch.Tensor], shards: int = 1) ->
     shards."""
     folder.mkdir(exist_ok=True)
     hf.config.save_pretrained(folder)
-    names, weight_map = sorted(tensors), {}
+    names = sorted(tensors)
+    weight_map = {}
     for number in range(shards):
         file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors" if shards > 1 else SINGLE_FILE
         part = {name: tensors[name] for name in names[number::shards]}
@@ -93,7 +95,8 @@ def assert_same(model: PaliGemma, hf, dtype=torch.float32) -> None:
         for name, t in hf.state_dict().items()
         if name != "lm_head.weight"
     }
-    mine, inputs = model.state_dict(), batch(hf)
+    mine = model.state_dict()
+    inputs = batch(hf)
     assert mine.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert mine[name].dtype == dtype and torch.equal(mine[name], tensor.to(dtype)), name
@@ -113,7 +116,8 @@ def test_every_dialect_loads_bit_for_bit(hf, dialect, shards, head, tmp_path):
     """Breaks when a published name lands on another parameter, or several files or a tied head
     confuse the loader."""
     model = load_model(save(tmp_path, hf, tensors_of(hf, dialect, head), shards))
-    assert not model.training and all(parameter.requires_grad for parameter in model.parameters())
+    assert not model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())
     assert examine(tmp_path).dialect == dialect
     assert_same(model, hf)
 
@@ -129,10 +133,8 @@ def test_a_tower_that_transformers_saves_alone_loads(tmp_path):
         "image_size": 28,
     }
     torch.manual_seed(0)
-    theirs, pixels = (
-        SiglipVisionModel(SiglipVisionConfig(**sizes)).eval(),
-        torch.randn(2, 3, 28, 28),
-    )
+    theirs = SiglipVisionModel(SiglipVisionConfig(**sizes)).eval()
+    pixels = torch.randn(2, 3, 28, 28)
     theirs.save_pretrained(tmp_path)
     with torch.no_grad():
         assert (
@@ -183,7 +185,8 @@ def test_a_head_is_the_embedding_or_refused(hf1, kind, tmp_path):
 def test_published_geometries(name, count, parameters):
     """Breaks when a layer, norm or bias is added to or lost from the published tensors."""
     state = (model := empty_model(PRESETS[name])).state_dict()
-    assert len(state) == count and sum(tensor.numel() for tensor in state.values()) == parameters
+    assert len(state) == count
+    assert sum(tensor.numel() for tensor in state.values()) == parameters
     adapter.inject(model, adapter.DECODER_TARGETS, r=32, alpha=64)  # the paper's recipe
     assert (
         name != "paligemma-3b-224"
@@ -245,8 +248,10 @@ def arrays_of(hf, rows: int = 128) -> dict[str, np.ndarray]:
     """The arrays that big_vision would hold for the weights of a transformers model, from its
     einsums' axes."""
     state = {name.removeprefix("model."): tensor for name, tensor in hf.state_dict().items()}
-    text, vision = hf.config.text_config, hf.config.vision_config
-    width, vision_width = text.head_dim, vision.hidden_size // vision.num_attention_heads
+    text = hf.config.text_config
+    vision = hf.config.vision_config
+    width = text.head_dim
+    vision_width = vision.hidden_size // vision.num_attention_heads
     arrays = {
         "img/embedding/kernel": state["vision_tower.embeddings.patch_embedding.weight"].permute(
             2, 3, 1, 0
@@ -347,8 +352,11 @@ def test_big_vision_einsums(hf1, tmp_path, seeded):
     arrays."""
     hf1.config.save_pretrained(tmp_path)
     np.savez(tmp_path / "pt.npz", **arrays_of(hf1))
-    model, text, vision = load_model(tmp_path), torch.randn(2, 5, 72), torch.randn(2, 5, 40)
-    layer, tower = model.language_model.layers[1], model.vision_tower.encoder.layers[1].self_attn
+    model = load_model(tmp_path)
+    text = torch.randn(2, 5, 72)
+    vision = torch.randn(2, 5, 40)
+    layer = model.language_model.layers[1]
+    tower = model.vision_tower.encoder.layers[1].self_attn
     arrays = {key: torch.from_numpy(array) for key, array in arrays_of(hf1).items()}
     parts = (key.partition("/layers/")[2] or key.partition("Attention_0/")[2] for key in arrays)
     a = {part: array[1] for part, array in zip(parts, arrays.values(), strict=True) if part}
@@ -436,7 +444,8 @@ def test_files_that_are_not_there_or_pickles_are_refused(hf1, tmp_path, monkeypa
     (folder / INDEX_FILE).unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
     refused(lambda: load_model(folder), SINGLE_FILE, "pickles")
-    arrays, key = arrays_of(hf1), "params/llm/layers/mlp/gating_einsum"
+    arrays = arrays_of(hf1)
+    key = "params/llm/layers/mlp/gating_einsum"
     for array, word in (
         (arrays[key].swapaxes(2, 3).copy(), "gate_proj.weight is"),
         (np.array([Bomb()]), "pickled"),
@@ -500,10 +509,8 @@ def test_only_what_is_needed_is_fetched(hf1, tmp_path, monkeypatch):
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_transformers_opens_every_dialect_we_write(hf, dialect, tmp_path):
     """Breaks when an exported name, shape or config field means another model to transformers."""
-    model, options = (
-        load_model(save(tmp_path / "in", hf, tensors_of(hf))),
-        {"output_loading_info": True},
-    )
+    model = load_model(save(tmp_path / "in", hf, tensors_of(hf)))
+    options = {"output_loading_info": True}
     export_model(model, tmp_path / "out", dialect=dialect, max_shard_gb=2e-4)
     files = sorted((tmp_path / "out").glob("model-*.safetensors"))
     sizes = [sum(4 * tensor.numel() for tensor in load_file(file).values()) for file in files]
@@ -572,7 +579,8 @@ def test_the_commands(hf1, tmp_path, capsys):
     ):
         out = tmp_path / str(dtype)
         weights.export.main([str(folder), str(out), *flags.split()])
-        assert (out / "tokenizer.model").read_bytes() == b"pieces" and examine(out).dialect == "A"
+        assert (out / "tokenizer.model").read_bytes() == b"pieces"
+        assert examine(out).dialect == "A"
         assert PaliGemmaForConditionalGeneration.from_pretrained(out, dtype="auto").dtype == dtype
         for name, tensor in load_model(out, dtype=dtype).state_dict().items():
             assert torch.equal(tensor, tensors[f"model.{name}"].to(dtype)), name
@@ -584,7 +592,9 @@ def test_the_commands(hf1, tmp_path, capsys):
         more = [str(folder), str(tmp_path / "more"), "--max-shard-gb", size]
         refused(lambda more=more: weights.export.main(more), "--max-shard-gb")
     weights.inspect.main([str(folder)])
-    text, total = capsys.readouterr().out, sum(parameter.numel() for parameter in hf1.parameters())
-    assert "PaliGemma, 56 px, dialect C" in text and re.search(f"total +{total:,}", text)
+    text = capsys.readouterr().out
+    total = sum(parameter.numel() for parameter in hf1.parameters())
+    assert "PaliGemma, 56 px, dialect C" in text
+    assert re.search(f"total +{total:,}", text)
     (folder / SHARD2).write_bytes((folder / SHARD2).read_bytes()[:-1])
     refused(lambda: weights.inspect.main([str(folder)]), SHARD2)
