@@ -3,12 +3,30 @@ and a picture."""
 
 import json
 import random
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 SYLLABLES = [a + b for a in "bdfgklmnprst" for b in "aeiou"]
+
+
+def write_json(path: Path, value: object) -> Path:
+    """Write `value` as JSON to `path`, which is returned."""
+    path.write_text(json.dumps(value), encoding="utf-8")
+    return path
+
+
+def write_lines(path: Path, rows: Iterable) -> Path:
+    """Write each row as a line of JSON to `path`, which is returned."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def read_json(path: Path):
+    """The value that a file of JSON holds."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def write_vqav2(folder: Path, images: int = 20, subset: str = "train2014") -> None:
@@ -44,12 +62,10 @@ def write_vqav2(folder: Path, images: int = 20, subset: str = "train2014") -> No
         "data_subtype": subset,
         "task_type": "Open-Ended",
     }
-    (folder / f"v2_OpenEnded_mscoco_{subset}_questions.json").write_text(
-        json.dumps(head | {"questions": questions})
+    write_json(
+        folder / f"v2_OpenEnded_mscoco_{subset}_questions.json", head | {"questions": questions}
     )
-    (folder / f"v2_mscoco_{subset}_annotations.json").write_text(
-        json.dumps(head | {"annotations": annotations})
-    )
+    write_json(folder / f"v2_mscoco_{subset}_annotations.json", head | {"annotations": annotations})
 
 
 def write_mmneedle(folder: Path) -> Path:
@@ -60,16 +76,14 @@ def write_mmneedle(folder: Path) -> Path:
     for number, name in enumerate(names):
         noise = np.random.default_rng(number).integers(0, 256, (64, 64, 3), dtype=np.uint8)
         Image.fromarray(noise).save(folder / "val2014" / name)
-    (folder / "C").write_text(
-        json.dumps({name: f"picture {number}" for number, name in enumerate(names)})
-    )
+    write_json(folder / "C", {name: f"picture {number}" for number, name in enumerate(names)})
     places = [(row, col) for row in (0, 1) for col in (0, 1)]
     stitched = [f"COCO_val2014_stitched_{n:04d}.jpg" for n in (0, 1)]
     grids = {
         name: {f"{row}_{col}": f"val2014/{names[4 * n + 2 * row + col]}" for row, col in places}
         for n, name in enumerate(stitched)
     }
-    (folder / "2_2.json").write_text(json.dumps(grids))
+    write_json(folder / "2_2.json", grids)
 
     def test(number: int, n: int, index: int, row: int, col: int, target: int) -> dict:
         where = {
@@ -84,7 +98,7 @@ def write_mmneedle(folder: Path) -> Path:
         test(4 * n + 2 * r + c, n, 0, r, c, 4 * n + 2 * r + c) for n in (0, 1) for r, c in places
     ]
     tests += [test(5000 + n, n, -1, -1, -1, 8 + n) for n in (0, 1)]
-    (folder / "annotations_1_2_2.json").write_text(json.dumps(tests))
+    write_json(folder / "annotations_1_2_2.json", tests)
     return folder
 
 
@@ -123,7 +137,7 @@ def write_captions(path: Path, names: list[str], each: int = 3) -> Path:
         "info": {"description": "2014 MS COCO dataset", "version": "1.0", "year": 2014},
         "images": images,
     }
-    path.write_text(json.dumps(head | {"licenses": licenses, "annotations": annotations}))
+    write_json(path, head | {"licenses": licenses, "annotations": annotations})
     return path
 
 

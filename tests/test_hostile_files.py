@@ -32,7 +32,7 @@ from model.images import to_pixels
 from model.processor import Processor, load_tokenizer
 from model.source import BUNDLED_FOLDER
 from model.systems.configs import LanguageConfig
-from tests.files import write_vqav2
+from tests.files import write_json, write_vqav2
 from train.settings import Settings, parse
 from weights.load import load_model, load_system
 
@@ -183,7 +183,7 @@ def files(tmp_path_factory) -> Path:
     shutil.copy(BUNDLED_FOLDER / "model.safetensors", root / "index" / part)
     with safe_open(root / "index" / part, "pt") as file:
         index = {"weight_map": dict.fromkeys(file.keys(), part)}
-    (root / "index/model.safetensors.index.json").write_text(json.dumps(index))
+    write_json(root / "index/model.safetensors.index.json", index)
     pixels = Image.fromarray(np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3))
     for name in PICTURES:
         pixels.save(root / name)

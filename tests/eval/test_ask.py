@@ -19,6 +19,7 @@ from eval.open import Subject, model_of, models_of, toy_note
 from eval.progress import Bar
 from model import generate
 from model.images import load_image
+from tests.files import write_json
 
 pytestmark = pytest.mark.long
 
@@ -70,7 +71,7 @@ def test_the_toy_and_no_other_says_what_it_knows(workplace):
         ("big", "a/b", "embedded"),
     ):
         Path("runs", name).mkdir(parents=True)
-        Path("runs", name, "config.json").write_text(json.dumps({"base": base, "data": [data]}))
+        write_json(Path("runs", name, "config.json"), {"base": base, "data": [data]})
         Path("runs", name, "summary.json").write_text("{}")
     runs = [(run, "embedded", run) for run in ("toy", "toy/best", "own", "own/best", "big")]
     runs += [
@@ -95,7 +96,7 @@ def test_the_toy_s_questions_are_for_the_toy(workplace):
     for name, data in (("toy", "embedded"), ("own", "csv:a")):
         run = Path("runs", name)
         (run / "model").mkdir(parents=True)
-        (run / "config.json").write_text(json.dumps({"base": "embedded", "data": [data]}))
+        write_json(run / "config.json", {"base": "embedded", "data": [data]})
         (run / "summary.json").write_text("{}")
         (run / "answers.jsonl").write_text("\n".join(map(json.dumps, answers)))
     os.utime("runs/toy/summary.json", (0, 1))

@@ -20,6 +20,7 @@ from eval.systems import choices
 from model.processor import Processor
 from model.systems.language import new_model
 from tests.eval.conftest import TOKENIZER
+from tests.files import read_json, write_json
 from tests.pieces import language_folder
 from tests.runs import refused
 from weights.export import export_model
@@ -96,7 +97,7 @@ def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
         "reads text alone",
     )
     choices.main(flags)
-    rows = json.loads((tmp_path / "out" / "results.json").read_text())
+    rows = read_json(tmp_path / "out/results.json")
     for (text, options), row in zip(asked.items(), rows, strict=True):
         known = words.encode(text.rstrip(), add_special_tokens=False)
         prompt = [2] * (kind == "gemma2") + known
@@ -106,7 +107,7 @@ def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
             each = logits[len(prompt) - 1 : -1].gather(-1, torch.tensor(ids)[:, None])
             assert likelihood == pytest.approx(float(each.sum()), abs=1e-5)
     choices.main([*flags, "--max-length", "40", "--no-resume"])
-    assert len(json.loads((tmp_path / "out" / "results.json").read_text())) == 2
+    assert len(read_json(tmp_path / "out/results.json")) == 2
     assert "tokens with the longest choice, more than 40" in capsys.readouterr().err
 
 
@@ -189,9 +190,7 @@ def files(tmp_path):
         "questions": ["Who ran?", "It was a  _  .", "The dog  _  ."],
     }
     (tmp_path / "race/test/high").mkdir(parents=True)
-    (tmp_path / "race/test/high/1.txt").write_text(
-        json.dumps(passage | {"options": options, "answers": "ABA"})
-    )
+    write_json(tmp_path / "race/test/high/1.txt", passage | {"options": options, "answers": "ABA"})
     options = [
         {"text": text, "label": f"{n}"} for n, text in enumerate(("rock", "water", "air"), 1)
     ]
@@ -292,7 +291,7 @@ def test_results_are_read_back(files, source, workplace, capsys):
     ]
     choices.main(flags)
     printed = json.loads(capsys.readouterr().out)["random"]
-    written = json.loads((workplace / "out/results.json").read_text())
+    written = read_json(workplace / "out/results.json")
     assert [len(row["log_likelihoods"]) for row in written] == [2, 3, 2, 2]
     assert [row["picture"] for row in written] == ["", "red.png", "", ""]
     choices.main("--results out/results.json --json".split())
@@ -301,7 +300,7 @@ def test_results_are_read_back(files, source, workplace, capsys):
     changes = [{"log_likelihoods": [nan, 0]}, {"answer": 2}, {"answer": True}, {"choices": "ab"}]
     changes += [{"log_likelihoods": [0]}, {"subject": ["a"]}, {"picture": 1}]
     for wrong in ([*written, written[0]], *([written[0] | change] for change in changes)):
-        (workplace / "wrong.json").write_text(json.dumps(wrong))
+        write_json(workplace / "wrong.json", wrong)
         refused(lambda: choices.main(["--results", "wrong.json"]), "wrong.json")
 
 
@@ -311,7 +310,7 @@ def test_names_are_printed_without_control(workplace, capsys):
     row |= {"choices": ["a", "b"], "log_likelihoods": [-1.0, -2.0]}
     names = "one\x1b[2J", "two\x9b31m"
     for name, rows in zip(names, ([row], [row, row | {"id": 2}]), strict=True):
-        (workplace / name).write_text(json.dumps(rows))
+        write_json(workplace / name, rows)
     for more in ((), ("--json",)):
         choices.main([*(f"--results={name}" for name in names), *more])
         printed = capsys.readouterr().out

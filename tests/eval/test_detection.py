@@ -15,6 +15,7 @@ from eval.bench import Row
 from eval.data.records import Box, Detection, embedded_records
 from eval.detect import Found
 from eval.question import Question
+from tests.files import write_json
 from tests.runs import refused
 
 STATS = "AP,AP50,AP75,AP small,AP medium,AP large,AR1,AR10,AR100,AR small,AR medium,AR large".split(
@@ -201,7 +202,7 @@ def test_the_command_on_the_embedded_scenes(source, workplace, monkeypatch, caps
         for line, value in seeing.items()
         if "  AP, " in line and line not in lost
     )
-    out = workplace / "runs" / "eval" / "random" / "detect"
+    out = workplace / "runs/eval/random/detect"
     assert Image.open(out / "detect.png").width > 900
     detect.main(["--results", str(out / "results.json"), "--json"])
     (scored,) = json.loads(capsys.readouterr().out).values()
@@ -217,10 +218,10 @@ def test_bad_results_are_named(workplace):
     """Breaks when a picture counts twice, or a number that is none, a name or a crowd is scored."""
     boxes = [{"x": "left"}, {"area": math.nan}, {"width": -1}, {"label": 5}, {"is_crowd": "0"}]
     changes = [{"boxes": [BOX | change]} for change in boxes] + [{"width": 0}, {"scores": ["1"]}]
-    (workplace / "R").write_text(json.dumps([RESULT | {"boxes": [BOX]}]))
+    write_json(workplace / "R", [RESULT | {"boxes": [BOX]}])
     detect.main(["--results", "R"])
     for change in changes:
-        (workplace / "R").write_text(json.dumps([RESULT | {"boxes": [BOX]} | change]))
+        write_json(workplace / "R", [RESULT | {"boxes": [BOX]} | change])
         refused(lambda: detect.main(["--results", "R"]), "R[0]: ")
-    (workplace / "R").write_text(json.dumps([RESULT | {"boxes": [BOX]}] * 2))
+    write_json(workplace / "R", [RESULT | {"boxes": [BOX]}] * 2)
     refused(lambda: detect.main(["--results", "R"]), "R: 1 duplicate")

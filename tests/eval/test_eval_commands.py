@@ -21,6 +21,7 @@ from model.compiled import CompiledStep
 from model.differential import graft
 from model.generate import generate
 from tests.eval.conftest import random_model
+from tests.files import read_json, write_json
 from tests.runs import refused
 
 FAST = "--max-new-tokens 3 --batch-size 8".split()
@@ -176,7 +177,7 @@ def test_an_interrupted_run_goes_on(source, workplace, capsys, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         count_asked(patch, 2)
         vqa.main([*flags, "--out", "parts"])
-    log = workplace / "parts" / "answers.jsonl"
+    log = workplace / "parts/answers.jsonl"
     assert len(log.read_text().splitlines()) == 16
     log.write_bytes(log.read_bytes()[:-7])  # the process was killed while it wrote
     sizes = count_asked(monkeypatch)
@@ -284,14 +285,14 @@ def test_default_is_the_newest_run_or_the_embedded_base(source, workplace, monke
         model = random_model()
         adapter.inject(model, adapter.DECODER_TARGETS, 2, 4.0)
         adapter.save(model, folder, base=base)
-        (folder / "config.json").write_text(json.dumps({"base": base, "data": ["embedded"]}))
+        write_json(folder / "config.json", {"base": base, "data": ["embedded"]})
         if name != "unfinished":
             (folder / "summary.json").write_text("{}")
     assert subjects("")[0].title == "old"
     assert subjects("--adapter none")[0].source == "embedded"
     assert subjects(f"--model {source}")[0].run is None
     assert subjects("--adapter runs/other")[0].source == "somewhere/else"
-    (workplace / "full" / "model").mkdir(parents=True)
+    (workplace / "full/model").mkdir(parents=True)
     assert subjects("--adapter full") == [open.Subject("full/model", None, "full")]
     assert subjects("--model full/model")[0].title == "full"
     refused(lambda: subjects("--adapter full --model embedded"), "full is a whole model", "--model")
@@ -301,16 +302,14 @@ def test_default_is_the_newest_run_or_the_embedded_base(source, workplace, monke
         "pope: runs/old on embedded (the newest run in ./runs; --adapter takes another)\n"
     )
     assert "newest" not in printed.err
-    scores = json.loads(Path("runs/eval/old/pope/scores.json").read_text())
+    scores = read_json(Path("runs/eval/old/pope/scores.json"))
     assert scores["model"] == "runs/old on embedded"
     assert set(scores["results"]) == {"old"}
 
 
 def test_bad_input_is_one_line(source, workplace):
     """A mistake ends in a traceback, or in a line that names neither the file nor the remedy."""
-    (workplace / "Q").write_text(
-        json.dumps([{"question_id": 1, "image": "gone.jpg", "question": "Is it?"}])
-    )
+    write_json(workplace / "Q", [{"question_id": 1, "image": "gone.jpg", "question": "Is it?"}])
     for flags, part in (
         (f"--model {source} --questions Q", "--images go together"),
         (f"--model {source} --questions Q --images .", "'gone.jpg' is not in ."),
@@ -346,7 +345,7 @@ def test_a_question_that_cannot_be_asked_is_left_out(source, workplace, capsys):
         (workplace / name).write_text("".join(json.dumps(row) + "\n" for row in chosen))
     vqa.main(["--model", source, *FAST, *"--data jsonl:D --out D1".split()])
     assert "left out 1 of 2 questions: " in capsys.readouterr().err
-    scores = json.loads(Path("D1/scores.json").read_text())
+    scores = read_json(Path("D1/scores.json"))
     assert len(scores["left_out"]) == 1
     assert scores["results"]["random"]["measures"]["exact_match"]["questions"] == 1
     refused(lambda: vqa.main(["--model", source, *FAST, *"--data jsonl:E".split()]), "bad.png")

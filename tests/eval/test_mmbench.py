@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from eval import answer, mmbench
+from tests.files import read_json, write_json
 from tests.runs import refused
 
 FOUR = ("cat", "dog", "a red bus", "hat")
@@ -112,7 +113,7 @@ def test_thirty_questions_by_hand(workplace, capsys):
         text = text if not turn else wrong if wrong and turn == len(options) - 1 else right
         said.append({"question_id": index, "answer": text})
     write(workplace / "T", rows_of())
-    (workplace / "R").write_text(json.dumps(said))
+    write_json(workplace / "R", said)
     mmbench.main("--tsv T --results R --json".split())
     found = json.loads(capsys.readouterr().out)["R"]
     hits = [named == "B" and not wrong for *_, named, wrong in BY_HAND]
@@ -157,12 +158,12 @@ def test_a_file_of_answers_in_words(workplace, capsys):
     rows = rows_of([("", (texts[n], texts[n + 1]), "", "") for n in range(0, 14, 2)])
     write(workplace / "T", rows)
     said = [{"index": row[0], "prediction": row["ABCD".index(row[7]) + 3]} for row in rows]
-    (workplace / "R").write_text(json.dumps(said[::-1]))
+    write_json(workplace / "R", said[::-1])
     mmbench.main("--tsv T --results R --wording paligemma --json".split())
     found = json.loads(capsys.readouterr().out)["R"]["summary"]["overall"]
     assert found == {"CircularEval": 100, "undecided": 0}
     said[1]["question"] = "answer en  what, 1? choose from: A dog \t A cat"
-    (workplace / "R").write_text(json.dumps(said))
+    write_json(workplace / "R", said)
     refused(lambda: mmbench.main("--tsv T --results R".split()), "R[1]: ", "--wording")
 
 
@@ -233,15 +234,12 @@ def test_a_model_is_asked(source, workplace, capsys, monkeypatch):
     red = (255, 0, 0)
     blue = (0, 0, 255)
     assert colors == [red, *[blue] * 3, *[red] * 3, *[blue] * 4]
-    with (workplace / "free" / "submission.tsv").open(newline="") as file:
+    with (workplace / "free/submission.tsv").open(newline="") as file:
         cells = list(csv.reader(file, delimiter="\t"))
     assert cells[0] == ["index", "question", "A", "B", "C", "D", "prediction", "answer", "split"]
     assert sorted(row[0] for row in cells[1:]) == sorted(str(row[0]) for row in rows)
     assert cells[2][:6] == ["1000000", "what, 0?", "dog", "a red bus", "hat", "cat"]
-    said = {
-        r["question_id"]: r["answer"]
-        for r in json.loads((workplace / "free/results.json").read_text())
-    }
+    said = {r["question_id"]: r["answer"] for r in read_json(workplace / "free/results.json")}
     assert said.keys() == {q.id for q in asked[0]} - {1000001}
     assert None not in said.values()
     refused(lambda: mmbench.main("--tsv T --results free/results.json".split()), "--wording")

@@ -14,7 +14,7 @@ from eval import answer, needle
 from eval.bench import parser_of
 from eval.data import scenes
 from model.processor import Processor
-from tests.files import write_mmneedle
+from tests.files import read_json, write_json, write_mmneedle
 from tests.runs import refused
 
 FAST = ["--max-new-tokens", "3", "--batch-size", "8", "--json"]
@@ -54,7 +54,7 @@ def test_needle_command(source, workplace, capsys, protocol):
     text = capsys.readouterr().out
     assert "NaN" not in text  # eight tests leave places without a needle, and JSON has no NaN
     printed = json.loads(text)["random"]
-    out = workplace / "runs" / "eval" / "random" / "needle"
+    out = workplace / "runs/eval/random/needle"
     for kind, side in (("n2o1", 2), ("n4o1", 4)):
         needle.main(["--results", str(out / f"responses-{kind}.json"), "--json"])
         (scored,) = json.loads(capsys.readouterr().out).values()
@@ -113,7 +113,7 @@ def ask(coco, source, capsys):
             ["--model", source, *files, *FAST, *flags.replace("META", f"--metadata {coco}").split()]
         )
         printed = json.loads(capsys.readouterr().out)["random"]
-        return printed, json.loads((coco / "out" / f"responses-{kind}.json").read_text())
+        return printed, read_json(coco / "out" / f"responses-{kind}.json")
 
     return run
 
@@ -154,7 +154,7 @@ def test_tests_of_many_pictures_and_needles(ask, coco, monkeypatch):
             seen.append((n, turns[-1][0])) or layout(self, n, turns, marks)
         ),
     )
-    grids = json.loads((coco / "2_2.json").read_text())
+    grids = read_json(coco / "2_2.json")
     places = [[(0, 0, 0), (1, 1, 0)], [(1, 0, 1), (1, 1, 1)], [(0, 1, 1), (0, 0, 1)]]
     tests = [
         {
@@ -165,7 +165,7 @@ def test_tests_of_many_pictures_and_needles(ask, coco, monkeypatch):
         | {name: [place[at] for place in of] for at, name in enumerate(("index", "row", "col"))}
         for number, of in enumerate(places)
     ]
-    (coco / "2_annotations_2_2_2.json").write_text(json.dumps(tests))
+    write_json(coco / "2_annotations_2_2_2.json", tests)
     printed, records = ask("META --pictures 2 --needles 2 --limit 3 --protocol official", "2_2_2_2")
     assert printed["summary"]["2_2_2_2"]["chance"] == pytest.approx(
         100 / (8 * 7)
@@ -181,10 +181,10 @@ def test_tests_of_many_pictures_and_needles(ask, coco, monkeypatch):
 @pytest.mark.long
 def test_a_needle_test_without_its_picture_has_no_response(ask, coco):
     """A test on an unreadable picture counts as wrong, or ends the run."""
-    (coco / "val2014" / "COCO_val2014_000000000005.jpg").write_bytes(b"not a picture")
+    (coco / "val2014/COCO_val2014_000000000005.jpg").write_bytes(b"not a picture")
     printed, records = ask("META --limit 8")
     assert printed["measures"]["exact, 1_2_2"]["questions"] == 4
-    left_out = json.loads((coco / "out" / "scores.json").read_text())["left_out"]
+    left_out = read_json(coco / "out/scores.json")["left_out"]
     assert len(left_out) == 8
     assert all("COCO_val2014_000000000005.jpg" in reason for reason in left_out.values())
     assert [r["response"] is None for r in records] == [False] * 4 + [True] * 4

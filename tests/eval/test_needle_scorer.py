@@ -9,6 +9,7 @@ from PIL import Image
 from eval import needle
 from eval.data import scenes
 from eval.data.published import ABSENT, NeedleTest
+from tests.files import write_json
 from tests.runs import refused
 
 
@@ -176,8 +177,8 @@ def test_drawn_tests_are_true(tmp_path):
     (tmp_path / "val2014").mkdir()
     for name in captions:
         (tmp_path / "val2014" / name).touch()
-    (tmp_path / "C").write_text(json.dumps(captions))
-    (tmp_path / "D").write_text(json.dumps(dict(reversed(captions.items()))))
+    write_json(tmp_path / "C", captions)
+    write_json(tmp_path / "D", dict(reversed(captions.items())))
     drawn = [
         needle.drawn_tests(tmp_path, tmp_path / name, 20, seed)
         for name, seed in (("C", 1), ("D", 1), ("C", 2))
@@ -223,7 +224,7 @@ def test_a_response_file_is_scored(tmp_path, capsys):
         ("1, 1, 2", None, 2),
         ("0, 0, 0", "1, 1, 1", 5000),
     ]
-    (tmp_path / "F.json").write_text(json.dumps([record(*row) for row in rows]))
+    write_json(tmp_path / "F.json", [record(*row) for row in rows])
     needle.main(["--results", str(tmp_path / "F.json"), "--json"])
     (values,) = json.loads(capsys.readouterr().out).values()
     expected = {
@@ -245,5 +246,5 @@ def test_bad_response_files_are_named(tmp_path):
         [record("1, 1, 1", 1)],
         *([record(truth, "1")] for truth in truths),
     ):
-        (tmp_path / "F.json").write_text(json.dumps(records))
+        write_json(tmp_path / "F.json", records)
         refused(lambda: needle.main(["--results", str(tmp_path / "F.json")]), "F.json")

@@ -9,6 +9,7 @@ from PIL import Image
 
 from eval import pope
 from eval.question import Question
+from tests.files import write_json
 from tests.runs import refused
 
 PARSED = {
@@ -144,7 +145,7 @@ def test_the_embedded_scenes_and_files(score, source, workplace, capsys):
         "--limit 18 --json --probability --results runs/eval/random/pope/results.json".split()
     )
     assert next(iter(json.loads(capsys.readouterr().out).values())) == printed
-    (workplace / "R").write_text(json.dumps(QUESTIONS[0]))
+    write_json(workplace / "R", QUESTIONS[0])
     pope.main([*flags, *"--images P --questions Q R".split()])
     printed = json.loads(capsys.readouterr().out)["random"]["summary"]
     assert list(printed) == ["Q", "R", "mean"]

@@ -1,8 +1,6 @@
 """Prompt templates are filled literally, and a model is asked with the prompt that it was trained
 with."""
 
-import json
-
 import pytest
 from PIL import Image
 
@@ -10,6 +8,7 @@ from eval import ask, vqa
 from eval.data.published import check_prompt, fill_prompt
 from lora import adapter
 from model.processor import Processor
+from tests.files import read_json, write_json
 from tests.runs import refused
 from weights.export import companions, export_model
 from weights.load import load_model
@@ -53,13 +52,13 @@ def test_a_run_is_asked_as_it_was_trained(data, stored, prompt, workplace, monke
     )
     model = load_model("embedded")
     run = workplace / "run"
-    file = workplace / "run" / "adapter_config.json"
+    file = workplace / "run/adapter_config.json"
     adapter.inject(model, adapter.DECODER_TARGETS, 2, 4.0)
     adapter.save(model, run, base="embedded")
     if data:
         settings = {"base": "embedded", "data": [data], "prompt": "answer {question}"}
-        (run / "config.json").write_text(json.dumps(settings))
-    file.write_text(json.dumps(json.loads(file.read_text()) | stored))
+        write_json(run / "config.json", settings)
+    write_json(file, read_json(file) | stored)
     flags = "--adapter run".split()
     question = vqa.embedded(1, template="{question}")[0].prefix
     if prompt is None:

@@ -14,6 +14,7 @@ from model.attention import attention_modules
 from model.differential import graft
 from model.systems.processors import SlotProcessor
 from model.systems.wings import attach
+from tests.files import read_json
 from tests.model.test_wings import randomized
 from weights.export import companions, export_model
 from weights.load import load_model
@@ -75,7 +76,7 @@ def test_the_command(workplace, capsys):
         assert text[0] == "a" or put_slot(text.replace("<image>", "")) == text
     shift.main("--model embedded --limit 3 --out plain".split())
     assert "attention shift: not defined" in capsys.readouterr().out
-    result = json.loads((workplace / "plain" / "shift.json").read_text())
+    result = read_json(workplace / "plain/shift.json")
     assert result["attention_shift"] is None
     assert result["slot"] == "first"
     assert result["undefined"] == 3
@@ -89,7 +90,7 @@ def test_the_command(workplace, capsys):
         companions=companions("embedded"),
     )
     shift.main("--model wings --data own.jsonl --out w".split())
-    result = json.loads((workplace / "w" / "shift.json").read_text())
+    result = read_json(workplace / "w/shift.json")
     assert (result["slot"], result["undefined"], result["prompts"]) == ("inside", 0, 1)
     assert list(result["laws_percent"][0]) == [*GROUPS]
     assert 0 <= result["attention_shift"]["low"] <= result["attention_shift"]["high"] <= 2

@@ -13,7 +13,7 @@ from eval.vqa_scoring import answerability
 from model.config import PRESETS
 from model.systems.configs import WingsConfig
 from tests.eval.test_mmbench import BY_HAND, rows_of, write
-from tests.files import write_mmneedle, write_vqav2
+from tests.files import read_json, write_json, write_mmneedle, write_vqav2
 from tests.runs import refused
 
 TABLE = "VQAv2,GQA,VizWiz,unanswerable AP,unanswerable F1,TextVQA,POPE,POPE F1,POPE P(yes),MMBench,MMNeedle".split(
@@ -63,7 +63,7 @@ def root(tmp_path_factory):
         }
         files[f"pope/coco_pope_{name}"] = [line, line | {"question_id": 2}]
     for name, content in files.items():
-        (root / f"{name}.json").write_text(json.dumps(content))
+        write_json(root / f"{name}.json", content)
     write(root / "mmbench/MMBench_DEV_EN.tsv", rows_of(BY_HAND[:2]))
     return root
 
@@ -83,8 +83,8 @@ def test_the_rows_of_two_models(root, source, twin, workplace, capsys):
     folder = workplace / "runs/eval/suite"
     assert [*found["random"]] == TABLE
     assert None not in found["random"].values()
-    assert found == json.loads((folder / "suite.json").read_text())
-    rows = json.loads((folder / "gqa/results.json").read_text())
+    assert found == read_json(folder / "suite.json")
+    rows = read_json(folder / "gqa/results.json")
     assert [set(row) for row in rows] == 2 * [{"questionId", "prediction"}]
     suite.main([*flags, "--adapter", twin, *"--tasks gqa,pope --blind --out two".split()])
     lines = capsys.readouterr().out
@@ -99,9 +99,7 @@ def test_prompts_of_the_families_and_what_is_missing(root, source, capsys, monke
     after an hour."""
     monkeypatch.setattr("eval.open.load_model", None)
     (workplace / "wings").mkdir()
-    (workplace / "wings/config.json").write_text(
-        json.dumps(WingsConfig(**vars(PRESETS["tiny"])).to_dict())
-    )
+    write_json(workplace / "wings/config.json", WingsConfig(**vars(PRESETS["tiny"])).to_dict())
     short = "Answer the question using a single word or phrase."
     unsure = "When the provided information is insufficient, respond with 'Unanswerable'."
     llava = (

@@ -9,6 +9,7 @@ from eval import answer, vqa
 from eval.data.records import Record, read_data
 from eval.question import question_of
 from tests.eval.test_eval_commands import FAST, count_asked, noise
+from tests.files import read_json, write_json
 from tests.runs import refused
 
 
@@ -56,7 +57,7 @@ def test_own_examples(source, workplace, monkeypatch, capsys):
     vqa.main(flags)
     printed = json.loads(capsys.readouterr().out)
     out = workplace / "runs/eval/random/vqa"
-    results = json.loads((out / "results.json").read_text())
+    results = read_json(out / "results.json")
     assert [r["question"] for r in results] == [line["prefix"] for line in lines]
     logged = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
     said, gray = (
@@ -92,7 +93,7 @@ def test_official_files_without_annotations_and_with_a_broken_picture(
     asked = [
         {"image_id": n // 2 + 1, "question": f"What is {n}?", "question_id": n} for n in range(6)
     ]
-    (tmp_path / "Q").write_text(json.dumps({"data_subtype": "val2014", "questions": asked}))
+    write_json(tmp_path / "Q", {"data_subtype": "val2014", "questions": asked})
     flags = (
         f"--model {source} --questions {tmp_path}/Q --images {tmp_path} --out {tmp_path}/out".split()
         + FAST
@@ -102,7 +103,7 @@ def test_official_files_without_annotations_and_with_a_broken_picture(
     assert "nothing is scored" in printed
     assert "left out 2 of 6 questions" in report
     assert paths[1].name in report
-    assert [r["question_id"] for r in json.loads((tmp_path / "out/results.json").read_text())] == [
+    assert [r["question_id"] for r in read_json(tmp_path / "out/results.json")] == [
         0,
         1,
         4,
@@ -112,7 +113,7 @@ def test_official_files_without_annotations_and_with_a_broken_picture(
     sizes = count_asked(monkeypatch)
     vqa.main(flags)
     assert sum(sizes) == 2
-    assert len(json.loads((tmp_path / "out/results.json").read_text())) == 6
+    assert len(read_json(tmp_path / "out/results.json")) == 6
 
 
 def test_what_cannot_be_asked(workplace):

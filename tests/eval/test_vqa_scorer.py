@@ -14,6 +14,7 @@ from eval import vqa, vqa_scoring
 from eval.data.published import Annotation
 from eval.data.records import Record
 from eval.question import Question
+from tests.files import write_json
 from tests.runs import refused
 
 ROOT = Path(__file__).parent.parent.parent
@@ -227,13 +228,13 @@ def scores(workplace, capsys):
         {"image_id": id_ // 10, "question": f"{first}?", "question_id": id_}
         for id_, (_, first, _) in SAID.items()
     ]
-    (workplace / "Q").write_text(json.dumps({"data_subtype": "val2014", "questions": asked}))
-    (workplace / "A").write_text(
-        json.dumps({"annotations": [annotated(id_, *rest) for id_, rest in SAID.items()]})
+    write_json(workplace / "Q", {"data_subtype": "val2014", "questions": asked})
+    write_json(
+        workplace / "A", {"annotations": [annotated(id_, *rest) for id_, rest in SAID.items()]}
     )
 
     def run(*more, results=RESULTS, files="--questions Q --annotations A"):
-        (workplace / "R").write_text(json.dumps(results))
+        write_json(workplace / "R", results)
         vqa.main([*files.split(), *"--results R --json".split(), *more])
         return json.loads(capsys.readouterr().out)
 
@@ -262,7 +263,7 @@ def test_a_results_file(scores, workplace):
     ):
         assert values(scores("--scoring", scoring))["overall"] == overall
     one = [annotated(id_, *rest[:2], rest[2][:1]) for id_, rest in SAID.items()]
-    (workplace / "A").write_text(json.dumps({"annotations": one}))
+    write_json(workplace / "A", {"annotations": one})
     assert list(scores()["R"]["measures"]) == ["VQA accuracy, gqa scoring"]
 
 
@@ -292,7 +293,7 @@ def test_gqa_in_its_own_layouts(scores, workplace):
         }
         for n, (q, a, of, balanced) in enumerate(rows, 1)
     }
-    (workplace / "Q").write_text(json.dumps(questions))
+    write_json(workplace / "Q", questions)
     said = [
         {"questionId": n, "prediction": p} for n, p in (("1", "Yes."), ("2", "cat"), ("3", "cat"))
     ]

@@ -2,7 +2,6 @@
 refuses."""
 
 import copy
-import json
 import warnings
 
 import peft
@@ -27,6 +26,7 @@ from lora.adapter import (
 )
 from model import cpu
 from model.differential import graft, new_parameters
+from tests.files import read_json, write_json
 from tests.reference import batch, hf_forward, hf_model, ours, relative_error
 from tests.runs import refused
 
@@ -462,8 +462,8 @@ def test_saved_and_loaded_here_is_the_same_to_the_bit(tmp_path, hf, inputs, mode
     if extra:  # which PEFT would leave out; before, such a file said LORA
         with pytest.raises(KeyError, match="DIFFERENTIAL_LORA"):
             peft.PeftModel.from_pretrained(copy.deepcopy(hf), str(tmp_path))
-        config = json.loads((tmp_path / "adapter_config.json").read_text())
-        (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"peft_type": "LORA"}))
+        config = read_json(tmp_path / "adapter_config.json")
+        write_json(tmp_path / "adapter_config.json", config | {"peft_type": "LORA"})
     again = ours(hf)
     assert load(again, tmp_path) == list(lora_layers(model))
     assert torch.equal(again(**inputs), model(**inputs))
@@ -535,10 +535,10 @@ def test_a_regular_expression_in_an_adapter_ends(tmp_path, hf, inputs, model, na
     """Breaks when somebody's adapter takes hours to be opened, or what PEFT writes is refused."""
     theirs = peft_adapter(hf, tmp_path, target_modules=["q_proj"], rank_pattern={"q_proj": 4})
     file = tmp_path / "adapter_config.json"
-    config = json.loads(file.read_text())
+    config = read_json(file)
     for pattern in PATTERNS:
         change = {"rank_pattern": {pattern: 4}} if name == "rank" else {name: pattern}
-        file.write_text(json.dumps(config | change))
+        write_json(file, config | change)
         if name == "rank":
             refused(lambda: load(copy.deepcopy(model), tmp_path), "rank_pattern", "hours")
         else:  # the tensors say which layers carry LoRA
@@ -566,7 +566,7 @@ def test_what_is_no_adapter(tmp_path, hf, model):
     refused(lambda: load(model, tmp_path), "adapter_config.json: not found")
     peft_adapter(hf, tmp_path, target_modules=["q_proj"])
     path = tmp_path / "adapter_config.json"
-    config = json.loads(path.read_text())
+    config = read_json(path)
     changes = {
         "use_dora": True,
         "bias": "lora_only",
@@ -576,12 +576,12 @@ def test_what_is_no_adapter(tmp_path, hf, model):
     }
     changes |= {"lora_alpha": None}
     for name, value in (changes | {"quantized": "fp3"}).items():
-        path.write_text(json.dumps(config | {name: value}))
+        write_json(path, config | {name: value})
         refused(
             lambda: load(copy.deepcopy(model), tmp_path),
             "fp3" if name == "quantized" else str(tmp_path),
         )
-    path.write_text(json.dumps(config))
+    write_json(path, config)
     (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
     refused(lambda: load(model, tmp_path), "adapter_model.safetensors: not found")
     refused(lambda: save(model, tmp_path), "no adapter to save")

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from eval.ask import main
 from model.systems.chat import TextTokenizer, ask_text, load_text_tokenizer
+from tests.files import write_json
 from tests.pieces import TEXTS, language_folder
 from tests.runs import refused
 from weights.load import load_text
@@ -94,7 +95,7 @@ def test_the_system_turn_is_the_models(folder, both, tmp_path):
     template = QWEN.replace(
         "You are a", "You are Qwen, created by Alibaba Cloud. You are a"
     ).replace("\n", "\\n")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    write_json(tmp_path / "tokenizer_config.json", {"chat_template": template})
     turns = [("a", "b"), ("c", None)]
     assert load_text_tokenizer(tmp_path).conversation(turns)[0] == rendered(
         both[1], turns, chat_template=template

@@ -14,6 +14,7 @@ from model.config import PRESETS, PaliGemmaConfig, TextConfig, VisionConfig
 from model.linear import ACTIVATIONS
 from model.registry import read_config
 from model.systems import configs
+from tests.files import write_json
 
 # what the hub's files hold, shortened to what matters; both leave out whatever equalled the
 # defaults of their day
@@ -109,7 +110,7 @@ CONFIGS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_round_trip_through_our_file(name, tmp_path):
     """Breaks when an exported config.json reads back as another model."""
-    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[name].to_dict()))
+    write_json(tmp_path / "config.json", CONFIGS[name].to_dict())
     assert type(CONFIGS[name]).from_file(tmp_path / "config.json") == CONFIGS[name]
     if name != "mamba":  # a part of other models
         assert read_config(tmp_path / "config.json") == CONFIGS[name]
@@ -248,7 +249,7 @@ REFUSED = [
 def test_other_architectures_and_contradictions_are_refused(raw, word, tmp_path):
     """Breaks when a file that this code cannot honour is read as if it could, or ends in a
     traceback."""
-    (tmp_path / "config.json").write_text(json.dumps(raw))
+    write_json(tmp_path / "config.json", raw)
     with pytest.raises(UserError, match=word) as caught:
         read_config(tmp_path / "config.json")
     assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
@@ -270,8 +271,8 @@ GENERATION = [
 def test_what_generation_config_says_otherwise_is_refused(given, word, tmp_path):
     """Breaks when answers end elsewhere than transformers', which reads generation_config.json, or
     a file that says the same is refused."""
-    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED_1))
-    (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    write_json(tmp_path / "config.json", PUBLISHED_1)
+    write_json(tmp_path / "generation_config.json", given)
     if word:
         with pytest.raises(UserError, match=f"generation_config.json: {word}"):
             read_config(tmp_path / "config.json")

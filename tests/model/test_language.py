@@ -1,7 +1,6 @@
 """Gemma, Gemma 2, Qwen1.5 and Qwen2 as language models for text alone equal transformers'
 `*ForCausalLM`."""
 
-import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from model.processor import Processor
 from model.registry import read_config
 from model.source import BUNDLED_FOLDER
 from model.systems.language import LanguageModel
+from tests.files import read_json, write_json
 from tests.reference import (
     outputs_by_layer,
     randomize,
@@ -214,8 +214,8 @@ def test_greedy_tokens_are_those_of_transformers(hf, tmp_path):
 
 def change(folder: Path, **changes) -> None:
     path = folder / "config.json"
-    raw = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({name: value for name, value in raw.items() if value is not ...}))
+    raw = read_json(path) | changes
+    write_json(path, {name: value for name, value in raw.items() if value is not ...})
 
 
 @torch.no_grad()
@@ -225,7 +225,7 @@ def test_files_of_all_layouts_are_opened(folder, hf, tmp_path):
     several = tmp_path / "several"
     stored = tmp_path / "stored"
     hf.save_pretrained(several, max_shard_size="60KB")
-    raw = json.loads((several / "config.json").read_text())
+    raw = read_json(several / "config.json")
     older = {
         "rope_theta": raw["rope_parameters"]["rope_theta"],
         "rope_parameters": ...,

@@ -26,7 +26,7 @@ from model.images import load_image, to_pixels
 from model.processor import Batch, Processor, load_tokenizer, parse_boxes
 from model.source import BUNDLED_FOLDER, resolve
 from model.tokenizer import LOCATIONS
-from tests.files import picture
+from tests.files import picture, read_json, write_json
 from tests.pieces import SENTENCES, gemma_tokenizer, train_pieces
 from tests.runs import refused
 
@@ -61,7 +61,7 @@ def folder(tmp_path_factory) -> Path:
         ),
         image_token_id=pieces,
     )
-    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    write_json(folder / "config.json", config.to_dict())
     return folder
 
 
@@ -258,7 +258,7 @@ def test_folders_that_hold_no_processor(folder, tmp_path, file, change, part):
     if change is None:
         (tmp_path / file).unlink()
     else:
-        raw = json.loads((folder / file).read_text()) if file == "config.json" else {}
+        raw = read_json(folder / file) if file == "config.json" else {}
         (tmp_path / file).write_text(
             json.dumps(raw | change) if isinstance(change, dict) else change
         )

@@ -17,6 +17,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.tokenizer import LOCATIONS, find_tokenizer, load_tokenizer
+from tests.files import read_json, write_json
 from tests.pieces import SENTENCES, gemma_tokenizer, texts, train_pieces
 from tests.runs import refused
 
@@ -87,11 +88,11 @@ def folder(request, tmp_path_factory) -> Path:
     pictures.image_seq_length = 4
     tokenizer = request.param(tmp_path_factory.mktemp("pieces"))
     PaliGemmaProcessor(pictures, tokenizer).save_pretrained(folder)
-    raw = json.loads((BUNDLED_FOLDER / "config.json").read_text())
+    raw = read_json(BUNDLED_FOLDER / "config.json")
     raw["vision_config"] |= {"image_size": 28, "patch_size": 14}
     raw["image_token_index"] = tokenizer.convert_tokens_to_ids("<image>")
     raw["text_config"]["vocab_size"] = len(tokenizer) + 8
-    (folder / "config.json").write_text(json.dumps(raw))
+    write_json(folder / "config.json", raw)
     return folder
 
 
@@ -138,11 +139,11 @@ def saved(folder: Path, change=lambda tokenizer: None) -> Path:
 
 def rename(folder: Path) -> None:
     """Give a piece of tokenizer.json another name, as is done with <unused0> of Gemma."""
-    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw = read_json(folder / "tokenizer.json")
     raw["model"]["vocab"]["<brand>"] = raw["model"]["vocab"].pop("<loc1023>")
     for token in raw["added_tokens"]:
         token["content"] = token["content"].replace("<loc1023>", "<brand>")
-    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    write_json(folder / "tokenizer.json", raw)
     (folder / "tokenizer_config.json").unlink()
 
 
@@ -174,9 +175,9 @@ def test_tokens_that_only_a_file_beside_names_are_refused(tmp_path):
     for name in ("tokenizer.model", "tokenizer.json"):
         for file, (agreeing, other) in beside.items():
             shutil.copy(BUNDLED_FOLDER / name, tmp_path)
-            (tmp_path / file).write_text(json.dumps(agreeing))
+            write_json(tmp_path / file, agreeing)
             assert load_tokenizer(tmp_path / name).encode("dog")
-            (tmp_path / file).write_text(json.dumps(other))
+            write_json(tmp_path / file, other)
             refused(lambda name=name: load_tokenizer(tmp_path / name), file, "<")
             (tmp_path / file).unlink()
 
@@ -195,8 +196,8 @@ WORDS = {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100, "un
 
 def changed(folder: Path, **parts) -> Path:
     """The embedded tokenizer.json with other parts."""
-    raw = json.loads((BUNDLED_FOLDER / "tokenizer.json").read_text())
-    (folder / "tokenizer.json").write_text(json.dumps(raw | parts))
+    raw = read_json(BUNDLED_FOLDER / "tokenizer.json")
+    write_json(folder / "tokenizer.json", raw | parts)
     return folder / "tokenizer.json"
 
 
@@ -206,7 +207,7 @@ def test_a_tokenizer_that_fails_at_its_first_text_is_refused(tmp_path):
     for part, steps in (*LONGER.items(), ("normalizer", {"type": "Prepend", "prepend": "a" * 200})):
         file = changed(tmp_path, **{part: steps})
         refused(lambda file=file: load_tokenizer(file), "longer")
-    vocabulary = json.loads((BUNDLED_FOLDER / "tokenizer.json").read_text())["model"]["vocab"]
+    vocabulary = read_json(BUNDLED_FOLDER / "tokenizer.json")["model"]["vocab"]
     for kind in ("WordPiece", "WordLevel"):
         model = {"type": kind, "vocab": vocabulary, **WORDS}
         refused(lambda model=model: load_tokenizer(changed(tmp_path, model=model)), "[UNK]")

@@ -79,7 +79,7 @@ def opened(parts: Path, more: str = ""):
 
 
 def reader(parts: Path, model) -> Processor:
-    return processor_for(model.config, load_tokenizer(parts / "text" / "tokenizer.json"))
+    return processor_for(model.config, load_tokenizer(parts / "text/tokenizer.json"))
 
 
 @torch.no_grad()
@@ -137,18 +137,18 @@ def test_both_stages_are_trained_and_opened_elsewhere(parts, tmp_path):
     to answer."""
     small = "--steps 2 --step-batch 2 --batch-size 2 --device cpu --lr 0.01 --eval-every 0".split()
     wings.main([*flags(parts), *small, "--no-evaluate", "--out", str(tmp_path / "1")])
-    model = load_model(tmp_path / "1" / "model")
+    model = load_model(tmp_path / "1/model")
     moved = tmp_path / "moved"
     for name, tensor in load_text(parts / "text").state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
     assert model.language_model.layers[0].self_attn.visual.o.B.weight.any()
-    shutil.move(tmp_path / "1" / "model", moved)
+    shutil.move(tmp_path / "1/model", moved)
     second = f"--stage 2 --base {moved} --data jsonl:{parts}/own.jsonl --out {tmp_path}/2".split()
     wings.main([*second, *small, "--evaluate", "--eval-data", f"jsonl:{parts}/own.jsonl"])
-    again = load_model(tmp_path / "2" / "model")
+    again = load_model(tmp_path / "2/model")
     assert again.config.routed
     assert again.config.chat
-    assert Processor.from_source(tmp_path / "2" / "model").texts
+    assert Processor.from_source(tmp_path / "2/model").texts
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """The benchmark: both sides do the same work, each in a process of its own, and ratios follow from
 times."""
 
-import json
 from contextlib import nullcontext
 from importlib import metadata
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 from model.common import UserError, run_command
+from tests.files import read_json
 from train.benchmark.__main__ import Process, Row, main, write_folder
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "tokens": 6, "compiled": False}
@@ -110,7 +110,7 @@ def test_the_command_writes_its_report_or_one_line(sides, tmp_path, capfd, monke
     with monkeypatch.context() as patch:
         patch.setattr("train.benchmark.__main__.Process", lambda name: nullcontext(sides[name]))
         main(command)
-    result = json.loads((tmp_path / "report.json").read_text())
+    result = read_json(tmp_path / "report.json")
     assert {
         "base",
         "dtype",

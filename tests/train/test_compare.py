@@ -15,7 +15,7 @@ from PIL import Image
 from eval.data.records import read_examples
 from model.common import UserError
 from model.images import load_image
-from tests.files import write_mmneedle, write_vqav2
+from tests.files import read_json, write_mmneedle, write_vqav2
 from tests.runs import read_cells
 from train import compare
 from train.model import load_base, open_model
@@ -49,9 +49,7 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch, capsys):
             counted[row, "test", seed] == 5 and counted[row, "validation", seed] == 5
             for seed in (0, 1)
         )
-    table = json.loads((tmp_path / "comparison.json").read_text())["tables"][
-        "the mean of all plain rows"
-    ]
+    table = read_json(tmp_path / "comparison.json")["tables"]["the mean of all plain rows"]
     assert [gap["measure"] for gap in table] == ["mean", "VQA", "n2o2", "n3d8", "n4o1", "e16"]
     monkeypatch.setattr(training, "train_on", None)
     compare.main(command)

@@ -1,7 +1,6 @@
 """Several processes: their checkpoints resume in any number, and together they answer what one
 would."""
 
-import json
 import shutil
 from pathlib import Path
 from threading import Barrier, Thread
@@ -16,7 +15,7 @@ from eval.data import scenes
 from eval.data.records import embedded_records
 from eval.question import Question
 from model.processor import Processor
-from tests.files import write_vqav2
+from tests.files import read_json, write_vqav2
 from tests.runs import WORLD, metrics, refused, torchrun, words
 from train import finetune
 from train.data.batches import Order
@@ -68,9 +67,7 @@ def test_a_spread_run_goes_on_with_as_many_processes(spread_run, tmp_path):
         torch.allclose(tensor, models[1][name], rtol=1e-3, atol=1e-4)
         for name, tensor in models[0].items()
     )
-    first, second = (
-        json.loads((folder / "summary.json").read_text()) for folder in (spread_run, cut)
-    )
+    first, second = (read_json(folder / "summary.json") for folder in (spread_run, cut))
     assert first["held_out"]["after"] == pytest.approx(second["held_out"]["after"], rel=1e-4)
     assert first["samples"] == second["samples"] == 42
     assert first["before"]["vqa"] is not None

@@ -17,7 +17,7 @@ from eval.data.records import embedded_records
 from lora import adapter
 from model.differential import KINDS
 from model.generate import ask
-from tests.files import write_vqav2
+from tests.files import read_json, write_vqav2
 from tests.killed_runs import kill_often
 from tests.runs import QUICK, SERVER, WORLD, metrics, refused, run, torchrun, words
 from train import finetune
@@ -42,7 +42,7 @@ def test_every_variant_trains_and_is_opened_again(kind, tmp_path):
     assert all(0 < record["loss"] < 20 for record in losses)
     model = load_model("tiny")
     adapter.load(model, tmp_path / "run")
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    summary = read_json(tmp_path / "run/summary.json")
     assert summary["trainable_parameters"] == sum(p.numel() for p in trainable(model).values())
 
 
@@ -109,14 +109,11 @@ def test_vqav2_is_trained_on_and_evaluated(tmp_path, capsys):
     assert (
         len(run(flags, "--per-picture 2 --batch-size 4", out=tmp_path / "run")) == 12
     )  # 16 pictures of 3 questions
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    summary = read_json(tmp_path / "run/summary.json")
     assert summary["held_out"]["examples"] == 12
     assert summary["before"]["needle"] is None
     assert summary["held_out"]["after"]["vqa_accuracy"] == summary["after"]["vqa"] is not None
-    assert (
-        json.loads((tmp_path / "run/adapter_config.json").read_text())["prompt"]
-        == "answer {question}"
-    )
+    assert read_json(tmp_path / "run/adapter_config.json")["prompt"] == "answer {question}"
     assert "--prompt 'answer Where is the dog?'" in capsys.readouterr().out
 
 
@@ -353,7 +350,7 @@ def test_a_step_without_a_usable_record_changes_nothing(flags, tmp_path, capsys)
     assert len(logged) == 4
     assert empty > 0
     assert logged[empty]["lr"] > 0
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    summary = read_json(tmp_path / "run/summary.json")
     assert summary["empty_steps"] == 1
     assert "1 step had no usable record" in capsys.readouterr().out
     for file in ("trainable.safetensors", "optimizer.safetensors"):

@@ -2,7 +2,6 @@
 config.json."""
 
 import dataclasses
-import json
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import pytest
 
 from eval import ask
 from model.config import PRESETS
+from tests.files import write_json
 from tests.runs import refused, words
 from train import finetune
 from train.flags import flag_name, from_values
@@ -43,7 +43,7 @@ def test_patience_needs_evaluations():
 def test_a_run_s_config_is_checked_field_by_field(change, named, tmp_path):
     """Breaks when an edited config.json ends in a traceback, or in a run with other settings than
     it says."""
-    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(Settings()) | change))
+    write_json(tmp_path / "config.json", dataclasses.asdict(Settings()) | change)
     refused(lambda: finetune.main(["--resume", str(tmp_path)]), str(tmp_path), named)
     (tmp_path / "config.json").write_text("{")
     refused(lambda: finetune.main(["--resume", str(tmp_path)]), str(tmp_path))
@@ -76,7 +76,7 @@ def test_a_base_of_published_size_has_defaults_of_its_own(tmp_path, capsys):
         ("paligemma2-3b-224", "one-gpu"),
         ("mini", ""),
     ):  # a folder is known by its config.json
-        (tmp_path / "config.json").write_text(json.dumps(PRESETS[name].to_dict()))
+        write_json(tmp_path / "config.json", PRESETS[name].to_dict())
         assert chosen(f"--base {tmp_path}")[0] == recipe
     finetune.print_recipe(parse(words("--base paligemma-3b-224 --lr 0.5"))[0])
     assert capsys.readouterr().out.count("0.5") == 1

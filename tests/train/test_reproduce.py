@@ -1,7 +1,6 @@
 """The paper's experiment in one command: its parts, its choice, its data, and its tables beside
 those published."""
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +9,7 @@ import pytest
 
 from eval.figures import accuracy_color
 from model.common import UserError
-from tests.files import write_mmneedle, write_vqav2
+from tests.files import read_json, write_mmneedle, write_vqav2
 from train.plan import StepCost
 from train.settings import RECIPES
 from train.studies import paper
@@ -23,7 +22,7 @@ SMALL = "--samples 20 --vqa-limit 12 --needle-limit 6 --device cpu --jobs 1".spl
 def run(out: Path, *flags: str) -> dict[str, tuple[Path, dict]]:
     """The cells by row, with their folders."""
     main([*flags, "--out", str(out)])
-    cells = {file.parent: json.loads(file.read_text()) for file in out.glob("cells/*/cell.json")}
+    cells = {file.parent: read_json(file) for file in out.glob("cells/*/cell.json")}
     return {cell["row"]: (folder, cell) for folder, cell in cells.items()}
 
 
@@ -49,9 +48,7 @@ def test_the_plan_in_miniature(tmp_path):
         best = max(candidates, key=lambda name: vqa(cells[name][1]))
         assert cell["facts"]["chosen"] == best
         assert steps(folder) == 5
-        config, of_best = (
-            json.loads((at / "adapter_config.json").read_text()) for at in (folder, cells[best][0])
-        )
+        config, of_best = (read_json(at / "adapter_config.json") for at in (folder, cells[best][0]))
         assert config["r"] == of_best["r"]
         assert config.get("differential") == (
             of_best.get("differential") if row != CONTROL else None

@@ -1,10 +1,9 @@
 """`--show-batch`: what it prints is what is learned, for every kind of data and every system."""
 
-import json
-
 import pytest
 from PIL import Image
 
+from tests.files import write_json
 from train import finetune
 from train.systems import qmamba, wings
 
@@ -23,9 +22,7 @@ def own(tmp_path_factory):
         "image": "a.png",
         "conversations": [{"from": role, "value": text} for role, text in turns],
     }
-    (folder / "own.json").write_text(
-        json.dumps([talk, {"image": "gone.png", "prefix": "a", "suffix": "b"}])
-    )
+    write_json(folder / "own.json", [talk, {"image": "gone.png", "prefix": "a", "suffix": "b"}])
     return folder / "own.json"
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from eval.report import interval_text
 from model.common import UserError
+from tests.files import read_json
 from tests.runs import SERVER, read_cells, refused
 from train.estimates import estimate
 from train.loop import Diverged
@@ -86,7 +87,7 @@ def done(tmp_path_factory):
 def test_a_study_from_end_to_end(done):
     """Breaks when a rate at the edge is taken, a control by time is missing, or the sign of a loss
     is turned."""
-    summary = json.loads((done.out / "comparison.json").read_text())
+    summary = read_json(done.out / "comparison.json")
     text = (done.out / "comparison.md").read_text()
     assert {row: list(tried) for row, tried in done.tried.items()} == dict.fromkeys(
         done.tried, [0.01, 0.02, 0.04]
@@ -266,9 +267,7 @@ def test_a_killed_study_goes_on_in_other_processes(number, tmp_path, done, monke
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # nothing kills the rest
     report.write(run(out, rows=SLOW))
     assert all(file.read_text() == text for file, text in before.items())
-    tables, alone = (
-        json.loads((folder / "comparison.json").read_text())["tables"] for folder in (out, done.out)
-    )
+    tables, alone = (read_json(folder / "comparison.json")["tables"] for folder in (out, done.out))
     assert tables == {title: alone[title] for title in tables}
 
 

@@ -1,13 +1,12 @@
 """The study of Q-Mamba compares what it says: one thing changed at a time, same pictures, same
 questions."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.files import write_vqav2
+from tests.files import read_json, write_vqav2
 from tests.runs import stage_settings
 from train.studies.cells import Job
 from train.systems.studies import qmamba
@@ -68,9 +67,7 @@ def study_folder(out: Path, *flags: str) -> dict[str, Path]:
     """Run a study of one seed; the folders of its cells by row."""
     small = "--steps 1 --batch-size 4 --step-batch 4 --seeds 1 --rates 1 --jobs 1 --limit 4 --samples 40".split()
     qmamba.main([*SMALL, *small, "--out", str(out), *flags])
-    return {
-        json.loads(file.read_text())["row"]: file.parent for file in out.glob("cells/*/cell.json")
-    }
+    return {read_json(file)["row"]: file.parent for file in out.glob("cells/*/cell.json")}
 
 
 @pytest.mark.long
@@ -96,7 +93,7 @@ def test_the_study_from_end_to_end_and_again(tmp_path):
     for projector.connector.order in ("bidirectional", "forward", "backward"):
         read.add(projector(features).sum().item())
     assert len(read) == 3  # the order decides what Mamba reads
-    table = json.loads((tmp_path / "comparison.json").read_text())["tables"][
+    table = read_json(tmp_path / "comparison.json")["tables"][
         "the row that the paper compares with"
     ]
     assert {line["row"] for line in table} == {*ROWS} - {"from scratch"}
@@ -111,4 +108,4 @@ def test_a_table_is_made_of_data_on_disk(tmp_path):
     flags = ["--data", f"vqav2:{tmp_path / 'data'}", "--validation", "0.5", "--tables", "2"]
     cells = study_folder(tmp_path / "study", *flags)
     assert set(cells) == {"local", "global", "connector"}  # whose connector the others start from
-    assert set(json.loads((cells["global"] / "cell.json").read_text())["scores"]["test"]) == {"VQA"}
+    assert set(read_json(cells["global"] / "cell.json")["scores"]["test"]) == {"VQA"}

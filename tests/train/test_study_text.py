@@ -1,14 +1,13 @@
 """The study of language models: real cells end to end, fair pairs, and what is computed from their
 scores."""
 
-import json
-
 import numpy as np
 import pytest
 
 from eval.systems.text.corpus import kept_corpus
 from eval.systems.text.measures import Scores, chance, examples, nll, recall
 from model.common import UserError
+from tests.files import read_json
 from tests.runs import read_cells
 from train.systems.studies.text import Options, hardest, main, study_of, window_losses
 from weights.load import load_model
@@ -18,7 +17,7 @@ FLAGS = "--sizes nano --length 128 --batch-size 2 --rates 1e-3 --tokens 1280 --l
 
 def run(text_folder, out, *more: str) -> dict:
     main([*FLAGS.split(), "--text", str(text_folder), "--out", str(out), "--no-positive", *more])
-    return json.loads((out / "comparison.json").read_text())
+    return read_json(out / "comparison.json")
 
 
 @pytest.mark.long
@@ -36,13 +35,11 @@ def test_the_study_runs_end_to_end_and_each_cell_once(text_folder, tmp_path, cap
     lines = [
         line for line in read_cells(tmp_path / "comparison.csv") if line.row == "differential, nano"
     ]
-    cells = {
-        file.parent: json.loads(file.read_text()) for file in tmp_path.glob("cells/*/cell.json")
-    }
+    cells = {file.parent: read_json(file) for file in tmp_path.glob("cells/*/cell.json")}
     (folder,) = [
         f for f, cell in cells.items() if (cell["row"], cell["seed"]) == ("differential, nano", 1)
     ]
-    settings = json.loads((folder / "config.json").read_text())
+    settings = read_json(folder / "config.json")
     assert (settings["attention"], settings["seed"], settings["tokens"]) == (
         "differential",
         1,

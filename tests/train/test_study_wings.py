@@ -1,6 +1,5 @@
 """The study of text-only forgetting: its measures, its matched rows, and a small whole run."""
 
-import json
 from collections import Counter
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from eval.data.scenes import CATEGORIES
 from lora import adapter
 from model.systems.wings import attach, route
+from tests.files import read_json
 from tests.reference import relative_error
 from tests.runs import stage_settings
 from train.optim import count, matching, trainable
@@ -128,7 +128,7 @@ def test_the_study_from_end_to_end_and_again(tmp_path, monkeypatch):
     command = f"--base embedded {SMALL} --out {tmp_path}".split()
     wings.main(command)
     made = {file: file.stat().st_mtime_ns for file in tmp_path.glob("cells/*/*.json")}
-    summary = json.loads((tmp_path / "comparison.json").read_text())
+    summary = read_json(tmp_path / "comparison.json")
     text = (tmp_path / "comparison.md").read_text()
     facts = {row: cells["facts"][0] for row, cells in summary["rows"].items()}
     sizes = {row: of_row["parameters"] for row, of_row in facts.items()}

@@ -125,15 +125,15 @@ def test_both_stages_run_end_to_end(tmp_path):
     small = "--samples 64 --eval-limit 4 --checkpoint-every 9".split()
     start, _ = open_model(stage_settings("qmamba", *flags(1)), CPU)
     qmamba.main([*flags(1), *small, "--out", str(tmp_path / "1")])
-    first = load_model(tmp_path / "1" / "model")
+    first = load_model(tmp_path / "1/model")
     qmamba.main(
-        [*flags(2), *small, "--base", str(tmp_path / "1" / "model"), "--out", str(tmp_path / "2")]
+        [*flags(2), *small, "--base", str(tmp_path / "1/model"), "--out", str(tmp_path / "2")]
     )
     learned = {"multi_modal_projector"}
     both = {"multi_modal_projector", "language_model"}
     for before, after, parts in (
         (start, first, learned),
-        (first, load_model(tmp_path / "2" / "model"), both),
+        (first, load_model(tmp_path / "2/model"), both),
     ):
         pairs = zip(before.named_parameters(), after.parameters(), strict=True)
         assert {

@@ -17,6 +17,7 @@ from eval import figures
 from eval.data.records import Record, read_data
 from lora import adapter
 from model.processor import Processor
+from tests.files import read_json, write_json
 from tests.runs import WORLD, metrics, words
 from train import finetune, validation
 from train import model as systems
@@ -90,8 +91,7 @@ def test_training_is_the_same_with_open_eyes(flags, tmp_path, monkeypatch):
         )
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     cut, summary = (
-        json.loads((tmp_path / name / "summary.json").read_text())["held_out"]
-        for name in ("cut", "open")
+        read_json(tmp_path / name / "summary.json")["held_out"] for name in ("cut", "open")
     )
     assert cut == summary
     answers = [
@@ -123,7 +123,7 @@ def test_a_run_without_progress_stops_and_is_finished(flags, tmp_path):
     assert len(logged) == 4
     assert metrics(tmp_path / "run") == logged
     assert newest_progress(tmp_path / "run").stopped == 4
-    assert json.loads((tmp_path / "run/summary.json").read_text())["held_out"]["stopped"] == 4
+    assert read_json(tmp_path / "run/summary.json")["held_out"]["stopped"] == 4
 
 
 def test_the_best_is_kept(tmp_path, monkeypatch):
@@ -265,7 +265,7 @@ def test_boxes_are_scored_and_drawn(tmp_path, monkeypatch):
         layout["annotations"] += [
             {"image_id": n, "category_id": name, "bbox": boxes[name]} for name in names
         ]
-    (tmp_path / "b.json").write_text(json.dumps(layout))
+    write_json(tmp_path / "b.json", layout)
     swapped = " ; <loc0900><loc0900><loc0100><loc0100> dog"  # beside the cat
     said = {
         r.name: r.suffix.partition(" ; ")[0] + swapped for r in read_data(f"coco:{tmp_path}/b.json")
@@ -279,7 +279,7 @@ def test_boxes_are_scored_and_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(validation, "LONGEST", 1)  # answers of boxes are long
     train(flags, "--steps 2 --eval-every 1 --out", tmp_path / "run")
     assert [record["AP"] for record in metrics(tmp_path / "run")] == [50, 50]
-    assert json.loads((tmp_path / "run/summary.json").read_text())["held_out"]["after"]["AP"] == 50
+    assert read_json(tmp_path / "run/summary.json")["held_out"]["after"]["AP"] == 50
     colors = {color for _, color in Image.open(tmp_path / "run/answers.png").getcolors(1 << 20)}
     assert {
         figures.HIT,

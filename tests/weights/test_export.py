@@ -25,6 +25,7 @@ from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.tokenizer import load_tokenizer
+from tests.files import read_json, write_json
 from tests.pieces import texts
 from tests.runs import refused
 from weights.card import model_card
@@ -59,11 +60,9 @@ def learned(model: PaliGemma, folder: Path, kind: str) -> Path:
             torch.nn.init.normal_(parameter, std=0.05)
     adapter.save(model, folder, "embedded")
     data = {"data": ["jsonl:/home/me and/a|b.jsonl"], "tasks": "vqa"}
-    (folder / "config.json").write_text(
-        json.dumps({"base": "embedded", "r": 4, "workers": 2, **data})
-    )
+    write_json(folder / "config.json", {"base": "embedded", "r": 4, "workers": 2, **data})
     (folder / "answers.jsonl").write_text("\n".join(map(json.dumps, ANSWERS)))
-    (folder / "summary.json").write_text(json.dumps(SUMMARY))
+    write_json(folder / "summary.json", SUMMARY)
     return folder
 
 
@@ -99,9 +98,7 @@ def exported(case: str, tmp_path: Path) -> tuple[Path, PaliGemma]:
         weights.export.export_model(
             model, source / "model", companions=[BUNDLED_FOLDER / "tokenizer.model"]
         )
-        (source / "config.json").write_text(
-            json.dumps({"base": "embedded", "data": "embedded", "full": True})
-        )
+        write_json(source / "config.json", {"base": "embedded", "data": "embedded", "full": True})
     elif case == "embedded":
         source = "embedded"
         model = load_model("embedded")
@@ -195,11 +192,11 @@ def test_the_card_says_what_it_was_made_of(tmp_path):
     rounds twice."""
     model = load_model("embedded")
     learned(model, tmp_path / "run", "softmax")
-    (tmp_path / "run" / "best").mkdir()
+    (tmp_path / "run/best").mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
-        (tmp_path / "run" / name).rename(tmp_path / "run" / "best" / name)
-    weights.export.main([str(tmp_path / "run" / "best"), str(tmp_path / "out"), "--dtype", "fp32"])
-    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+        (tmp_path / "run" / name).rename(tmp_path / "run/best" / name)
+    weights.export.main([str(tmp_path / "run/best"), str(tmp_path / "out"), "--dtype", "fp32"])
+    card = (tmp_path / "out/README.md").read_text(encoding="utf-8")
     lines = [
         "license: apache-2.0",
         "| before | vqa | 12.5 |",
@@ -242,7 +239,7 @@ def test_no_value_of_the_card_writes_markup(tmp_path):
         "answers.jsonl": {"question": EVIL, "right": True},
     }
     for name, value in files.items():
-        (tmp_path / name).write_text(json.dumps(value))
+        write_json(tmp_path / name, value)
     for base in (EVIL, f"a/b{EVIL}", f"google/paligemma{EVIL}", "a/b\n"):
         card = model_card(PRESETS["tiny"], 7, EVIL, base, tmp_path)
         lines = card.splitlines()
@@ -287,11 +284,11 @@ def test_a_link_hands_on_no_private_file(tmp_path):
     """Breaks when the export of somebody's folder copies what a link in it points to elsewhere, or
     one of the hub's cache is refused."""
     model = load_model("embedded")
-    cache = tmp_path / "models--a--b" / "snapshots" / "0f"
-    for folder in (cache, tmp_path / "models--a--b" / "blobs", tmp_path / "in"):
+    cache = tmp_path / "models--a--b/snapshots/0f"
+    for folder in (cache, tmp_path / "models--a--b/blobs", tmp_path / "in"):
         folder.mkdir(parents=True)
     private = tmp_path / "private.json"
-    file = tmp_path / "in" / "tokenizer_config.json"
+    file = tmp_path / "in/tokenizer_config.json"
     private.write_text('{"token": "secret"}')
     (tmp_path / "chain").symlink_to(private)
     for target in (private, "../private.json", "../chain", "../in/../chain"):
@@ -306,13 +303,13 @@ def test_a_link_hands_on_no_private_file(tmp_path):
     (cache / "tokenizer_config.json").symlink_to("../../blobs/5e")
     (tmp_path / "alias").symlink_to(cache)
     export_model(model, tmp_path / "hub", companions=companions(tmp_path / "alias"))
-    assert json.loads((tmp_path / "hub" / file.name).read_text()) == {"a": 1}
+    assert read_json(tmp_path / "hub" / file.name) == {"a": 1}
 
 
 def linked(folder: Path) -> Path:
     """A run whose settings are a link to a private file."""
     (folder / "run").mkdir()
-    (folder / "run" / "config.json").symlink_to(folder / "private.json")
+    (folder / "run/config.json").symlink_to(folder / "private.json")
     return folder / "run"
 
 
@@ -322,7 +319,7 @@ def test_no_code_is_handed_on_and_all_may_read(tmp_path):
     code = {"auto_map": {"AutoTokenizer": "evil--x.Y"}, "a": "é"}
     (tmp_path / "in").mkdir()
     for name in ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json"):
-        (tmp_path / "in" / name).write_text(json.dumps(code | {"image_processor": code}))
+        write_json(tmp_path / "in" / name, code | {"image_processor": code})
     export_model(load_model("embedded"), tmp_path / "out", companions=companions(tmp_path / "in"))
     modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
     texts_ = [file.read_text() for file in (tmp_path / "out").glob("*.json")]
@@ -330,7 +327,7 @@ def test_no_code_is_handed_on_and_all_may_read(tmp_path):
     assert len(modes) == 1
     assert not any("auto" in text for text in texts_)
     plain = {"a": "é", "image_processor": {"a": "é"}}
-    assert json.loads((tmp_path / "out" / "processor_config.json").read_text()) == plain
+    assert read_json(tmp_path / "out/processor_config.json") == plain
 
 
 def test_a_merge_for_bf16_rounds_once(tmp_path):
@@ -359,7 +356,7 @@ def test_published_files_are_copied_and_nothing_is_put_beside_them(tmp_path, cap
         (tmp_path / "in" / name).write_text(text)
     weights.export.main([str(tmp_path / "in"), str(tmp_path / "out")])
     assert {name: (tmp_path / "out" / name).read_text() for name in published} == published
-    assert not (tmp_path / "out" / "preprocessor_config.json").exists()
+    assert not (tmp_path / "out/preprocessor_config.json").exists()
     assert capsys.readouterr().err == ""
     for name in ("tokenizer.json", "processor_config.json"):
         (tmp_path / "in" / name).unlink()

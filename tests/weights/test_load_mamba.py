@@ -1,6 +1,5 @@
 """Published Mambas load, damaged ones are refused in one line, and their tokenizer is read."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.systems.configs import MambaConfig, ProjectorConfig, QMambaConfig
+from tests.files import write_json
 from tests.reference import hf_mamba
 from tests.runs import refused
 from weights.load import SINGLE_FILE, load_system
@@ -73,7 +73,7 @@ def folder_of(folder: Path, file: Path, vocab_size: int, image: int, **ids: int)
     projector = ProjectorConfig(queries=3, hidden_size=24, num_blocks=1, num_attention_heads=4)
     config = QMambaConfig(projector=projector, text=text, image_token_id=image)
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    write_json(folder / "config.json", config.to_dict())
     (folder / file.name).write_bytes(file.read_bytes())
     return folder
 

@@ -1,7 +1,6 @@
 """Checkpoints: every published form loads bit for bit, leaves as it came, and is refused in one
 line when damaged."""
 
-import json
 import pickle
 import re
 from fnmatch import fnmatch
@@ -23,6 +22,7 @@ from model.config import PRESETS, PaliGemmaConfig, TextConfig, VisionConfig
 from model.device import DTYPES
 from model.differential import graft
 from model.paligemma import PaliGemma
+from tests.files import read_json, write_json
 from tests.peak_memory import in_own_process, load_peak
 from tests.reference import batch, hf_forward, hf_model, relative_error, set_attention_backend
 from tests.runs import refused
@@ -83,7 +83,7 @@ def save(folder: Path, hf, tensors: dict[str, torch.Tensor], shards: int = 1) ->
         save_file(part, folder / file)
         weight_map |= dict.fromkeys(part, file)
     if shards > 1:
-        (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        write_json(folder / INDEX_FILE, {"metadata": {}, "weight_map": weight_map})
     return folder
 
 
@@ -468,7 +468,7 @@ def test_of_two_files_of_weights_none_is_left_out_in_silence(hf1, tmp_path):
     save_file({Q0: tensors_of(hf1)[Q0]} | load_file(first), first)
     refused(lambda: load_model(folder), SHARD2, Q0)
     save(folder, hf1, tensors_of(hf1))
-    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {Q0: SINGLE_FILE}}))
+    write_json(folder / INDEX_FILE, {"weight_map": {Q0: SINGLE_FILE}})
     assert_same(load_model(folder), hf1)
 
 
@@ -477,10 +477,10 @@ def test_gemma_2_without_its_name_is_refused(tmp_path):
     two of its norms, is opened so."""
     hf = hf_model(2)
     file = save(tmp_path, hf, tensors_of(hf)) / "config.json"
-    raw = json.loads(file.read_text())
+    raw = read_json(file)
     for name in ("model_type", "layer_types"):
         del raw["text_config"][name]
-    file.write_text(json.dumps(raw))
+    write_json(file, raw)
     refused(lambda: load_model(tmp_path), "unexpected", "feedforward_layernorm")
 
 
