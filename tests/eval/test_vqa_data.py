@@ -9,7 +9,7 @@ from eval import answer, vqa
 from eval.data.records import Record, read_data
 from eval.question import question_of
 from tests.eval.test_eval_commands import FAST, count_asked, noise
-from tests.files import read_json, write_json
+from tests.files import read_json, write_json, write_lines
 from tests.runs import refused
 
 
@@ -26,15 +26,12 @@ def test_every_question_is_scored_by_what_its_data_has(tmp_path):
     assert score("TWO", "x", ("one", "two")) == {"exact_match": 1}
     scores = score("no", "yes", ("yes",) * 9 + ("no",))
     assert scores == {"exact_match": 1, "vqa_accuracy": pytest.approx(0.3)}
-    assert score("x", "x", ("x",) * 3) == {
-        "exact_match": 1
-    }  # of two spellings the rarer one would count 0.3
+    # of two spellings the rarer one would count 0.3
+    assert score("x", "x", ("x",) * 3) == {"exact_match": 1}
     assert score("x", "x", ("x",) * 4) == {"exact_match": 1, "vqa_accuracy": 1}
-    lines = [
-        {"prefix": "what", **given}
-        for given in ({"suffix": " "}, {"answers": ["", ""]}, {"answers": ["a", ""]})
-    ]
-    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "own.jsonl").write_text("""{"prefix": "what", "suffix": " "}
+{"prefix": "what", "answers": ["", ""]}
+{"prefix": "what", "answers": ["a", ""]}""")
     records = read_data(f"jsonl:{tmp_path / 'own.jsonl'}")
     assert sorted(len(record.turns) for record in records) == [0, 0, 1]
     assert vqa.Vqa().score(question_of(records[0], truth=records[0]), "") == {"exact_match": 0}
@@ -46,16 +43,19 @@ def test_own_examples(source, workplace, monkeypatch, capsys):
     lines = []
     for number in range(6):
         noise(90 + number).save(f"{number // 2}.png")
-        prefix = ("count cat", "count dog dog")[number % 2]
-        lines.append(
-            {"image": f"{number // 2}.png", "prefix": prefix, "suffix": "?", "type": prefix[6:9]}
-        )
+        kind = ("cat", "dog")[number % 2]
+        lines.append({"image": f"{number // 2}.png", "prefix": f"count {kind}", "type": kind})
     lines[5] |= {"image": ["link.png"]}  # another name of a picture is not another picture
     (workplace / "link.png").symlink_to("2.png")
-    (workplace / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    own = workplace / "own.jsonl"
+    write_lines(own, (line | {"suffix": "?"} for line in lines))
     flags = ["--model", source, *FAST, *"--data jsonl:own.jsonl --blind --json".split()]
-    vqa.main(flags)
-    printed = json.loads(capsys.readouterr().out)
+
+    def measured(*more):
+        vqa.main([*flags, *more])
+        return json.loads(capsys.readouterr().out)
+
+    printed = measured()
     out = workplace / "runs/eval/random/vqa"
     results = read_json(out / "results.json")
     assert [r["question"] for r in results] == [line["prefix"] for line in lines]
@@ -68,15 +68,13 @@ def test_own_examples(source, workplace, monkeypatch, capsys):
     assert printed["random"]["measures"]["exact_match"]["mean"] == 0
     assert set(printed["random"]["summary"]) == {"overall", "cat", "dog"}
     assert printed["random, blind"]["measures"]["exact_match"]["questions"] == 6
-    for line, result in zip(lines, results, strict=True):  # now every answer is right, in capitals
-        line["suffix"] = f" {result['answer'].upper()}\n"
-    (workplace / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    # now every answer is right, in capitals
+    right = [f" {result['answer'].upper()}\n" for result in results]
+    write_lines(own, (line | {"suffix": said} for line, said in zip(lines, right, strict=True)))
     monkeypatch.setattr(answer, "generate", None)  # all is in the log
-    vqa.main(flags)
-    assert json.loads(capsys.readouterr().out)["random"]["measures"]["exact_match"]["mean"] == 100
-    vqa.main([*flags, "--limit", "4"])
-    (measured,) = json.loads(capsys.readouterr().out)["random"]["measures"].values()
-    assert measured["questions"] == 4
+    assert measured()["random"]["measures"]["exact_match"]["mean"] == 100
+    (of_four,) = measured("--limit", "4")["random"]["measures"].values()
+    assert of_four["questions"] == 4
 
 
 def test_official_files_without_annotations_and_with_a_broken_picture(
@@ -94,26 +92,23 @@ def test_official_files_without_annotations_and_with_a_broken_picture(
         {"image_id": n // 2 + 1, "question": f"What is {n}?", "question_id": n} for n in range(6)
     ]
     write_json(tmp_path / "Q", {"data_subtype": "val2014", "questions": asked})
-    flags = (
-        f"--model {source} --questions {tmp_path}/Q --images {tmp_path} --out {tmp_path}/out".split()
-        + FAST
-    )
-    vqa.main(flags)
+    out = tmp_path / "out"
+    flags = f"--model {source} --questions {tmp_path}/Q --images {tmp_path} --out {out}".split()
+
+    def ids():
+        return [r["question_id"] for r in read_json(out / "results.json")]
+
+    vqa.main([*flags, *FAST])
     printed, report = capsys.readouterr()
     assert "nothing is scored" in printed
     assert "left out 2 of 6 questions" in report
     assert paths[1].name in report
-    assert [r["question_id"] for r in read_json(tmp_path / "out/results.json")] == [
-        0,
-        1,
-        4,
-        5,
-    ]
+    assert ids() == [0, 1, 4, 5]
     paths[1].write_bytes(whole)
     sizes = count_asked(monkeypatch)
-    vqa.main(flags)
+    vqa.main([*flags, *FAST])
     assert sum(sizes) == 2
-    assert len(read_json(tmp_path / "out/results.json")) == 6
+    assert len(ids()) == 6
 
 
 def test_what_cannot_be_asked(workplace):
