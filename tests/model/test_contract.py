@@ -210,11 +210,7 @@ def test_positions_to_keep_are_rows_of_all_logits(model, monkeypatch):
         logits = model(**inputs)
         index = torch.tensor([[3, 5], [4, 10], [0, 7]])
         each = torch.stack([row[i] for row, i in zip(logits, index, strict=True)])
-        picks = [
-            (2, logits[:, -2:]),
-            (index[0], logits[:, index[0]]),
-            (index, each),
-        ]
+        picks = [(2, logits[:, -2:]), (index[0], logits[:, index[0]]), (index, each)]
         for positions, expected in picks:
             assert relative_error(model(**inputs, positions_to_keep=positions), expected) <= 2e-6
         targets = torch.tensor([[5, 6], [-100, 8], [9, 10]])

@@ -157,10 +157,7 @@ def test_own_pictures_on_the_embedded_base_take_their_recipe():
     ):
         assert parse(f"{own} {flags}".split())[0].patience == patience
     others = "coco:a.json, jsonl:a --recipe lora, jsonl:a --attention twin, jsonl:a --base tiny, jsonl:a --r 4"
-    for flags in (
-        "",
-        *f"--data {others}".replace(", ", ",--data ").split(","),
-    ):
+    for flags in ("", *f"--data {others}".replace(", ", ",--data ").split(",")):
         assert not parse(flags.split())[0].new_tower, flags
 
 

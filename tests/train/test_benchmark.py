@@ -80,23 +80,9 @@ def test_both_sides_do_the_same_work_apart(sides, tmp_path):
     assert numbers["train"][0][0] != numbers["train"][0][1]
     imported = [{*of_side[-1]["imports"]} for of_side in answers]
     assert {"model", "lora", "weights", "eval"} <= imported[0]
-    assert (
-        not {
-            "transformers",
-            "peft",
-        }
-        & imported[0]
-    )
+    assert not {"transformers", "peft"} & imported[0]
     assert {"transformers", "peft"} <= imported[1]
-    assert (
-        not {
-            "model",
-            "lora",
-            "weights",
-            "eval",
-        }
-        & imported[1]
-    )
+    assert not {"model", "lora", "weights", "eval"} & imported[1]
     sides["ours"].ask("open", **settings | {"quantize": "int8"})
     sides["ours"].ask("prepare", work="train", batch=2)
     assert sides["ours"].ask("run")["numbers"] == pytest.approx(numbers["train"][0][:1], rel=0.02)
@@ -132,10 +118,7 @@ def test_the_command_writes_its_report_or_one_line(sides, tmp_path, capfd, monke
     with pytest.raises(SystemExit) as ended, Process("peer") as peer:
         run_command(lambda: peer.ask("hello"))
     assert ended.value.code == 2
-    assert capfd.readouterr() == (
-        "",
-        "error: peer: RuntimeError: broken\n",
-    )
+    assert capfd.readouterr() == ("", "error: peer: RuntimeError: broken\n")
     monkeypatch.setattr(
         metadata, "version", lambda package: metadata.distribution("no such package")
     )

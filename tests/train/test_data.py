@@ -68,14 +68,7 @@ def test_a_batch_is_what_the_model_trains_on(processor):
     chosen = records(6, pictures=3)
     micro = collate(chosen, processor)
     assert micro.batch.pixel_values.shape[0] == 3
-    assert micro.batch.image_index.tolist() == [
-        0,
-        1,
-        2,
-        0,
-        1,
-        2,
-    ]
+    assert micro.batch.image_index.tolist() == [0, 1, 2, 0, 1, 2]
     assert micro.tokens == int((micro.batch.labels != -100).sum())
     rows = micro.batch.input_ids, micro.positions, micro.targets, chosen
     for ids, positions, targets, record in zip(*rows, strict=True):
@@ -140,11 +133,7 @@ def test_bad_records_are_left_out_and_named(processor, tmp_path):
     assert [line[:4] for line in micro.bad] == ["q7: ", "q8: "]
     assert "broken.jpg" in micro.bad[0]
     empty = collate([bad], processor)
-    assert (empty.names, empty.tokens, len(empty.bad)) == (
-        (),
-        0,
-        1,
-    )
+    assert (empty.names, empty.tokens, len(empty.bad)) == ((), 0, 1)
     assert empty.targets.unique().tolist() == [-100]
     short = Processor(processor.config, processor.tokenizer, max_length=8)
     empty = collate(good, short)

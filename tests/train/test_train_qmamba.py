@@ -35,11 +35,7 @@ def language(tmp_path_factory) -> Path:
 
 
 def flags(stage: int, *options: str) -> list[str]:
-    return [
-        "--stage",
-        str(stage),
-        *(word for option in options for word in ("--option", option)),
-    ]
+    return ["--stage", str(stage), *(word for option in options for word in ("--option", option))]
 
 
 def open_first(language: Path, *options: str, seed: int = 0) -> QMamba:
