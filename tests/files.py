@@ -29,6 +29,12 @@ def read_json(path: Path):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def draw(path: Path, color="black", size=(8, 8)) -> Path:
+    """A picture of one color in `path`, which is returned."""
+    Image.new("RGB", size, color).save(path)
+    return path
+
+
 def write_vqav2(folder: Path, images: int = 20, subset: str = "train2014") -> None:
     """The questions, annotations and pictures of a subset: three questions on each picture."""
     questions = []

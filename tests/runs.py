@@ -73,6 +73,13 @@ def read_cells(file: Path) -> list[SimpleNamespace]:
         ]
 
 
+def assert_same_tensors(ours, theirs) -> None:
+    """Both hold the same names, and each tensor of ours is theirs to the bit."""
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+
+
 def torchrun(processes: int, *arguments) -> None:
     """`train.finetune` under torchrun itself, on so many processes of one thread each; their errors
     if it fails."""
