@@ -119,7 +119,7 @@ def test_the_toy_s_questions_are_for_the_toy(workplace):
     assert demo.examples(subject, workplace) == []
 
 
-@pytest.mark.parametrize(("seconds", "shares"), [(1, range(10, 101, 10)), (0, [100])])
+@pytest.mark.parametrize("seconds, shares", [(1, range(10, 101, 10)), (0, [100])])
 def test_a_log_file_gets_a_line_for_a_tenth(seconds, shares, monkeypatch):
     """Breaks when a log is filled by a bar, by lines of work that ends at once, or never says that
     work has ended."""

@@ -306,7 +306,7 @@ for change in r"""
     BAD.append(("own.jsonl", json.dumps(OWN | json.loads(change))))
 
 
-@pytest.mark.parametrize(("name", "content"), BAD)
+@pytest.mark.parametrize("name, content", BAD)
 def test_bad_files_are_named(files, name, content):
     """A wrong file is scored, or its user is left without the file."""
     if content is not None:

@@ -26,7 +26,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize(("subset", "image_id", "image"), NAMES)
+@pytest.mark.parametrize("subset, image_id, image", NAMES)
 def test_names_of_pictures(tmp_path, subset, image_id, image):
     """COCO's name has twelve digits, the split twice; test-dev asks about test's pictures."""
     questions = [{"image_id": image_id, "question": "What?", "question_id": 9}]

@@ -43,7 +43,7 @@ def served(processor, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("host", "origin", "status"),
+    "host, origin, status",
     [
         ("127.0.0.1:7860", None, 200),
         ("LocalHost:8000", "http://LocalHost:8000", 200),  # a port forwarded by ssh

@@ -136,7 +136,7 @@ def parsed(text: str, scores=()) -> tuple[list[Found], dict]:
 
 
 @pytest.mark.parametrize(
-    ("text", "boxes", "problems"),
+    "text, boxes, problems",
     [
         # y1 x1 y2 x2 of 1023, in a picture of 200 × 100 pixels
         (f"{WHOLE} cat", [("cat", 0, 0, 200, 100)], {"": 1}),

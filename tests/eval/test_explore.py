@@ -26,7 +26,7 @@ PICTURE = scenes.sample("vqa", "test", 192).image
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "options"), [("twin", {}), ("v2", {}), ("split", {"norm": False}), ("softmax", {})]
+    "kind, options", [("twin", {}), ("v2", {}), ("split", {"norm": False}), ("softmax", {})]
 )
 def test_maps_are_what_the_model_computes(processor, kind, options, seeded):
     """Breaks when a map is of another query, head or layer, what multiplies the values is not the
@@ -118,7 +118,7 @@ def data_of(text: str) -> dict:
     return json.loads(data)
 
 
-@pytest.mark.parametrize(("kind", "dtype", "top"), [("A1", "u1", 255), ("mix", "i1", 127)])
+@pytest.mark.parametrize("kind, dtype, top", [("A1", "u1", 255), ("mix", "i1", 127)])
 def test_quantized_maps_come_back(kind, dtype, top):
     """Breaks when a sink among the words rounds the picture to nothing, sums are rounded, or signs
     are lost."""

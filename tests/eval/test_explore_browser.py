@@ -126,7 +126,7 @@ def test_it_opens_beside_the_sink_and_reads_well(case, shown, processor):
     assert "A sink is" in shown.locator(".mass").inner_text()
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1400, "dark")])
+@pytest.mark.parametrize("width, scheme", [(390, "light"), (1400, "dark")])
 def test_the_page_fits_and_links_hits_and_misses(case, shown, width, scheme):
     """Breaks when a phone scrolls sideways, the dark page is light, HTML is run, or a miss stands
     among the hits."""

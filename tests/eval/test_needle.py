@@ -23,7 +23,7 @@ FAST = ["--max-new-tokens", "3", "--batch-size", "8", "--json"]
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", scenes.NEEDLES)
-@pytest.mark.parametrize(("needles", "absent"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize("needles, absent", [(1, False), (2, False), (2, True)])
 def test_embedded_trials_ask_what_is_trained(kind, needles, absent):
     """A model is asked in other words than it learned, right answers do not count, or half a place
     does."""

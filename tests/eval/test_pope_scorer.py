@@ -31,7 +31,7 @@ def test_answers_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("counts", "measures"),
+    "counts, measures",
     [
         # true yes, false yes, true no, false no: accuracy, precision, recall, F1, share of yes
         ((3, 1, 4, 2), (70, 75, 60, 200 / 3, 40)),

@@ -39,7 +39,7 @@ def test_templates_are_filled_literally(processor):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("data", "stored", "prompt"), RUNS)
+@pytest.mark.parametrize("data, stored, prompt", RUNS)
 def test_a_run_is_asked_as_it_was_trained(data, stored, prompt, workplace, monkeypatch):
     """Breaks when a run is asked in other words than it learned, by a benchmark, a question, or as
     a whole model."""

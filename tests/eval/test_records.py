@@ -289,7 +289,7 @@ def test_layouts_of_other_tools_are_read_as_ours(tmp_path):
     refused(lambda: read_data(f"jsonl:{unknown}"), "query", '"messages"')
 
 
-@pytest.mark.parametrize(("kind", "name"), [("csv", "own.txt"), ("jsonl", "own.csv")])
+@pytest.mark.parametrize("kind, name", [("csv", "own.txt"), ("jsonl", "own.csv")])
 def test_a_table_is_read_as_its_rows(kind, name, tmp_path):
     """Breaks when a comma ends a text in quotes, a row with too many cells loses one, or an empty
     cell is a picture."""
@@ -306,7 +306,7 @@ def test_a_table_is_read_as_its_rows(kind, name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("header", "row", "part"),
+    "header, row, part",
     [
         ("image,prefix,suffix,suffix", "a.png,a,b,c", "'suffix', 'suffix'"),
         ("img,question,answer", "a.png,a,b", "'img', 'question', 'answer'"),
@@ -434,7 +434,7 @@ def test_coco_s_ids_names_and_boxes_are_sound(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("box", "message"),
+    "box, message",
     [
         ("x, y, w + 0.9, h", None),  # as COCO's own rounding
         ("x, y, w + 300, h", None),  # reaches out of the picture, as in some data

@@ -79,7 +79,7 @@ def check(scorer, answers, said: str, ids=True):
 
 
 @pytest.mark.parametrize(
-    ("matches", "accuracy"), [(0, 0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1), (9, 1)]
+    "matches, accuracy", [(0, 0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1), (9, 1)]
 )
 def test_leave_one_out(matches, accuracy):
     """Accuracy is min(1, matches / 3) without leaving annotators out: 3 of 10 would count 1 instead

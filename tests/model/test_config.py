@@ -191,7 +191,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("raw", "word"), REFUSED)
+@pytest.mark.parametrize("raw, word", REFUSED)
 def test_other_architectures_and_contradictions_are_refused(raw, word, tmp_path):
     """Breaks when a file that this code cannot honour is read as if it could, or ends in a
     traceback."""
@@ -210,7 +210,7 @@ GENERATION = {
 }
 
 
-@pytest.mark.parametrize(("given", "word"), GENERATION.items())
+@pytest.mark.parametrize("given, word", GENERATION.items())
 def test_what_generation_config_says_otherwise_is_refused(given, word, tmp_path):
     """Breaks when answers end elsewhere than transformers', which reads generation_config.json, or
     a file that says the same is refused."""

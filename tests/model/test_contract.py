@@ -224,7 +224,7 @@ def test_positions_to_keep_are_rows_of_all_logits(model, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rows", "n", "side"), [((3, 5), 2, 28), ((4, 4), 1, 28), ((4, 0), 2, 28), ((4, 4), 2, 42)]
+    "rows, n, side", [((3, 5), 2, 28), ((4, 4), 1, 28), ((4, 0), 2, 28), ((4, 4), 2, 42)]
 )
 def test_image_tokens_that_do_not_fit_the_pictures_are_refused(rows, n, side):
     """Breaks when a picture is read at a part of its slots, by the next row, or not at all, exit

@@ -98,7 +98,7 @@ def test_bf16_where_the_processor_cannot_multiply_it(monkeypatch):
         ).norm()
 
 
-@pytest.mark.parametrize(("shape", "out"), [((7, 24), 40), ((2, 5, 40), 24), ((1, 3, 2, 8), 8)])
+@pytest.mark.parametrize("shape, out", [((7, 24), 40), ((2, 5, 40), 24), ((1, 3, 2, 8), 8)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_onednn_multiplies_as_f_linear_does(shape, out, bias, onednn):
     """Breaks when x, weight or bias get another gradient, the transposed product is mixed up, or a

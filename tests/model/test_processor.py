@@ -250,7 +250,7 @@ FOREIGN = [
 ]
 
 
-@pytest.mark.parametrize(("file", "change", "part"), FOREIGN)
+@pytest.mark.parametrize("file, change, part", FOREIGN)
 def test_folders_that_hold_no_processor(folder, tmp_path, file, change, part):
     """Breaks when a missing or foreign tokenizer, or other pixels in training, are found out only
     by bad answers."""

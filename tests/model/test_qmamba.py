@@ -49,7 +49,7 @@ FEATURES = torch.randn(2, 16, VISION.hidden_size, generator=torch.Generator().ma
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys"), [(1, 9), (3, 8), (16, 16), (256, 729), (512, 729), (729, 729)]
+    "queries, keys", [(1, 9), (3, 8), (16, 16), (256, 729), (512, 729), (729, 729)]
 )
 def test_the_mask_shares_out_the_keys(queries, keys):
     """Breaks when a key is seen twice or never, or spans are not contiguous, in order, and as equal

@@ -17,7 +17,7 @@ def where(image, color=figures.SERIES[0]) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "marks"),
+    "low, high, marks",
     [
         (1, 1499, [0, 500, 1000, 1500]),
         (-1.9, 2.7, [-2, -1, 0, 1, 2, 3]),

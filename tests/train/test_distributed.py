@@ -95,7 +95,7 @@ def test_a_spread_checkpoint_is_parts_without_pickles(spread_run):
 # Steps
 
 
-@pytest.mark.parametrize(("flags", "rows"), [("--recipe paper-2", 4), ("--recipe paligemma", 256)])
+@pytest.mark.parametrize("flags, rows", [("--recipe paper-2", 4), ("--recipe paligemma", 256)])
 def test_a_recipe_s_step_has_as_many_rows_on_any_number_of_processes(flags, rows):
     """Breaks when more processes make a larger step: the published rate would go with another
     batch."""

@@ -101,7 +101,7 @@ def test_holm_and_what_could_be_seen():
 
 
 @pytest.mark.parametrize(
-    ("runs", "spread"), [(3, (1, 2, 8)), (5, (1, 0, 1)), (5, (2, 5, 30)), (10, (0, 5, 5))]
+    "runs, spread", [(3, (1, 2, 8)), (5, (1, 0, 1)), (5, (2, 5, 30)), (10, (0, 5, 5))]
 )
 def test_intervals_cover_the_truth(runs, spread):
     """Breaks when 95 % intervals hold the truth in fewer cases, or true equals are called different

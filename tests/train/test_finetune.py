@@ -52,7 +52,7 @@ SECOND = "mu q2.lora_A.weight q2.lora_B.weight k2.lora_A.weight k2.lora_B.weight
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("flags", "linears", "names"),
+    "flags, linears, names",
     [
         ("--attention softmax", 7, ""),
         ("--attention shared", 7, LAMBDAS),
@@ -362,7 +362,7 @@ def test_a_step_without_a_usable_record_changes_nothing(flags, tmp_path, capsys)
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("flags", "named"),
+    "flags, named",
     [
         ("--data imagenet", "imagenet"),
         ("--option mew=1", "mew"),

@@ -37,7 +37,7 @@ def test_patience_needs_evaluations():
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    "change, named",
     [({"r": "16"}, "--r"), ({"option": [1]}, "--option"), ({"rate": 1}, "config.json")],
 )
 def test_a_run_s_config_is_checked_field_by_field(change, named, tmp_path):
@@ -83,7 +83,7 @@ def test_a_base_of_published_size_has_defaults_of_its_own(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("command", "flags", "near"),
+    "command, flags, near",
     [
         (finetune, "--lrr 1", "--lr"),
         (finetune, "--batch_size=3 --seed 1", "--batch-size"),

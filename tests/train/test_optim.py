@@ -58,7 +58,7 @@ def test_rates_and_decay_reach_only_their_group():
 
 
 @pytest.mark.parametrize(
-    ("kind", "left"), [("adamw", 0.95**2), ("adam", 0.8004468), ("radam", 0.95**2)]
+    "kind, left", [("adamw", 0.95**2), ("adam", 0.8004468), ("radam", 0.95**2)]
 )
 def test_decay_is_a_part_of_the_gradient_in_adam_alone(kind, left):
     """Breaks when an optimizer is another, or gets other betas: 1 with a decay of 0.5, two steps

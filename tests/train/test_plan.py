@@ -95,7 +95,7 @@ def measured_peak(settings) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("sizes", "flags"),
+    "sizes, flags",
     [
         ({}, "--attention twin --dropout 0.1"),
         (

@@ -246,7 +246,7 @@ def test_a_run_that_learns_nothing_leaves_no_folder(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("place", "said", "is_kept"), [("load_start", "nothing", False), ("write_trained", "new", True)]
+    "place, said, is_kept", [("load_start", "nothing", False), ("write_trained", "new", True)]
 )
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_before_or_after_the_steps_is_said(

@@ -32,7 +32,7 @@ PICTURE_INSIDE = f"<bos>Where is [picture 1]↵the dog?↵{REST}"
 
 
 @pytest.mark.parametrize(
-    ("flags", "row", "tokens"),
+    "flags, row, tokens",
     [
         ("", PICTURE_FIRST, "80 tokens, 5"),
         ("--recipe lora", PICTURE_FIRST, "32 tokens, 5"),

@@ -157,7 +157,7 @@ def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    "flags, message",
     [
         ("--data jsonl:few.jsonl@0.3", "@WEIGHT"),
         (f"--data jsonl:few.jsonl@{'9' * 400} --data jsonl:many.jsonl@1", "@WEIGHT"),

@@ -92,7 +92,7 @@ def test_trained_parts_are_taken_over(language, tmp_path):
     assert not torch.equal(mine.output.weight, theirs.output.weight)
 
 
-@pytest.mark.parametrize(("stage", "rate", "rows"), [(1, 1e-4, 256), (2, 2e-5, 128)])
+@pytest.mark.parametrize("stage, rate, rows", [(1, 1e-4, 256), (2, 2e-5, 128)])
 def test_the_defaults_are_those_of_the_paper(stage, rate, rows):
     """Breaks when a run without further flags is not the published recipe, or the embedded one
     shadows it."""
@@ -141,7 +141,7 @@ MISFITS = {"querries=3": ["--option querries"], "connector_from=embedded": ["is 
 MISFITS |= {"connector_from={wide}": ["connector_from=", " other sizes"]}
 
 
-@pytest.mark.parametrize(("option", "told"), MISFITS.items())
+@pytest.mark.parametrize("option, told", MISFITS.items())
 def test_parts_that_do_not_fit_are_refused(language, tmp_path, option, told):
     """Breaks when an impossible projector, or weights of other sizes, fail somewhere inside, or are
     trained."""

@@ -162,7 +162,7 @@ def test_the_best_is_kept(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "total", "steps"),
+    "flags, total, steps",
     [
         ({"eval_every": 3}, 8, [3, 6, 8]),
         # by default three to ten; 60 records cost 20 + 120 samples, a share of 0.15 of 100 steps of
@@ -190,7 +190,7 @@ def test_evaluations_take_a_seventh_of_the_time(flags, total, steps, tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("trained", "blind", "line"),  # the right answers of each, and the loss of their first answer
+    "trained, blind, line",  # the right answers of each, and the loss of their first answer
     [
         ((50, 1), (20, 1), ""),
         # two of 60 answers, those of one of 30 pictures: 3.33 % with a standard error of 3.33;
@@ -225,7 +225,7 @@ def test_a_picture_whose_use_is_not_shown_is_reported(trained, blind, line, tmp_
 
 
 @pytest.mark.parametrize(
-    ("losses", "is_rising"),
+    "losses, is_rising",
     [
         ([3.0, 2.0, 1.0], True),
         ([3.0, 1.0, 0.95], False),

@@ -263,7 +263,7 @@ DAMAGED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "text"), DAMAGED)
+@pytest.mark.parametrize("name, text", DAMAGED)
 def test_a_damaged_file_of_a_run_is_named(name, text, tmp_path):
     """Breaks when a run's damaged file ends its export with a traceback, or in words that do not
     say where."""

@@ -45,7 +45,7 @@ def move(model) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "columns"), [(96, 200), (1, 7), (300, 2048), (64, 63)])
+@pytest.mark.parametrize("rows, columns", [(96, 200), (1, 7), (300, 2048), (64, 63)])
 def test_nf4_is_that_of_bitsandbytes(rows, columns, dtype):
     """Breaks when a code, a nibble, a block, a scale or the table of scales is another than
     theirs."""
@@ -187,7 +187,7 @@ def test_what_is_quantized_and_what_cannot_be(model):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "bits"), [("softmax", "int8"), ("twin", "int8"), ("v2", "nf4"), ("shared", "int8")]
+    "kind, bits", [("softmax", "int8"), ("twin", "int8"), ("v2", "nf4"), ("shared", "int8")]
 )
 def test_gradients_reach_lora_as_through_the_whole_weights(kind, bits, model, inputs):
     """Breaks when the backward pass multiplies by another matrix than the forward pass."""

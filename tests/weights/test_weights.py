@@ -109,7 +109,7 @@ def assert_same(model: PaliGemma, hf, dtype=torch.float32) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("dialect", "shards", "head"),
+    "dialect, shards, head",
     [("A", 1, None), ("B", 3, "lm_head.weight"), ("C", 1, HEAD), ("D", 1, "lm_head.weight")],
 )
 def test_every_dialect_loads_bit_for_bit(hf, dialect, shards, head, tmp_path):
@@ -179,7 +179,7 @@ def test_a_head_is_the_embedding_or_refused(hf1, kind, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "count", "parameters"),
+    "name, count, parameters",
     [("paligemma-3b-224", 603, 2_923_466_480), ("paligemma2-3b-224", 727, 3_032_242_416)],
 )
 def test_published_geometries(name, count, parameters):
@@ -207,7 +207,7 @@ def small(**text) -> PaliGemmaConfig:
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc"
 )
-@pytest.mark.parametrize(("stored", "kinds"), [("fp32", [None]), ("bf16", ["int8", "nf4"])])
+@pytest.mark.parametrize("stored, kinds", [("fp32", [None]), ("bf16", ["int8", "nf4"])])
 def test_peak_memory(stored, kinds, tmp_path):
     """Breaks when loading holds a second copy: the file's tensors beside the cast or packed ones,
     or all of a file."""
@@ -417,7 +417,7 @@ MISFITS = [
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "words"), [(name, tensor, words) for name, tensor, *words in MISFITS]
+    "name, tensor, words", [(name, tensor, words) for name, tensor, *words in MISFITS]
 )
 def test_tensors_that_do_not_fit_are_refused_in_one_line(
     hf1, name, tensor, words, tmp_path, monkeypatch
