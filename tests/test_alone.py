@@ -40,7 +40,7 @@ def alone(tmp_path_factory) -> Path:
         "pytest -q -m fast -p no:cacheprovider tests/model/test_equivalence.py",
         "ruff check model lora weights eval train",
     ],
-    ids=["finetune", "needle", "vqa", "equivalence", "ruff"],
+    ids="finetune needle vqa equivalence ruff".split(),
 )
 def test_the_main_story_runs_without_its_sisters(command, alone):
     """Breaks when PaliGemma's code needs a file of WINGS, Q-Mamba or a language model."""

@@ -86,7 +86,7 @@ VALID = {
         "ground_truth": "1, 1, 1"}]""",
     "log/answers.jsonl": '{"id": "1", "answer": "a", "mark": "f"}\n',
 }
-PICTURES = [f"pictures/a.{kind}" for kind in ("png", "jpg", "webp", "gif", "tiff", "bmp", "ppm")]
+PICTURES = [f"pictures/a.{kind}" for kind in "png jpg webp gif tiff bmp ppm".split()]
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ def test_many_pictures_are_asked_in_batches(workplace, monkeypatch, capsys):
     for number, name in enumerate(names):
         scenes.sample("vqa", "test", 6 * number).image.save(name)
     prompts = ["count dog", "exist cat"]
-    flags = ["--model", "embedded", "--json", "--draw", "drawn.png"]
+    flags = "--model embedded --json --draw drawn.png".split()
     ask.main([*flags, "--image", *names, "--prompt", *prompts])
     answers = json.loads(capsys.readouterr().out)
     assert rows == [16, 2]
@@ -73,7 +73,7 @@ def test_the_toy_and_no_other_says_what_it_knows(workplace):
         Path("runs", name).mkdir(parents=True)
         write_json(Path("runs", name, "config.json"), {"base": base, "data": [data]})
         Path("runs", name, "summary.json").write_text("{}")
-    runs = [(run, "embedded", run) for run in ("toy", "toy/best", "own", "own/best", "big")]
+    runs = [(run, "embedded", run) for run in "toy toy/best own own/best big".split()]
     runs += [
         ("base", "embedded", None),
         ("full", "runs/toy/model", None),

@@ -18,7 +18,7 @@ from model.processor import Processor
 from tests.files import read_json, write_json, write_mmneedle
 from tests.runs import refused
 
-FAST = ["--max-new-tokens", "3", "--batch-size", "8", "--json"]
+FAST = "--max-new-tokens 3 --batch-size 8 --json".split()
 
 
 @pytest.mark.long

@@ -76,7 +76,7 @@ def test_a_file_of_answers(score):
     """Answers are matched by place, CRLF (in one file of POPE) matters, or the script's files
     without ids fail."""
     values = score(ANSWERS)  # right: 1 and 4; said yes: 1 and 2; are yes: 1 and 3
-    halves = dict.fromkeys(("accuracy", "precision", "recall", "F1", "yes"), 50)
+    halves = dict.fromkeys("accuracy precision recall F1 yes".split(), 50)
     assert values["summary"] == {"Q": halves | {"neither": 0}}
     assert values["measures"]["accuracy, Q"]["mean"] == 50
     by_order = [{"question": q["text"].lower(), "answer": "yes"} for q in QUESTIONS]

@@ -156,7 +156,7 @@ def test_scan_and_caption_say_what_is_there():
         assert all(number_of(objects, noun) == numbers[word] for word, noun in told)
         assert sum(numbers[word] for word, _ in told) == len(objects)
         assert s.suffix.count(" and ") == (len(told) > 1)
-    assert scenes.describe(["apple", "none", "dog", "bus", "dog"]) == "an apple, two dogs and a bus"
+    assert scenes.describe("apple none dog bus dog".split()) == "an apple, two dogs and a bus"
 
 
 def test_detection_boxes_hold_the_objects():

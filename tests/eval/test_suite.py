@@ -29,7 +29,7 @@ def root(tmp_path_factory):
     write_mmneedle(root / "needle")
     shutil.copytree(root / "needle/val2014", root / "coco/val2014", dirs_exist_ok=True)
     (root / "needle/C").rename(root / "needle/file_to_caption.json")
-    for folder in ("vqav2", "gqa/images", "vizwiz/val", "textvqa/train_images", "pope", "mmbench"):
+    for folder in "vqav2 gqa/images vizwiz/val textvqa/train_images pope mmbench".split():
         (root / folder).mkdir(parents=True)
         for number in range(2):
             Image.new("RGB", (20, 20), (99 * number, 0, 0)).save(root / folder / f"{number}.jpg")

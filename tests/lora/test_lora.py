@@ -34,7 +34,7 @@ EXACT = 1e-6
 # fp32 rounding of weights or updates by themselves, amplified by the reference's sharp attention
 ROUNDED = 2e-5
 SENSITIVE = 4  # times `sensitivity`: the largest ratio found is 0.8
-SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SEVEN = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 DECODER_LAYER = "language_model.layers.0."
 
 

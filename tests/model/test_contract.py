@@ -44,7 +44,7 @@ WIDE = replace(VISION, image_size=42, feature_layer=-2)  # nine features for fou
 MODELS = {
     "paligemma 1": lambda: PaliGemma(BASE),
     "paligemma 2": lambda: PaliGemma(replace(BASE, text=GEMMA2)),
-    **{kind: lambda kind=kind: grafted(kind) for kind in ("shared", "split", "twin", "v2", "dex")},
+    **{kind: lambda kind=kind: grafted(kind) for kind in "shared split twin v2 dex".split()},
     "wings 1": lambda: Wings(configs.WingsConfig(**vars(BASE), rank=5, routed=False)),
     "wings 2": lambda: Wings(configs.WingsConfig(**vars(BASE), rank=5)),
     "wings on gemma 2": lambda: Wings(

@@ -94,8 +94,7 @@ def reopened(image: Image.Image, format: str, **options) -> Image.Image:
 
 COLOURS = np.random.default_rng(4).integers(0, 2, (6, 8, 3))
 MODES = {
-    mode: lambda mode=mode: picture().convert(mode)
-    for mode in ("1", "L", "RGBX", "CMYK", "YCbCr", "HSV")
+    mode: lambda mode=mode: picture().convert(mode) for mode in "1 L RGBX CMYK YCbCr HSV".split()
 }
 MODES |= {
     "P": lambda: picture().quantize(16),

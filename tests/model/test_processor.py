@@ -78,7 +78,7 @@ def hf(folder) -> PaliGemmaProcessor:
 
 
 def assert_same_batch(batch: Batch, expected) -> None:
-    for name in ("input_ids", "token_type_ids", "attention_mask", "labels", "pixel_values"):
+    for name in "input_ids token_type_ids attention_mask labels pixel_values".split():
         assert getattr(batch, name).dtype == expected[name].dtype
         assert torch.equal(getattr(batch, name), expected[name])
 

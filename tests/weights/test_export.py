@@ -116,7 +116,7 @@ def exported(case: str, tmp_path: Path) -> tuple[Path, PaliGemma]:
     return tmp_path / "out", model
 
 
-@pytest.mark.parametrize("case", ["embedded", "tuned", "full", "random1", "random2"])
+@pytest.mark.parametrize("case", "embedded tuned full random1 random2".split())
 def test_automatic_classes_answer_as_we_do(case, tmp_path):
     """Breaks when the files beside the weights mean other pixels, ids or an end of answers to
     transformers."""
