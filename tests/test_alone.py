@@ -15,7 +15,7 @@ RUN = "--base tiny --samples 48 --steps 2 --batch-size 8 --eval-limit 4 --device
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> Path:
+def alone(tmp_path_factory):
     """A copy of the tree without any folder `systems/`, and without the lines that name them."""
     copy = tmp_path_factory.mktemp("alone")
     ignored = shutil.ignore_patterns("systems", "__pycache__", ".*")

@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -90,7 +90,7 @@ PICTURES = [f"pictures/a.{kind}" for kind in "png jpg webp gif tiff bmp ppm".spl
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory) -> Path:
+def files(tmp_path_factory):
     """A folder with a valid file for each of READERS."""
     root = tmp_path_factory.mktemp("files")
     for name, text in VALID.items():
@@ -119,12 +119,12 @@ def files(tmp_path_factory) -> Path:
     return root
 
 
-def read_log(path: Path) -> None:
+def read_log(path):
     with answer.open_log(path):
         pass
 
 
-def read_pope(path: Path) -> None:
+def read_pope(path):
     (path.parent / "a.jpg").touch()  # looked for, not opened
     flags = {"questions": [path], "images": path.parent, "template": "{question}"}
     pope.Pope().questions(Namespace(**flags, limit=None, probability=False))
@@ -165,7 +165,7 @@ READERS: dict[str, Callable[[Path], object]] = {  # each opens its file as the c
 # --- what is done to a file ---
 
 
-def broken_bytes(raw: bytes, dice: random.Random) -> bytes:
+def broken_bytes(raw, dice):
     at = dice.randrange(len(raw) + 1)
     before = raw[:at]
     after = raw[at:]
@@ -180,7 +180,7 @@ def broken_bytes(raw: bytes, dice: random.Random) -> bytes:
     )
 
 
-def places_of(value) -> Iterator[tuple]:
+def places_of(value):
     """Each container of a JSON tree with each of its keys."""
     children = enumerate(value) if isinstance(value, list) else ()
     if isinstance(value, dict):
@@ -190,7 +190,7 @@ def places_of(value) -> Iterator[tuple]:
         yield from places_of(child)
 
 
-def broken_values(value, dice: random.Random):
+def broken_values(value, dice):
     """The JSON tree with one to three values replaced, removed, renamed or doubled."""
     for _ in range(dice.randint(1, 3)):
         parent, key = dice.choice(list(places_of(value)) or [(None, None)])
@@ -212,7 +212,7 @@ EXTREME = ["[" * 200_000, "9" * 10_000, '{"a":' * 50_000]
 EXTREME += '\ufeff{}|{"a": 1, "a": 2}|\u2028|nul'.split("|")
 
 
-def broken_json(raw: bytes, dice: random.Random) -> bytes:
+def broken_json(raw, dice):
     lines = raw.decode().splitlines()
     number = dice.randrange(len(lines))
     with contextlib.suppress(json.JSONDecodeError):  # one value over several lines
@@ -236,7 +236,7 @@ def expire(number, frame):
     raise TooLong(f"no end after {SECONDS} s")
 
 
-def verdict(read: Callable[[Path], object], path: Path) -> str | None:
+def verdict(read, path):
     """What is wrong with how `read` takes the file, None if nothing."""
     before = signal.signal(signal.SIGALRM, expire)
     signal.alarm(SECONDS)

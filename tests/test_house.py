@@ -55,7 +55,7 @@ MODULES = {
 
 
 @cache
-def imports() -> dict[str, set[str]]:
+def imports():
     """The project's modules that each module imports, inside functions too."""
     house = {}
     for name, tree in MODULES.items():
@@ -69,7 +69,7 @@ def imports() -> dict[str, set[str]]:
     return house
 
 
-def floor(module: str) -> int:
+def floor(module):
     return FLOORS[module] if module in FLOORS else floor(module.rpartition(".")[0])
 
 

@@ -33,7 +33,7 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 COMMAND = re.compile(r"(?:python|torchrun\b.*) -m ((?:train|eval|weights)\b\S*)(.*)")
 
 
-def blocks(text: str, language: str) -> list[str]:
+def blocks(text, language):
     return [block for kind, block in FENCED.findall(text) if kind == language]
 
 

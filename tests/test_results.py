@@ -31,7 +31,7 @@ T = {
 }
 
 
-def estimates(text: str) -> list[tuple[str, ...]]:
+def estimates(text):
     """Each mean with the ends of its interval, as they are written."""
     return [
         tuple(part.replace("−", "-") for part in match.groups())
@@ -39,7 +39,7 @@ def estimates(text: str) -> list[tuple[str, ...]]:
     ]
 
 
-def is_known(written: tuple[str, ...], known: list[tuple[float, ...]]) -> bool:
+def is_known(written, known):
     """Whether the numbers are known ones, rounded; a difference may be written the other way
     round."""
     halves = [0.502 * 10.0 ** -len(part.partition(".")[2]) for part in written]
@@ -59,7 +59,7 @@ def is_known(written: tuple[str, ...], known: list[tuple[float, ...]]) -> bool:
 GUESSES = {"VQA": 33.0, "n2o2": 25.0, "n3d8": 100 / 9, "n4o1": 6.25, "e16": 50.0}
 
 
-def from_cells(page: Path) -> list[tuple[float, ...]]:
+def from_cells(page):
     """Every row minus another, and minus the mean of plain rows, of the CSV beside a page, by
     measure; of grafts the mean of the measures in range too."""
     sums = defaultdict(lambda: np.zeros(2))

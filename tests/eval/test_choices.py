@@ -25,7 +25,7 @@ from tests.runs import words as words_of
 from weights.export import export_model
 
 
-def log_p(logits, prompt: list[int], choice: list[int]) -> float:
+def log_p(logits, prompt, choice):
     """log p of a choice from the logits (1, S, V) of the prompt and the choice."""
     each = logits[0].double().log_softmax(-1)[len(prompt) - 1 : -1]
     return float(each.gather(-1, torch.tensor(choice)[:, None]).sum())

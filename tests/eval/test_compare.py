@@ -17,7 +17,7 @@ from tests.runs import refused
 SMALL = "--limit 6 --max-new-tokens 2 --json".split()
 
 
-def rows(scores: dict[int, float], *measures: str) -> list[Row]:
+def rows(scores, *measures):
     return [
         Row(Question(n, f"picture {n // 2}", (), "?"), "", dict.fromkeys(measures, s))
         for n, s in scores.items()

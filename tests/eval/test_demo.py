@@ -81,7 +81,7 @@ def test_no_part_of_the_server_answers_pages_from_elsewhere(served, tmp_path):
     )
     kind = {"Content-Type": "multipart/form-data; boundary=x"}
 
-    def status(path: str, body: bytes | None = None, **headers) -> int:
+    def status(path, body=None, **headers):
         url = served.local_url + path
         try:
             with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
@@ -107,7 +107,7 @@ def test_the_page_answers_and_refuses(served, new_page):
     upload = page.locator("input[type=file]").first
     scenes.sample("vqa", "test", 192).image.save(png, "PNG")
 
-    def ask(content: bytes, prompt: str) -> None:
+    def ask(content, prompt):
         upload.set_input_files({"name": "a.png", "mimeType": "image/png", "buffer": content})
         page.wait_for_selector("[data-testid=image] img, .image-frame img")
         page.locator("#prompt textarea").fill(prompt)

@@ -23,11 +23,11 @@ STATS = "AP,AP50,AP75,AP small,AP medium,AP large,AR1,AR10,AR100,AR small,AR med
 )
 
 
-def sides(box: Box | Found) -> list[float]:
+def sides(box):
     return [box.x, box.y, box.width, box.height]
 
 
-def drawn_case(seed: int) -> tuple[list[list[Box]], list[list[Found]]]:
+def drawn_case(seed):
     """Pictures with truths and detections near them, on a coarse raster, with few scores: overlaps
     and scores tie."""
     dice = random.Random(seed)
@@ -63,7 +63,7 @@ def drawn_case(seed: int) -> tuple[list[list[Box]], list[list[Found]]]:
     return truths, found
 
 
-def by_pycocotools(truths, found) -> list[float]:
+def by_pycocotools(truths, found):
     ids = {
         label: n
         for n, label in enumerate(
@@ -71,7 +71,7 @@ def by_pycocotools(truths, found) -> list[float]:
         )
     }
 
-    def rows(boxes, **names) -> list[dict]:
+    def rows(boxes, **names):
         pairs = [(n, box) for n, of_picture in enumerate(boxes) for box in of_picture]
         rows = [{"image_id": n, "category_id": ids[b.label], "bbox": sides(b)} for n, b in pairs]
         for number, (row, (_, b)) in enumerate(zip(rows, pairs, strict=True), start=1):
@@ -120,7 +120,7 @@ def test_the_measures_are_those_of_coco(capsys):
     assert compared > 8
 
 
-def loc(*places: int) -> str:
+def loc(*places):
     return "".join(f"<loc{place:04d}>" for place in places)
 
 
@@ -130,7 +130,7 @@ NAME = "a name that was not asked for"
 EMPTY = "an empty box"
 
 
-def parsed(text: str, scores=()) -> tuple[list[Found], dict]:
+def parsed(text, scores=()):
     question = Question("a", "a", (), "detect cat ; Dog ; dog", truth=Detection(200, 100, ()))
     return detect.boxes_of(Row(question, (text, scores), {}))
 

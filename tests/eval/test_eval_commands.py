@@ -26,12 +26,12 @@ from tests.runs import refused
 FAST = "--max-new-tokens 3 --batch-size 8".split()
 
 
-def noise(seed: int) -> Image.Image:
+def noise(seed):
     blocks = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
     return Image.fromarray(blocks).resize((48, 40), Image.Resampling.NEAREST)
 
 
-def one_by_one(model, processor, questions, max_new_tokens=6) -> list[str]:
+def one_by_one(model, processor, questions, max_new_tokens=6):
     """The reference: each picture encoded anew, each prompt alone."""
     said = []
     for question in questions:
@@ -115,7 +115,7 @@ def test_a_picture_is_encoded_once_for_all_its_questions(model, processor, monke
     assert max(encoded) <= 3  # one is in two windows of 24
 
 
-def likelihood_by_hand(model, processor, picture, prefix, choice) -> float:
+def likelihood_by_hand(model, processor, picture, prefix, choice):
     """log p of a whole answer from one uncached forward pass, token by token."""
     batch = processor([picture], [prefix], [choice])
     logits = model(batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask)
@@ -158,7 +158,7 @@ def test_the_likeliest_choice_is_the_answer(processor, kind, monkeypatch):
     assert answer.choose(model, processor, asked[:1], batch, {}) == ["bottom left"]
 
 
-def count_asked(monkeypatch, batches: int = 99) -> list[int]:
+def count_asked(monkeypatch, batches=99):
     """The sizes of the batches that are generated; Ctrl-C arrives after so many."""
     sizes = []
     original = answer.generate
@@ -274,7 +274,7 @@ def test_a_log_has_one_writer_and_is_no_other_file(model, processor, source, tmp
     assert ask() == first
 
 
-def subjects(flags: str) -> list[open.Subject]:
+def subjects(flags):
     parser = ArgumentParser()
     open.add_model_flags(parser, many=True)
     return open.models_of(parser.parse_args(flags.split()))

@@ -86,7 +86,7 @@ def test_dex_has_one_map_and_says_so(processor):
     assert "one map" in maps.formula
 
 
-def random_case(tokens: int, models: int = 1, layers=18, heads=8, slots=256) -> Case:
+def random_case(tokens, models=1, layers=18, heads=8, slots=256):
     """A case of the geometry of PaliGemma 3B at 224 pixels, with random attention, which compresses
     worst."""
     dice = np.random.default_rng(0)
@@ -111,7 +111,7 @@ def random_case(tokens: int, models: int = 1, layers=18, heads=8, slots=256) -> 
     return case
 
 
-def data_of(text: str) -> dict:
+def data_of(text):
     (data,) = re.findall(
         r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL
     )

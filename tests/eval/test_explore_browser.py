@@ -16,7 +16,7 @@ HOSTILE = "</script><script>document.title='run'</script>"
 
 
 @pytest.fixture(scope="module")
-def case(processor) -> Case:
+def case(processor):
     """A question, its answers by a twin whose branches differ, with the base beside it, and by the
     base."""
     torch.manual_seed(0)
@@ -38,7 +38,7 @@ def case(processor) -> Case:
 def shown(new_page, tmp_path):
     """A function that opens the page of cases."""
 
-    def open_cases(*cases: Case, anchor: str = "", title: str = "x", **options):
+    def open_cases(*cases, anchor="", title="x", **options):
         (tmp_path / "page.html").write_text(page(cases, title), encoding="utf-8")
         shown = new_page((tmp_path / "page.html").as_uri() + anchor, **options)
         shown.wait_for_selector("body[data-ready]")
@@ -47,7 +47,7 @@ def shown(new_page, tmp_path):
     return open_cases
 
 
-def changes(shown, before: str = "", number: int = 0) -> str:
+def changes(shown, before="", number=0):
     """The pixels of a map once they differ from those before."""
     script = (
         "([number, old]) => document.querySelectorAll('canvas.big')[number].toDataURL() !== old"

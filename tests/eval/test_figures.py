@@ -11,7 +11,7 @@ from eval import figures
 GREY = Image.new("RGB", (80, 40), (128, 128, 128))
 
 
-def count(image, color) -> int:
+def count(image, color):
     """Pixels of exactly `color`."""
     return int((np.asarray(image) == color).all(axis=-1).sum())
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.long
 PICTURE = Image.new("RGB", (112, 112), (10, 200, 90))
 
 
-def damage(model, token: int, value: float) -> None:
+def damage(model, token, value):
     """Make every sequence that reads `token` non-finite: its hidden state, not the tied head, gets
     the value."""
     embed = model.language_model.embed_tokens

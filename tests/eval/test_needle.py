@@ -98,7 +98,7 @@ def ask(coco, source, capsys):
     """A function that runs the command on COCO's pictures: what it prints, and the response file of
     a kind."""
 
-    def run(flags: str, kind: str = "1_2_2"):
+    def run(flags, kind="1_2_2"):
         flags = flags.replace("META", f"--metadata {coco}")
         files = f"--model {source} --coco {coco} --captions {coco}/C --out {coco}/out"
         needle.main([*files.split(), *FAST, *flags.split()])

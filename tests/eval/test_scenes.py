@@ -20,11 +20,11 @@ from model.source import BUNDLED_FOLDER
 from train.data.batches import collate
 
 
-def stream(task: str, split: str, count: int, seed: int = 0) -> list[pictures.Sample]:
+def stream(task, split, count, seed=0):
     return [scenes.sample(task, split, index, seed) for index in range(count)]
 
 
-def seen(scene: pictures.Scene) -> list[tuple[str, float, float]]:
+def seen(scene):
     """(name, x, y) of each object's middle, in pixels, in the order of rows of 28 pixels."""
     middles = []
     for placed in scene.objects:
@@ -34,18 +34,18 @@ def seen(scene: pictures.Scene) -> list[tuple[str, float, float]]:
     return sorted(middles, key=lambda middle: (middle[2] // 28, middle[1]))
 
 
-def place(x: float, y: float) -> str:
+def place(x, y):
     return f"{'top' if y < 56 else 'bottom'} {'left' if x < 56 else 'right'}"
 
 
-def number_of(objects: list, noun: str) -> int:
+def number_of(objects, noun):
     forms = {noun, noun.removesuffix("s"), noun.removesuffix("es"), noun.removesuffix("ies") + "y"}
     (singular,) = forms & {*pictures.NAMES, *pictures.CATEGORIES} or {""}
     group = pictures.CATEGORIES.get(singular, [singular])
     return sum(noun == "objects" or name in group for name, _, _ in objects)
 
 
-def is_there(name: str, objects: list) -> set[str]:
+def is_there(name, objects):
     return {"yes" if number_of(objects, name) else "no"}
 
 
@@ -68,7 +68,7 @@ RULES = {  # the form of a question: all answers to it that a person could defen
 }
 
 
-def truth(question: str, objects: list) -> set[str]:
+def truth(question, objects):
     """All answers that a person could defend."""
     matches = {form: re.fullmatch(form, question) for form in RULES}
     ((form, match),) = ((form, match) for form, match in matches.items() if match)
@@ -173,7 +173,7 @@ def test_detection_boxes_hold_the_objects():
             assert top <= y <= bottom
 
 
-def parts_of(needle) -> dict[tuple[int, int], list[str]]:
+def parts_of(needle):
     """The objects of each sub-image, in raster order."""
     parts = {(row, column): [] for row in range(needle.n) for column in range(needle.n)}
     for name, x, y in seen(needle.scene):
@@ -181,7 +181,7 @@ def parts_of(needle) -> dict[tuple[int, int], list[str]]:
     return parts
 
 
-def nouns(caption: str) -> list[str]:
+def nouns(caption):
     return [part.split()[1] for part in caption.split(" and ")]
 
 

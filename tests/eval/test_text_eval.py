@@ -17,7 +17,6 @@ from eval.systems.text.corpus import (
     EOS,
     HELD_OUT,
     SPLITS,
-    Corpus,
     kept_corpus,
     open_corpus,
     read_texts,
@@ -34,7 +33,7 @@ RECORD = r"«(\w+)=(\w)»"
 QUESTION = r"«(\w+)\?»«(\w)»"
 
 
-def decode(corpus: Corpus, ids) -> str:
+def decode(corpus, ids):
     return corpus.tokenizer.decode([int(token) for token in ids])
 
 
@@ -166,7 +165,7 @@ class Oracle(nn.Module):
     """A model that says what `next_ids`, a function of ids (B, S), tells; certain of it from the
     position `sure`."""
 
-    def __init__(self, next_ids, sure: int = 0):
+    def __init__(self, next_ids, sure=0):
         super().__init__()
         self.next_ids = next_ids
         self.sure = sure

@@ -69,7 +69,7 @@ def test_normalisation_by_hand(rule):
 # Scorers: by answers of the annotators, what of (prediction → accuracy)
 
 
-def check(scorer, answers, said: str, ids=True):
+def check(scorer, answers, said, ids=True):
     for case in said.split("|"):
         prediction, accuracy = case.split("→")
         prediction = prediction.strip().strip('"').replace("\\n", "\n")
@@ -216,7 +216,7 @@ ANSWERS = {80: "A dog.", 70: "yes", 71: "two"}
 RESULTS = [{"question_id": n, "answer": text} for n, text in ANSWERS.items()]
 
 
-def annotations(most: int = 10) -> dict:
+def annotations(most=10):
     """VQAv2's file of annotations, with the first `most` of what is SAID to each question."""
     listed = []
     for id_, (kind, first, answers) in SAID.items():
@@ -244,7 +244,7 @@ def scores(workplace, capsys):
     return run
 
 
-def values(found: dict, title: str = "R") -> dict:
+def values(found, title="R"):
     return {line: of["VQA accuracy"] for line, of in found[title]["summary"].items()}
 
 

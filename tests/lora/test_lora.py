@@ -38,7 +38,7 @@ SEVEN = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 DECODER_LAYER = "language_model.layers.0."
 
 
-def randomize(model, seed: int = 0, std: float = 0.2):
+def randomize(model, seed=0, std=0.2):
     """Give every parameter of the adapter a value that matters: B starts at zero, where half of the
     mistakes hide."""
     generator = torch.Generator().manual_seed(seed)

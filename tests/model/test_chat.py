@@ -4,7 +4,6 @@ template."""
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -38,7 +37,7 @@ MARKS = {"gemma2": ["<start_of_turn>", "<end_of_turn>"], "qwen2": ["<|im_start|>
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
-def folder(request, tmp_path_factory) -> Path:
+def folder(request, tmp_path_factory):
     """A random model and its tokenizer, as the hub has them."""
     kind = request.param
     folder = tmp_path_factory.mktemp("chat") / kind
@@ -54,7 +53,7 @@ def both(folder):
     return load_text_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
 
 
-def rendered(theirs, turns, **options) -> list[int]:
+def rendered(theirs, turns, **options):
     """The ids of the published template; an open turn of the model ends them."""
     texts = [
         (role, text)

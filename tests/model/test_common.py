@@ -146,7 +146,7 @@ def test_a_lost_stream_or_ctrl_c_leaves_no_traceback(tmp_path):
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
     start = "from model.common import UserError, run_command\ndef main():\n    print('x')\n"
 
-    def run(*arguments, **streams) -> tuple[int, str]:
+    def run(*arguments, **streams):
         environment = os.environ | {"PYTHONUNBUFFERED": "", "PYTHONPATH": str(tmp_path)}
         options = {
             "stderr": subprocess.PIPE,
@@ -192,7 +192,7 @@ def test_a_small_model_takes_few_threads(monkeypatch):
     large = nn.Linear(10**5, 10**4, device="meta")
     before = torch.get_num_threads()
 
-    def taken(cores, number, model) -> int:
+    def taken(cores, number, model):
         torch.set_num_threads(cores)
         use_threads(number, model)
         return torch.get_num_threads()

@@ -42,7 +42,7 @@ NEVER_NULL = "rms_norm_eps rope_theta sliding_window query_pre_attn_scalar".spli
 NEVER_MISSING = "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads".split()
 
 
-def changed(raw: dict, part: str, **values) -> dict:
+def changed(raw, part, **values):
     return raw | {part: raw[part] | values}
 
 
@@ -158,7 +158,7 @@ QWEN_FILE = CONFIGS["qwen2 without a stop token"].to_dict()
 GEMMA_FILE = CONFIGS["gemma"].to_dict()
 
 
-def of_text(raw: dict = PUBLISHED_1, **values) -> dict:
+def of_text(raw=PUBLISHED_1, **values):
     return changed(raw, "text_config", **values)
 
 

@@ -61,13 +61,13 @@ MODELS = {
 }
 
 
-def grafted(kind: str) -> PaliGemma:
+def grafted(kind):
     model = PaliGemma(replace(BASE, text=GEMMA2))
     graft(model, kind)
     return model
 
 
-def text_model(differential: bool) -> TextModel:
+def text_model(differential):
     config = configs.TextModelConfig.of(replace(GEMMA2, model_type="gemma"), differential)
     model = TextModel(config)
     model.config = configs.LanguageConfig(config.text, (1,), 0)  # it has no tokens of its own
@@ -82,14 +82,14 @@ def model(request):
     return model
 
 
-def batch(model) -> dict[str, torch.Tensor | None]:
+def batch(model):
     """Left-padded rows: a picture's tokens if the model reads pictures, then prefix and suffix."""
     if vision := getattr(model.config, "vision", None):
         return left_padded(ROWS, SLOTS, vision.image_size, IMAGE)
     return left_padded(ROWS, 0, 1, IMAGE) | {"pixel_values": None}
 
 
-def alone(inputs: dict, row: int) -> dict:
+def alone(inputs, row):
     """One row without its padding."""
     valid = inputs["attention_mask"][row].bool()
     taken = {name: None if t is None else t[row : row + 1] for name, t in inputs.items()}
@@ -175,7 +175,7 @@ def test_choices_are_weighed_as_if_each_were_read_alone(model):
             )
 
 
-def checkpoint(model, on: bool) -> None:
+def checkpoint(model, on):
     if isinstance(model, MambaLM):
         model.backbone.checkpointing = on
     else:

@@ -43,7 +43,7 @@ IMAGE = 127
 TARGETS = r"language_model\..*\.(self_attn|mlp)\.\w+_proj"
 
 
-def plain_attention(n=4, k=2, d=16, hidden=24, softcap=None, bias=False) -> Attention:
+def plain_attention(n=4, k=2, d=16, hidden=24, softcap=None, bias=False):
     """Weights of unit gain, queries and keys of more: attention is far from uniform."""
     attention = Attention(hidden, n, k, d, scale=d**-0.5, softcap=softcap, bias=bias)
     for name, parameter in attention.named_parameters():
@@ -53,16 +53,14 @@ def plain_attention(n=4, k=2, d=16, hidden=24, softcap=None, bias=False) -> Atte
 
 
 @torch.no_grad()
-def stir(model: nn.Module, plain_names: set[str]) -> None:
+def stir(model, plain_names):
     """Move every parameter that is new off its starting value."""
     for name, parameter in model.named_parameters():
         if name not in plain_names:
             parameter.add_(0.3 * torch.randn_like(parameter))
 
 
-def sibling(
-    variant: str, layer: int = 2, lora: bool = False, **sizes
-) -> tuple[Attention, Attention]:
+def sibling(variant, layer=2, lora=False, **sizes):
     """A plain attention and its sibling with every new parameter, and LoRA on q and k, off its
     starting value."""
     plain = plain_attention(**sizes)
@@ -79,7 +77,7 @@ def sibling(
     return plain, module
 
 
-def inputs(rows=2, width=9, hidden=24, start=1) -> tuple[torch.Tensor, Rope, torch.Tensor]:
+def inputs(rows=2, width=9, hidden=24, start=1):
     """Hidden states, positions from `start`, and a prefix-LM mask with padding in the first row."""
     valid = torch.ones(rows, width, dtype=torch.bool)
     valid[0, :2] = False
@@ -88,7 +86,7 @@ def inputs(rows=2, width=9, hidden=24, start=1) -> tuple[torch.Tensor, Rope, tor
     return torch.randn(rows, width, hidden), Rope(positions, THETA), attention_mask(valid, types)
 
 
-def tiny(generation: int = 1, dtype=torch.float32) -> PaliGemma:
+def tiny(generation=1, dtype=torch.float32):
     """Two layers a tower; heads of 20 in the vision tower, so that their halves (10) need filling
     up."""
     text = TextConfig("gemma", 128, 72, 96, 2, 4, 1, head_dim=16)
@@ -101,12 +99,12 @@ def tiny(generation: int = 1, dtype=torch.float32) -> PaliGemma:
     return initialize(model, position_std=0.5).to(dtype).eval()
 
 
-def batch(rows=((5, 4), (2, 3))) -> dict[str, torch.Tensor]:
+def batch(rows=((5, 4), (2, 3))):
     """A left-padded batch of (prefix, suffix) lengths after a picture of 4 tokens."""
     return left_padded(rows, 4, 28, IMAGE, seed=3)
 
 
-def grafted(variant: str, where="both", stirred=True, **kwargs) -> PaliGemma:
+def grafted(variant, where="both", stirred=True, **kwargs):
     model = tiny(**kwargs)
     plain_names = set(model.state_dict())
     kind, options = VARIANTS[variant]
@@ -116,7 +114,7 @@ def grafted(variant: str, where="both", stirred=True, **kwargs) -> PaliGemma:
     return model
 
 
-def turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def turned(x, positions):
     """RoPE as multiplication of complex numbers, channel i with channel i + width/2; x (S,
     width)."""
     half = x.shape[-1] // 2
@@ -125,7 +123,7 @@ def turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.cat((z.real, z.imag), dim=-1)
 
 
-def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> torch.Tensor:  # noqa: C901  # every variant, written a second time
+def heads_by_equation(module, variant, x, positions, mask):  # noqa: C901  # every variant, written a second time
     """The output of `module` for one row x (S, H) in fp64, head by head, from its parameters and
     the papers alone."""
     kind, options = VARIANTS[variant]

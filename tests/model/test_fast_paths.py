@@ -46,7 +46,7 @@ def onednn(monkeypatch):
     return calls
 
 
-def gradients(output: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
+def gradients(output, *leaves):
     """Of a sum that weighs every element of `output` differently."""
     weights = torch.randn(
         output.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64

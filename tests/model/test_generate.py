@@ -17,11 +17,11 @@ from tests.reference import batch, hf_forward, hf_model, ours, relative_error, r
 PROMPTS = ((6, 0), (2, 0), (4, 0))
 
 
-def prompt(hf, rows=PROMPTS, seed: int = 3):
+def prompt(hf, rows=PROMPTS, seed=3):
     return batch(hf, rows, seed)
 
 
-def answered(inputs, row: int, ids) -> dict[str, torch.Tensor]:
+def answered(inputs, row, ids):
     """A row of `inputs` with an answer behind it."""
     new = {
         "input_ids": ids,

@@ -19,7 +19,7 @@ SIDE = 56
 HF = SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE})
 
 
-def theirs(image) -> torch.Tensor:
+def theirs(image):
     return HF(image, return_tensors="pt")["pixel_values"][0]
 
 
@@ -48,24 +48,24 @@ def test_squares_are_llavas(size):
     assert np.array_equal(np.asarray(pad_to_square(picture(*size))), theirs.transpose(1, 2, 0))
 
 
-def translucent() -> Image.Image:
+def translucent():
     """RGBA with every alpha from 0 to 255, and noise for colours, under alpha 0 too."""
     pixels = np.random.default_rng(3).integers(0, 256, (32, 64, 4)).astype(np.uint8)
     pixels[..., 3] = np.arange(32 * 64).reshape(32, 64) % 256
     return Image.fromarray(pixels)
 
 
-def palette(transparency: bytes | int) -> Image.Image:
+def palette(transparency):
     image = translucent().convert("RGB").quantize(16)
     image.info["transparency"] = transparency
     return image
 
 
-def png(depth: int, colour_type: int, pixels: np.ndarray, transparency: bytes) -> Image.Image:
+def png(depth, colour_type, pixels, transparency):
     """A PNG whose tRNS chunk is `transparency`, as Pillow opens it; pixels (H, W) or (H, W,
     channels)."""
 
-    def chunk(name: bytes, content: bytes) -> bytes:
+    def chunk(name, content):
         return (
             struct.pack(">I", len(content))
             + name
@@ -86,7 +86,7 @@ def png(depth: int, colour_type: int, pixels: np.ndarray, transparency: bytes) -
     return Image.open(io.BytesIO(b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)))
 
 
-def reopened(image: Image.Image, format: str, **options) -> Image.Image:
+def reopened(image, format, **options):
     buffer = io.BytesIO()
     image.save(buffer, format, **options)
     return Image.open(buffer)

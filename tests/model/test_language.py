@@ -3,7 +3,6 @@
 
 import shutil
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -57,7 +56,7 @@ ROWS = (20, 13, 1)  # tokens of each row; the longest passes the window
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
-def kind(request) -> str:
+def kind(request):
     return request.param
 
 
@@ -73,7 +72,7 @@ def hf(kind):
 
 
 @pytest.fixture(scope="module")
-def folder(hf, tmp_path_factory) -> Path:
+def folder(hf, tmp_path_factory):
     """As transformers saves it."""
     path = tmp_path_factory.mktemp("language")
     hf.save_pretrained(path)
@@ -81,24 +80,24 @@ def folder(hf, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def model(folder) -> LanguageModel:
+def model(folder):
     return opened(folder)
 
 
-def opened(folder, backend: str = "eager", **options) -> LanguageModel:
+def opened(folder, backend="eager", **options):
     model = load_text(folder, **options)
     set_attention_backend(model, backend)
     return model
 
 
-def batch(rows=ROWS) -> dict[str, torch.Tensor]:
+def batch(rows=ROWS):
     """A left-padded batch."""
     ids = torch.randint(3, 128, (len(rows), max(rows)), generator=torch.Generator().manual_seed(1))
     valid = (torch.arange(max(rows)) >= max(rows) - torch.tensor(rows)[:, None]).long()
     return {"input_ids": ids * valid, "attention_mask": valid}
 
 
-def theirs(hf, inputs) -> torch.Tensor:
+def theirs(hf, inputs):
     """With the positions of transformers' own `generate`: the first token's is 0."""
     positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     return hf(**inputs, position_ids=positions, use_cache=False).logits
@@ -212,7 +211,7 @@ def test_greedy_tokens_are_those_of_transformers(hf, tmp_path):
     )
 
 
-def change(folder: Path, **changes) -> None:
+def change(folder, **changes):
     path = folder / "config.json"
     raw = read_json(path) | changes
     write_json(path, {name: value for name, value in raw.items() if value is not ...})

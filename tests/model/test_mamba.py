@@ -32,9 +32,7 @@ def loop(x, delta, A, B, C, state):
     return torch.stack(outputs, dim=1), state.mT
 
 
-def scan_inputs(
-    length: int, batch: int = 2, channels: int = 6, size: int = 5, scale: float = 1.0, seed: int = 0
-):
+def scan_inputs(length, batch=2, channels=6, size=5, scale=1.0, seed=0):
     """x, Δ > 0, A < 0, B, C and a first state, in fp64."""
     normal = partial(
         torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
@@ -68,7 +66,7 @@ def run_with_gradients(function, inputs, dtype):
     ]
 
 
-def errors(function, inputs, dtype=torch.float32) -> list[float]:
+def errors(function, inputs, dtype=torch.float32):
     """Of y, the last state, and the gradients of x, Δ, A, B, C and the first state, against the
     loop in fp64."""
     mine = run_with_gradients(function, inputs, dtype)
@@ -115,7 +113,7 @@ def test_the_recurrence_is_computed_in_fp32(autocast):
     assert max(gradients) <= 2e-6 + (0.0 if autocast else 2**-8)
 
 
-def prompts(lengths=(9, 4, 1), seed: int = 1) -> dict[str, torch.Tensor]:
+def prompts(lengths=(9, 4, 1), seed=1):
     """A left-padded batch, with token 0 as padding and as text."""
     ids = torch.randint(
         0, 60, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed)

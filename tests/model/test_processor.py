@@ -11,7 +11,6 @@ import pickle
 import random
 import shutil
 from functools import partial
-from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -23,7 +22,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 import model.images as images_module
 from model.config import PRESETS, PaliGemmaConfig, TextConfig, VisionConfig
 from model.images import load_image, to_pixels
-from model.processor import Batch, Processor, load_tokenizer, parse_boxes
+from model.processor import Processor, load_tokenizer, parse_boxes
 from model.source import BUNDLED_FOLDER, resolve
 from model.tokenizer import LOCATIONS
 from tests.files import picture, read_json, write_json
@@ -43,7 +42,7 @@ TEXTS = [*TEXTS[:-1], "<loc0100><loc0000><loc1023><loc0512> cat ; <seg007>", "x"
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     """A model folder as Processor.from_source takes it: config.json and tokenizer.model."""
     folder = tmp_path_factory.mktemp("model")
     train_pieces(folder / "tokenizer", SENTENCES * 3, 1600, SYMBOLS)
@@ -66,18 +65,18 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def processor(folder) -> Processor:
+def processor(folder):
     return Processor.from_source(folder)
 
 
 @pytest.fixture(scope="session")
-def hf(folder) -> PaliGemmaProcessor:
+def hf(folder):
     pictures = SiglipImageProcessorPil(size=SIDES)
     pictures.image_seq_length = TOKENS
     return PaliGemmaProcessor(pictures, gemma_tokenizer(folder / "tokenizer.model", SYMBOLS))
 
 
-def assert_same_batch(batch: Batch, expected) -> None:
+def assert_same_batch(batch, expected):
     for name in "input_ids token_type_ids attention_mask labels pixel_values".split():
         assert getattr(batch, name).dtype == expected[name].dtype
         assert torch.equal(getattr(batch, name), expected[name])

@@ -41,7 +41,7 @@ def randomized(module):
     return module
 
 
-def projector(**changes) -> QMambaProjector:
+def projector(**changes):
     return randomized(QMambaProjector(replace(CONFIG, projector=replace(PROJECTOR, **changes))))
 
 
@@ -73,7 +73,7 @@ def test_the_mask_of_the_paper():
     assert ProjectorConfig().mixers == MambaConfig()  # the default projector takes mamba-130m
 
 
-def by_other_hands(module: QMambaProjector, x: torch.Tensor) -> torch.Tensor:
+def by_other_hands(module, x):
     """The paper's equations in fp64, over transformers' mixer and torch's attention, filled with
     our weights."""
     config = module.config

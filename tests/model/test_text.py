@@ -28,7 +28,7 @@ PLAIN = TextConfig(
 
 
 @torch.no_grad()
-def stirred(differential=True) -> TextModel:
+def stirred(differential=True):
     """Weights that show mistakes: λ and every norm off their start, attention far from uniform."""
     model = TextModel(TextModelConfig.of(PLAIN, differential)).eval()
     for name, parameter in model.named_parameters():
@@ -40,7 +40,7 @@ def stirred(differential=True) -> TextModel:
     return model
 
 
-def ids(rows=2, width=13) -> torch.Tensor:
+def ids(rows=2, width=13):
     return torch.randint(0, 64, (rows, width), generator=torch.Generator().manual_seed(5))
 
 
@@ -60,7 +60,7 @@ def test_the_model_is_transformers_diffllama():
     )
     reference = DiffLlamaForCausalLM(config).eval()
 
-    def parted(weight: torch.Tensor) -> torch.Tensor:
+    def parted(weight):
         """Rows (pairs · 2 · d) in our order to (2 · pairs · d), theirs: first halves, then second
         halves."""
         return weight.unflatten(0, (-1, 2, 8)).transpose(0, 1).flatten(0, 2)

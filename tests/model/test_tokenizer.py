@@ -5,7 +5,6 @@ import json
 import random
 import shutil
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,14 +38,14 @@ RUNS = [
 ]
 
 
-def gemma(folder: Path) -> GemmaTokenizer:
+def gemma(folder):
     """Gemma's settings, and its published vocabulary's way with byte 9, whose piece is a tab in
     place of <0x09>."""
     file = train_pieces(folder / "drawn", SENTENCES * 3, 1900, [*RESERVED, *RUNS, *LOCATIONS])
     return gemma_tokenizer(file, [*RESERVED, *RUNS], {"<0x09>": "\t"})
 
 
-def learned(folder: Path) -> GemmaTokenizer:
+def learned(folder):
     """Merges that the package `tokenizers` has learned, and added tokens with a space, found before
     and after them."""
     learner = tokenizers.Tokenizer(
@@ -81,7 +80,7 @@ def learned(folder: Path) -> GemmaTokenizer:
 
 
 @pytest.fixture(scope="module", params=[gemma, learned])
-def folder(request, tmp_path_factory) -> Path:
+def folder(request, tmp_path_factory):
     """What PaliGemmaProcessor.save_pretrained of transformers 5 writes, and a config.json."""
     folder = tmp_path_factory.mktemp("processor")
     pictures = SiglipImageProcessorPil(size={"height": 28, "width": 28})
@@ -128,7 +127,7 @@ def test_a_batch_equals_that_of_transformers(folder):
     )
 
 
-def saved(folder: Path, change=lambda tokenizer: None) -> Path:
+def saved(folder, change=lambda tokenizer: None):
     """The embedded tokenizer as transformers saves it, changed, with tokenizer.model beside it."""
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_FOLDER, tokenizer_class="GemmaTokenizer")
     change(tokenizer)
@@ -137,7 +136,7 @@ def saved(folder: Path, change=lambda tokenizer: None) -> Path:
     return folder
 
 
-def rename(folder: Path) -> None:
+def rename(folder):
     """Give a piece of tokenizer.json another name, as is done with <unused0> of Gemma."""
     raw = read_json(folder / "tokenizer.json")
     raw["model"]["vocab"]["<brand>"] = raw["model"]["vocab"].pop("<loc1023>")
@@ -194,7 +193,7 @@ TEMPLATE = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tok
 WORDS = {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100, "unk_token": "[UNK]"}
 
 
-def changed(folder: Path, **parts) -> Path:
+def changed(folder, **parts):
     """The embedded tokenizer.json with other parts."""
     raw = read_json(BUNDLED_FOLDER / "tokenizer.json")
     write_json(folder / "tokenizer.json", raw | parts)

@@ -17,7 +17,7 @@ from model.differential import graft
 from model.generate import generate
 from model.paligemma import PaliGemma, initialize
 from model.systems.configs import WingsConfig
-from model.systems.wings import OCTAVES, Learner, LearnerInput, Router, Wings, attach, route
+from model.systems.wings import OCTAVES, Learner, LearnerInput, Router, attach, route
 from tests.reference import set_attention_backend
 from tests.runs import refused, stage_settings
 from train.model import load_start, open_model
@@ -32,12 +32,12 @@ TEXT = TextConfig("gemma", 64, HIDDEN, 40, 3, HEADS, 1, head_dim=16)
 BASE = PaliGemmaConfig(VisionConfig(20, 28, 2, 2, patch_size=14, image_size=28), TEXT, IMAGE)
 
 
-def base(seed: int = 0) -> PaliGemma:
+def base(seed=0):
     return initialize(PaliGemma(BASE), seed).eval()
 
 
 @torch.no_grad()
-def randomized(model, seed: int = 1):
+def randomized(model, seed=1):
     """Every learner and router with weights that matter."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -50,11 +50,11 @@ def randomized(model, seed: int = 1):
     return model
 
 
-def wings(routed: bool = True) -> Wings:
+def wings(routed=True):
     return randomized(attach(base(), 5, routed=routed))
 
 
-def batch(rows=((2, 1, 3), (0, 0, 4), (0, 1, 2))) -> dict[str, torch.Tensor]:
+def batch(rows=((2, 1, 3), (0, 0, 4), (0, 1, 2))):
     """Left-padded rows of (text before, pictures, text after) in tokens."""
     generator = torch.Generator().manual_seed(2)
     width = max(a + SLOTS * n + b for a, n, b in rows)

@@ -3,7 +3,6 @@ transformers."""
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ SIZES = {
 
 
 @pytest.fixture(scope="module")
-def parts(tmp_path_factory) -> Path:
+def parts(tmp_path_factory):
     """text/, siglip/, and own.jsonl with a picture and a row of text alone."""
     folder = tmp_path_factory.mktemp("parts")
     tokenizer = qwen_tokenizer()
@@ -68,17 +67,17 @@ def parts(tmp_path_factory) -> Path:
     return folder
 
 
-def flags(parts: Path, more: str = "") -> list[str]:
+def flags(parts, more=""):
     """The flags of stage 1."""
     base = f"--stage 1 --r 4 --base {parts}/siglip --option language_model={parts}/text"
     return f"{base} --data jsonl:{parts}/own.jsonl {more}".split()
 
 
-def opened(parts: Path, more: str = ""):
+def opened(parts, more=""):
     return open_model(stage_settings("wings", *flags(parts, more)), torch.device("cpu"))[0].eval()
 
 
-def reader(parts: Path, model) -> Processor:
+def reader(parts, model):
     return processor_for(model.config, load_tokenizer(parts / "text/tokenizer.json"))
 
 

@@ -25,7 +25,7 @@ from train.settings import parse
 from weights.load import load_model
 
 
-def records(number: int) -> list[Record]:
+def records(number):
     """Pictures of one color, each with two questions; the last picture cannot be read."""
     result = []
     for index in range(number):

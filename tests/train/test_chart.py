@@ -10,7 +10,7 @@ from tests.runs import refused
 from train import chart
 
 
-def where(image, color=figures.SERIES[0]) -> list[tuple[float, float]]:
+def where(image, color=figures.SERIES[0]):
     """(x, y) in points of the pixels of `color`, sorted by x."""
     y, x = np.nonzero((np.asarray(image) == color).all(axis=-1))
     return sorted(zip(x / figures.DENSITY, y / figures.DENSITY, strict=True))

@@ -23,14 +23,14 @@ from train.checkpoint import (
 from train.optim import OPTIMIZERS, MuonAdamW, Rule, make_adamw, parameter_groups
 
 
-def make(seed: int = 0, optimizer=make_adamw):
+def make(seed=0, optimizer=make_adamw):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     rules = [Rule(["0.weight", "0.bias"], 0.1), Rule(["2.weight"], 0.01)]
     return model, optimizer(parameter_groups(model, rules), betas=(0.9, 0.98))
 
 
-def step(model, optimizer, number: int = 0) -> None:
+def step(model, optimizer, number=0):
     torch.manual_seed(number)
     model(torch.randn(16, 4)).square().mean().backward()
     optimizer.step()

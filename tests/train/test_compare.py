@@ -238,7 +238,7 @@ def test_what_chooses_a_rate_is_not_what_is_tested(study, tmp_path):
         assert not validation & test or name == wings.TEXT and validation != test, name
 
 
-def seen(task) -> set:
+def seen(task):
     """What a model is given, without names."""
     given = set()
     for question in task.asks:

@@ -2,7 +2,6 @@
 would."""
 
 import shutil
-from pathlib import Path
 from threading import Barrier, Thread
 from types import SimpleNamespace
 
@@ -128,11 +127,11 @@ def test_a_step_is_what_the_flags_say(processor):
 class OneOfTwo(World):
     """A process of two, which is a thread: `gather` exchanges lists in memory."""
 
-    def meet(self, barrier: Barrier, values: list) -> "OneOfTwo":
+    def meet(self, barrier, values):
         object.__setattr__(self, "exchange", (barrier, values))
         return self
 
-    def gather(self, value) -> list:
+    def gather(self, value):
         barrier, values = self.exchange
         barrier.wait()
         values[self.rank] = value
@@ -140,7 +139,7 @@ class OneOfTwo(World):
         return list(values)
 
 
-def as_two(work) -> list:
+def as_two(work):
     """`work(world)` of both."""
     barrier = Barrier(2, timeout=60)
     values = [None, None]
@@ -157,7 +156,7 @@ def as_two(work) -> list:
     return results
 
 
-def questions(folder: Path) -> list[Question]:
+def questions(folder):
     """Free and multiple-choice ones on seven pictures, one of which cannot be read."""
     for number in range(6):
         scenes.sample("vqa", "test", 32 * number).image.save(folder / f"{number}.png")
@@ -181,7 +180,7 @@ def test_two_processes_answer_as_one(tmp_path):
     asked = questions(tmp_path)
     limits = {"max_new_tokens": 4, "batch_size": 4}
 
-    def answers(ask, *world, **options) -> list:
+    def answers(ask, *world, **options):
         model = load_model("embedded")
         processor = Processor.from_source("embedded")
         return ask(*world, model, processor, asked, **limits, **options)
@@ -209,7 +208,7 @@ def test_a_broken_environment_is_one_line(given, monkeypatch):
 def test_all_processes_end_at_a_loss_that_is_not_finite():
     """Breaks when only the process that meets it ends, and the others wait, or report no record."""
 
-    def problem(world: World) -> str:
+    def problem(world):
         losses = [1.0, [1.0, float("nan")][world.rank]]
         micros = [SimpleNamespace(names=(f"{n}{world.rank}",)) for n in "ab"]
         with pytest.raises(Diverged) as raised:

@@ -139,7 +139,7 @@ def test_recipes_are_table_1():
 # From Python
 
 
-def shade(number: int) -> dict:
+def shade(number):
     """An example as of a data set of Hugging Face, which has None for what is absent."""
     answers = {
         "suffix": "dark" if number < 10 else "light",
@@ -155,7 +155,7 @@ class Shades:
     def __len__(self):
         return 20
 
-    def __getitem__(self, number: int) -> dict:
+    def __getitem__(self, number):
         return shade(number) | {"image": np.asarray(shade(number)["image"])}
 
 
@@ -327,7 +327,7 @@ def test_two_processes_do_the_work_of_one(shard, tmp_path):
 # Mistakes and bad records
 
 
-def write_own(folder, count: int, broken: int) -> str:
+def write_own(folder, count, broken):
     """The --data of `count` pictures, the first of which are `broken`."""
     for number in range(count):
         Image.new("RGB", (8, 8)).save(folder / f"{number}.png")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.runs import WORLD, metrics, refused
-from train.checkpoint import Progress, checkpoints
+from train.checkpoint import checkpoints
 from train.distributed import World
 from train.loop import LoopSettings, fit
 from train.optim import Rule, make_adamw, parameter_groups
@@ -32,7 +32,7 @@ FLAGS = {
 }
 
 
-def order(most_bad: int = 2) -> SimpleNamespace:
+def order(most_bad=2):
     """Each micro-batch has as many rows of three numbers as tokens, and one name in two rows."""
     dice = torch.Generator().manual_seed(0)
     rows = [[tokens for tokens, _ in step] for step in STEPS]
@@ -50,14 +50,14 @@ def order(most_bad: int = 2) -> SimpleNamespace:
     return SimpleNamespace(total=len(steps), most_bad=most_bad, steps=read)
 
 
-def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+def made():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 1), nn.Dropout(0.0), nn.Linear(1, 1)).double()
     rules = [Rule(["0.weight", "0.bias"], 0.1, 0.2), Rule(["2.weight"], 0.01)]
     return model, make_adamw(parameter_groups(model, rules), (0.8, 0.9))
 
 
-def loss(model, micro) -> torch.Tensor:
+def loss(model, micro):
     assert model.training
     return (model(micro.rows) - 3 * micro.rows[:, :1]).square().sum()
 
@@ -113,7 +113,7 @@ def test_too_many_unusable_records_and_an_early_end(tmp_path):
     for given, most in ((None, (0, 1, 2, 19, 20)), (20, (0, 1, 10, 20, 20)), (0, (0,) * 5)):
         assert tuple(map(LoopSettings(max_bad=given).most_bad, counts)) == most
 
-    def stop(step: int, progress: Progress) -> dict:
+    def stop(step, progress):
         progress.stopped = 3 if step == 3 else None
         return {}
 
@@ -127,7 +127,7 @@ def test_dropout_is_another_at_each_step_process_and_seed(tmp_path):
     drawn = []
     names = count()
 
-    def drawing(model, micro) -> torch.Tensor:
+    def drawing(model, micro):
         drawn.append(torch.rand(1).item())
         return loss(model, micro)
 

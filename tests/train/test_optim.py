@@ -22,7 +22,7 @@ from train.optim import (
 from train.settings import parse
 
 
-def small_model() -> nn.ModuleDict:
+def small_model():
     scale = nn.ParameterDict({"mu": nn.Parameter(torch.ones(1))})
     return nn.ModuleDict({"tower": nn.Linear(3, 3), "head": nn.Linear(3, 2), "scale": scale})
 

@@ -61,7 +61,7 @@ def first_batch(settings, model):
     return max(open_sample(order, settings), key=lambda micro: micro.batch.input_ids.numel())
 
 
-def measured_peak(settings) -> int:
+def measured_peak(settings):
     """Bytes of the weights, and the peak of what PyTorch allocates in two whole steps beside
     them."""
     model, optimizer = open_model(settings, CPU)

@@ -59,7 +59,7 @@ def test_a_sharded_model_reads_bf16_and_keeps_fp32(tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=5e-3)
 
 
-def fit_small(run, steps: int, loss, **settings) -> None:
+def fit_small(run, steps, loss, **settings):
     """Train a small model in `run`, from its newest checkpoint on, by one row a step, which is its
     number."""
     torch.manual_seed(0)

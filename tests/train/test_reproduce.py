@@ -1,7 +1,6 @@
 """The paper's experiment in one command: its parts, its choice, its data, and its tables beside
 those published."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,18 +18,18 @@ from train.studies.rules import Measure
 SMALL = "--samples 20 --vqa-limit 12 --needle-limit 6 --device cpu --jobs 1".split()
 
 
-def run(out: Path, *flags: str) -> dict[str, tuple[Path, dict]]:
+def run(out, *flags):
     """The cells by row, with their folders."""
     main([*flags, "--out", str(out)])
     cells = {file.parent: read_json(file) for file in out.glob("cells/*/cell.json")}
     return {cell["row"]: (folder, cell) for folder, cell in cells.items()}
 
 
-def vqa(cell: dict) -> float:
+def vqa(cell):
     return 100 * float(np.mean(cell["scores"]["test"]["VQA"]))
 
 
-def steps(folder: Path) -> int:
+def steps(folder):
     return len((folder / "metrics.jsonl").read_text().splitlines())
 
 

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -31,12 +30,12 @@ FLAGS = "--base base --data jsonl:data.jsonl --validation 0 --epochs 2 --no-eval
 FLAGS = f"{FLAGS} --checkpoint-every 2 --keep 3"
 
 
-def train(*arguments) -> None:
+def train(*arguments):
     finetune.main(words(*arguments))
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory) -> Path:
+def template(tmp_path_factory):
     """A folder with a base, data, and a finished run `run` of 6 steps; paths are relative to it."""
     folder = tmp_path_factory.mktemp("template")
     export_model(
@@ -56,7 +55,7 @@ def template(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def run(template, tmp_path, monkeypatch) -> Path:
+def run(template, tmp_path, monkeypatch):
     """A copy of the run, cut after step 4 of 6, in the working folder."""
     shutil.copytree(template, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "run/checkpoints/step-6")
@@ -65,11 +64,11 @@ def run(template, tmp_path, monkeypatch) -> Path:
     return Path("run")
 
 
-def contents(run: Path) -> dict[str, bytes]:
+def contents(run):
     return {str(path): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
 
 
-def edit(file: str, old: str, new: str):
+def edit(file, old, new):
     Path(file).write_text(Path(file).read_text().replace(old, new))
 
 
@@ -116,7 +115,7 @@ def test_fingerprints_see_answers_files_and_their_ends(tmp_path):
     (tmp_path / "0000").write_bytes(bytes(5 << 18))
     paths = tuple(sorted(tmp_path.iterdir()))
 
-    def seen(answers=("a", "b"), sampled=True, shown=paths) -> tuple:
+    def seen(answers=("a", "b"), sampled=True, shown=paths):
         return tuple(
             data_fingerprints([Record("r", "k", shown, (("q", "a"),), answers, sampled)]).values()
         )
@@ -198,7 +197,7 @@ def test_damaged_metrics_are_named_before_training(damage, run, monkeypatch):
     assert contents(run) == before
 
 
-def hold(folder: Path, pipe: Connection) -> None:
+def hold(folder, pipe):
     with lock_folder(folder):
         pipe.send("held")
         pipe.recv()

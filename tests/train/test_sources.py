@@ -4,7 +4,6 @@ together."""
 import json
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +18,7 @@ from train.settings import Settings, parse
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     """Two files of 12 and 30 records, which share a picture."""
     folder = tmp_path_factory.mktemp("sources")
     for name, count in (("few", 12), ("many", 30)):
@@ -32,7 +31,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def settings(folder, *sources, **flags) -> Settings:
+def settings(folder, *sources, **flags):
     given = [
         word for source in sources for word in ("--data", source.replace(":", f":{folder}/", 1))
     ]

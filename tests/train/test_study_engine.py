@@ -10,7 +10,6 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,7 +51,7 @@ def make(job, folder):
     return {"scores": scores, "facts": {}}
 
 
-def study(**changes) -> Study:
+def study(**changes):
     rows = {"plain": (), "plain too": (), "better": (("kind", "good"),)}
     given = {
         "name": "made-up",
@@ -69,7 +68,7 @@ def study(**changes) -> Study:
 SLOW = {name: (*changes, ("sleep", 0.1)) for name, changes in study().rows.items()}
 
 
-def run(out: Path, jobs: int = 1, seeds: int = 5, **changes) -> engine.Run:
+def run(out, jobs=1, seeds=5, **changes):
     return engine.run(study(**changes), StudyOptions(seeds=seeds, jobs=jobs, out=out))
 
 

@@ -1,8 +1,6 @@
 """The study of Q-Mamba compares what it says: one thing changed at a time, same pictures, same
 questions."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -63,7 +61,7 @@ def test_rows_need_the_models_that_they_start_from():
     assert not needs(Job("linear", ROWS["linear"], 1.0, 3))
 
 
-def study_folder(out: Path, *flags: str) -> dict[str, Path]:
+def study_folder(out, *flags):
     """Run a study of one seed; the folders of its cells by row."""
     small = "--steps 1 --batch-size 4 --step-batch 4 --seeds 1 --rates 1 --jobs 1 --limit 4 --samples 40".split()
     qmamba.main([*SMALL, *small, "--out", str(out), *flags])

@@ -15,7 +15,7 @@ from weights.load import load_model
 FLAGS = "--sizes nano --length 128 --batch-size 2 --rates 1e-3 --tokens 1280 --limit 5 --seeds 2 --jobs 1"
 
 
-def run(text_folder, out, *more: str) -> dict:
+def run(text_folder, out, *more):
     main([*FLAGS.split(), "--text", str(text_folder), "--out", str(out), "--no-positive", *more])
     return read_json(out / "comparison.json")
 

@@ -31,7 +31,7 @@ from weights.load import load_model
 SMALL = "--device cpu --steps 1 --batch-size 4 --step-batch 4 --seeds 1 --rates 1 --limit 8 --jobs 1 --samples 40"
 
 
-def read(task: str, prefix: str) -> str:
+def read(task, prefix):
     """The right answer, from the prompt alone."""
     words = prefix.replace(".", "").replace(",", "").replace("?", "").split()
     if task == "add":

@@ -1,8 +1,6 @@
 """Q-Mamba's training: the model of each stage is put together from its parts, and the right ones
 learn."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
@@ -10,7 +8,6 @@ import transformers
 from model.source import BUNDLED_FOLDER
 from model.systems.configs import MambaConfig
 from model.systems.mamba import MambaLM, initialize_mamba
-from model.systems.qmamba import QMamba
 from tests.reference import relative_error
 from tests.runs import refused, stage_settings
 from train.model import open_model
@@ -23,7 +20,7 @@ SMALL = ("queries=4", "hidden_size=16", "num_blocks=2", "state_size=4")
 
 
 @pytest.fixture(scope="module")
-def language(tmp_path_factory) -> Path:
+def language(tmp_path_factory):
     """A published Mamba with the embedded vocabulary, and its tokenizer beside it."""
     folder = tmp_path_factory.mktemp("language")
     sizes = {"vocab_size": 1728, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
@@ -34,11 +31,11 @@ def language(tmp_path_factory) -> Path:
     return folder
 
 
-def flags(stage: int, *options: str) -> list[str]:
+def flags(stage, *options):
     return ["--stage", str(stage), *(word for option in options for word in ("--option", option))]
 
 
-def open_first(language: Path, *options: str, seed: int = 0) -> QMamba:
+def open_first(language, *options, seed=0):
     """The model of stage 1; a later option overrides an earlier one."""
     argv = flags(1, f"language_model={language}", *SMALL, *options)
     return stage_settings("qmamba", *argv, f"--seed {seed}").open_stage(torch.float32, CPU)

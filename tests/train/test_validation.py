@@ -37,7 +37,7 @@ COLORS = {
 }
 
 
-def write_colors(folder: Path, count: int) -> str:
+def write_colors(folder, count):
     """The --data of pictures of one color each, and the question for it."""
     dice = random.Random(0)
     lines = []
@@ -54,13 +54,13 @@ def write_colors(folder: Path, count: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory) -> str:
+def flags(tmp_path_factory):
     data = write_colors(tmp_path_factory.mktemp("colors"), 30)
     flags = "--base tiny --validation 0.4 --batch-size 3 --steps 8 --epochs 9 --dropout 0.1 --attention twin"
     return f"{data} {flags} --checkpoint-every 3 --device cpu"
 
 
-def train(*arguments) -> None:
+def train(*arguments):
     finetune.main(words(*arguments))
 
 

@@ -4,7 +4,6 @@ tokens as here."""
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -50,7 +49,7 @@ ANSWERS = [
 ]
 
 
-def learned(model: PaliGemma, folder: Path, kind: str) -> Path:
+def learned(model, folder, kind):
     """A run whose adapter changes the answers, with a graft."""
     torch.manual_seed(0)
     graft(model, kind)
@@ -66,7 +65,7 @@ def learned(model: PaliGemma, folder: Path, kind: str) -> Path:
     return folder
 
 
-def random_base(folder: Path, **text) -> Path:
+def random_base(folder, **text):
     """A model of random weights with the embedded tokenizer, which may answer with any id."""
     config = PRESETS["tiny"]
     model = initialize(PaliGemma(replace(config, text=replace(config.text, **text))), seed=3)
@@ -86,7 +85,7 @@ def random_base(folder: Path, **text) -> Path:
     return folder
 
 
-def exported(case: str, tmp_path: Path) -> tuple[Path, PaliGemma]:
+def exported(case, tmp_path):
     """The exported folder, and the model that it must answer as."""
     source = tmp_path / "run"
     if case == "tuned":
@@ -306,7 +305,7 @@ def test_a_link_hands_on_no_private_file(tmp_path):
     assert read_json(tmp_path / "hub" / file.name) == {"a": 1}
 
 
-def linked(folder: Path) -> Path:
+def linked(folder):
     """A run whose settings are a link to a private file."""
     (folder / "run").mkdir()
     (folder / "run/config.json").symlink_to(folder / "private.json")

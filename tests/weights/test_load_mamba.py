@@ -1,7 +1,5 @@
 """Published Mambas load, damaged ones are refused in one line, and their tokenizer is read."""
 
-from pathlib import Path
-
 import pytest
 import tokenizers
 import torch
@@ -18,13 +16,13 @@ from weights.load import SINGLE_FILE, load_system
 
 
 @pytest.fixture
-def published(tmp_path) -> Path:
+def published(tmp_path):
     """As transformers saves it."""
     hf_mamba().save_pretrained(tmp_path / "hf")
     return tmp_path / "hf"
 
 
-def change_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
+def change_tensors(folder, changes):
     """Replace tensors, or take them away."""
     tensors = load_file(folder / SINGLE_FILE) | changes
     save_file(
@@ -48,7 +46,7 @@ TEXT = ["Is there a dog?", "  two  spaces", "yes", "naïve 北京 🦒", "a\n\nb
 
 
 @pytest.fixture(scope="module")
-def neox_file(tmp_path_factory) -> Path:
+def neox_file(tmp_path_factory):
     """A tokenizer.json of GPT-NeoX's making, learned from a few words: byte-level BPE,
     <|endoftext|> first."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -67,7 +65,7 @@ def neox_file(tmp_path_factory) -> Path:
     return path
 
 
-def folder_of(folder: Path, file: Path, vocab_size: int, image: int, **ids: int) -> Path:
+def folder_of(folder, file, vocab_size, image, **ids):
     """A Q-Mamba's folder, as far as the processor reads it."""
     text = MambaConfig(vocab_size=vocab_size, hidden_size=36, num_hidden_layers=1, **ids)
     projector = ProjectorConfig(queries=3, hidden_size=24, num_blocks=1, num_attention_heads=4)

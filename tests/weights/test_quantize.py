@@ -37,7 +37,7 @@ def inputs():
 
 
 @torch.no_grad()
-def move(model) -> None:
+def move(model):
     """Give what is trained values that matter."""
     for parameter in trainable(model).values():
         parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))

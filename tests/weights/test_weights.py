@@ -21,7 +21,6 @@ from lora import adapter
 from model.config import PRESETS, PaliGemmaConfig, TextConfig, VisionConfig
 from model.device import DTYPES
 from model.differential import graft
-from model.paligemma import PaliGemma
 from tests.files import read_json, write_json
 from tests.peak_memory import in_own_process, load_peak
 from tests.reference import batch, hf_forward, hf_model, relative_error, set_attention_backend
@@ -61,7 +60,7 @@ def hf1():
     return hf_model(1)
 
 
-def tensors_of(hf, dialect: str = "A", head: str | None = None) -> dict[str, torch.Tensor]:
+def tensors_of(hf, dialect="A", head=None):
     """The state dict of a transformers model under the names of a dialect."""
     tensors = {name: tensor.clone() for name, tensor in hf.state_dict().items()}
     tied = tensors.pop("lm_head.weight")
@@ -70,7 +69,7 @@ def tensors_of(hf, dialect: str = "A", head: str | None = None) -> dict[str, tor
     return tensors | ({head: tied} if head else {})
 
 
-def save(folder: Path, hf, tensors: dict[str, torch.Tensor], shards: int = 1) -> Path:
+def save(folder, hf, tensors, shards=1):
     """A model folder: config.json as transformers writes it, and the tensors in one file or in
     shards."""
     folder.mkdir(exist_ok=True)
@@ -87,7 +86,7 @@ def save(folder: Path, hf, tensors: dict[str, torch.Tensor], shards: int = 1) ->
     return folder
 
 
-def assert_same(model: PaliGemma, hf, dtype=torch.float32) -> None:
+def assert_same(model, hf, dtype=torch.float32):
     """Equal weights and, in fp32, logits, to the bit on the eager path, where both do the same
     operations."""
     theirs = {
@@ -194,7 +193,7 @@ def test_published_geometries(name, count, parameters):
     )
 
 
-def small(**text) -> PaliGemmaConfig:
+def small(**text):
     sizes = {"vocab_size": 96, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "head_dim": 8}
     vision = VisionConfig(
@@ -244,7 +243,7 @@ def test_peak_memory(stored, kinds, tmp_path):
         )
 
 
-def arrays_of(hf, rows: int = 128) -> dict[str, np.ndarray]:
+def arrays_of(hf, rows=128):
     """The arrays that big_vision would hold for the weights of a transformers model, from its
     einsums' axes."""
     state = {name.removeprefix("model."): tensor for name, tensor in hf.state_dict().items()}
