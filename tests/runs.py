@@ -74,9 +74,10 @@ def read_cells(file: Path) -> list[SimpleNamespace]:
 
 
 def assert_same_tensors(ours, theirs) -> None:
-    """Both hold the same names, and each tensor of ours is theirs to the bit."""
+    """Both hold the same names, and each tensor of ours is theirs to the bit, in its dtype."""
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
         assert torch.equal(ours[name], tensor), name
 
 
