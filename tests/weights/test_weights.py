@@ -379,7 +379,7 @@ class Bomb:
 
 MISFITS = [
     (Q0, torch.zeros(64, 72, dtype=torch.int8), f"{Q0} is I8"),
-    (Q0, torch.zeros(72, 64), f"{Q0} is F32 (72, 64), expected (64, 72)"),
+    (Q0, torch.zeros(72, 64), f"{Q0} is F32 (72, 64), expected floats (64, 72)"),
     (Q0, None, "missing language_model.layers.0.self_attn.q_proj.weight"),
     ("a\x1b[2J", torch.zeros(1), r"unexpected a\x1b[2J"),
 ]
