@@ -28,7 +28,7 @@ from train.systems.studies import qmamba, wings
 CPU = torch.device("cpu")
 GIVEN = {"samples": 32, "batch_size": 16, "limit": 32, "tasks": "vqa,n2o1,n2o2,n4o1"}
 BASE = attention.Options(base="tiny", device="cpu", **GIVEN, **PLAIN)
-FLAGS = "--seeds 2 --samples 32 --batch-size 16 --limit 16 --rates 1e-2 --no-positive --jobs 1 --warmup 0".split()
+FLAGS = "--seeds 2 --samples 32 --batch-size 16 --limit 8 --rates 1e-2 --no-positive --jobs 1 --warmup 0".split()
 
 
 @pytest.mark.long
