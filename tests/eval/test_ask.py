@@ -19,7 +19,7 @@ from eval.open import Subject, model_of, models_of, toy_note
 from eval.progress import Bar
 from model import generate
 from model.images import load_image
-from tests.files import write_json
+from tests.files import write_json, write_lines
 
 pytestmark = pytest.mark.long
 
@@ -98,7 +98,7 @@ def test_the_toy_s_questions_are_for_the_toy(workplace):
         (run / "model").mkdir(parents=True)
         write_json(run / "config.json", {"base": "embedded", "data": [data]})
         (run / "summary.json").write_text("{}")
-        (run / "answers.jsonl").write_text("\n".join(map(json.dumps, answers)))
+        write_lines(run / "answers.jsonl", answers)
     os.utime("runs/toy/summary.json", (0, 1))
     flags = {"model": None, "adapter": None, "quantize": None}
     for asked, run in (({}, "toy"), ({"data": "embedded"}, "toy"), ({"data": "csv:b"}, "own")):

@@ -18,7 +18,7 @@ from eval.systems import choices
 from model.processor import Processor
 from model.systems.language import new_model
 from tests.eval.conftest import TOKENIZER
-from tests.files import read_json, write_json, write_lines
+from tests.files import draw, read_json, write_json, write_lines
 from tests.pieces import language_folder
 from tests.runs import refused
 from tests.runs import words as words_of
@@ -185,7 +185,7 @@ def files(tmp_path):
     for name, text in OFFICIAL.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
-    Image.new("RGB", (20, 20), "red").save(tmp_path / "red.png")
+    draw(tmp_path / "red.png", "red", size=(20, 20))
     return tmp_path
 
 

@@ -20,7 +20,7 @@ from model.compiled import CompiledStep
 from model.differential import graft
 from model.generate import generate
 from tests.eval.conftest import random_model
-from tests.files import read_json, write_json, write_lines
+from tests.files import draw, read_json, write_json, write_lines
 from tests.runs import refused
 
 FAST = "--max-new-tokens 3 --batch-size 8".split()
@@ -340,7 +340,7 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(command, workplace,
 def test_a_question_that_cannot_be_asked_is_left_out(source, workplace, capsys):
     """A broken picture ends the evaluation, or counts as wrong without a word; or none is asked,
     and all is 0 %."""
-    Image.new("RGB", (9, 9)).save("good.png")
+    draw("good.png", size=(9, 9))
     (workplace / "bad.png").write_bytes(b"no picture")
     good, bad = ({"image": f"{n}.png", "prefix": n, "suffix": "top"} for n in ("good", "bad"))
     write_lines(workplace / "D", [good, bad])

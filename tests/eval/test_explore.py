@@ -17,6 +17,7 @@ from eval.explore.record import Case, Maps, Said, answer, maps_of
 from model.attention import attention_modules
 from model.differential import graft
 from tests.eval.conftest import random_model
+from tests.files import write_lines
 from tests.runs import refused
 
 PROMPT = "answer en Where is the dog?"
@@ -176,7 +177,7 @@ def test_explore_command(twin, workplace, capsys):
         {"image": "p.png", "prefix": PROMPT, "suffix": answer}
         for answer in ("Bottom right", "top left")
     ]
-    (workplace / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(workplace / "own.jsonl", rows)
     for source, hits in (("jsonl:own.jsonl", [True, False]), ("embedded", [True, True, True])):
         main(["--model", "embedded", "--data", source, "--limit", "3", "--out", "hits.html"])
         assert [

@@ -5,12 +5,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from eval import needle
 from eval.data import scenes
 from eval.data.published import ABSENT, NeedleTest
-from tests.files import write_json
+from tests.files import draw, write_json
 from tests.runs import refused
 
 
@@ -131,7 +130,7 @@ def test_stitch_is_row_major_and_square(tmp_path):
     colors = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)]
     files = [tmp_path / f"{n}.png" for n in range(4)]
     for n, color in enumerate(colors):
-        Image.new("RGB", (30 + 40 * n, 50), color).save(files[n])
+        draw(files[n], color, size=(30 + 40 * n, 50))
     stitched = needle.stitch(files)
     assert stitched.size == (512, 512)
     corners = [stitched.getpixel((x, y)) for y in (0, 511) for x in (0, 511)]

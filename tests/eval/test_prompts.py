@@ -2,13 +2,12 @@
 with."""
 
 import pytest
-from PIL import Image
 
 from eval import ask, vqa
 from eval.data.published import check_prompt, fill_prompt
 from lora import adapter
 from model.processor import Processor
-from tests.files import read_json, write_json
+from tests.files import draw, read_json, write_json
 from tests.runs import refused
 from weights.export import companions, export_model
 from weights.load import load_model
@@ -68,7 +67,7 @@ def test_a_run_is_asked_as_it_was_trained(data, stored, prompt, workplace, monke
     assert asked == {fill_prompt(prompt, question)}
     vqa.main([*flags, *FAST, "--prompt", "{question}"])
     assert question in asked
-    Image.new("RGB", (9, 9)).save("p.png")
+    draw("p.png", size=(9, 9))
     ask.main(
         [
             *flags,

@@ -6,14 +6,13 @@ import shutil
 from functools import partial
 
 import pytest
-from PIL import Image
 
 from eval import suite
 from eval.vqa_scoring import answerability
 from model.config import PRESETS
 from model.systems.configs import WingsConfig
 from tests.eval.test_mmbench import BY_HAND, rows_of, write
-from tests.files import read_json, write_json, write_mmneedle, write_vqav2
+from tests.files import draw, read_json, write_json, write_mmneedle, write_vqav2
 from tests.runs import refused
 
 TABLE = "VQAv2,GQA,VizWiz,unanswerable AP,unanswerable F1,TextVQA,POPE,POPE F1,POPE P(yes),MMBench,MMNeedle".split(
@@ -32,7 +31,7 @@ def root(tmp_path_factory):
     for folder in "vqav2 gqa/images vizwiz/val textvqa/train_images pope mmbench".split():
         (root / folder).mkdir(parents=True)
         for number in range(2):
-            Image.new("RGB", (20, 20), (99 * number, 0, 0)).save(root / folder / f"{number}.jpg")
+            draw(root / folder / f"{number}.jpg", (99 * number, 0, 0), size=(20, 20))
     for file in (root / "coco").glob("*.json"):
         shutil.move(file, root / "vqav2" / file.name)
     kinds = {

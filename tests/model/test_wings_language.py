@@ -1,7 +1,6 @@
 """WINGS on a language model that has read text alone: a random Qwen2 and a random SigLIP of
 transformers."""
 
-import json
 import shutil
 
 import pytest
@@ -12,6 +11,7 @@ from PIL import Image
 from model.processor import Processor, processor_for
 from model.systems.wings import route
 from model.tokenizer import load_tokenizer
+from tests.files import draw, write_lines
 from tests.pieces import qwen_tokenizer
 from tests.reference import set_attention_backend
 from tests.runs import stage_settings
@@ -54,7 +54,7 @@ def parts(tmp_path_factory):
     }  # 16 patches, and a rest of 4 pixels
     siglip = transformers.SiglipConfig(vision_config=vision, text_config=SIZES | {"vocab_size": 50})
     transformers.SiglipModel(siglip).save_pretrained(folder / "siglip")
-    Image.new("RGB", (40, 20), (200, 30, 90)).save(folder / "a.png")
+    draw(folder / "a.png", (200, 30, 90), size=(40, 20))
     said = zip(("human", "gpt") * 2, ("What is<image> it?", "a box", "Sure?", "yes"), strict=True)
     rows = [
         {"prefix": "Hello?", "suffix": "hi"},
@@ -63,7 +63,7 @@ def parts(tmp_path_factory):
     rows.append(
         {"image": "a.png", "conversations": [{"from": role, "value": text} for role, text in said]}
     )
-    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "own.jsonl", rows)
     return folder
 
 

@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from eval.data.records import read_examples
 from model.common import UserError
 from model.images import load_image
-from tests.files import read_json, write_mmneedle, write_vqav2
+from tests.files import draw, read_json, write_lines, write_mmneedle, write_vqav2
 from tests.runs import read_cells
 from train import compare
 from train.model import load_base, open_model
@@ -100,7 +99,7 @@ def test_controls_are_chosen():
 def write_jsonl(folder, pictures, answer="yes"):
     lines = []
     for number in range(pictures):
-        Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / f"{number}.png")
+        draw(folder / f"{number}.png", (number, 0, 0))
         lines += [
             json.dumps({"image": f"{number}.png", "prefix": f"what {i}", "suffix": answer})
             for i in range(2)
@@ -182,7 +181,7 @@ def test_own_examples_are_asked_and_scored_in_full(tmp_path):
         {"image": "0.png", "prefix": "shade", "answers": ["dark", "light"]},
     ]
     write_jsonl(tmp_path, 2)
-    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 2))
+    write_lines(tmp_path / "own.jsonl", rows * 2)
     own = replace(
         BASE,
         data=(f"jsonl:{tmp_path / 'own.jsonl'}",),

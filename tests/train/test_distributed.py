@@ -15,7 +15,7 @@ from eval.data.records import embedded_records
 from eval.question import Question
 from model.processor import Processor
 from tests.files import read_json, write_vqav2
-from tests.runs import WORLD, metrics, refused, torchrun, words
+from tests.runs import WORLD, assert_same_tensors, metrics, refused, torchrun, words
 from train import finetune
 from train.data.batches import Order
 from train.distributed import World, ask_together, joined_world
@@ -72,7 +72,7 @@ def test_a_spread_run_goes_on_with_as_many_processes(spread_run, tmp_path):
     assert first["before"]["vqa"] is not None
     best = load_model(cut / "best").state_dict()
     assert second["held_out"]["best_step"] == 4
-    assert all(torch.equal(best[name], models[1][name]) for name in best)
+    assert_same_tensors(best, models[1])
 
 
 @pytest.mark.long

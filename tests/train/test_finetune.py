@@ -17,9 +17,19 @@ from eval.data.records import embedded_records
 from lora import adapter
 from model.differential import KINDS
 from model.generate import ask
-from tests.files import read_json, write_vqav2
+from tests.files import draw, read_json, write_lines, write_vqav2
 from tests.killed_runs import kill_often
-from tests.runs import QUICK, SERVER, WORLD, metrics, refused, run, torchrun, words
+from tests.runs import (
+    QUICK,
+    SERVER,
+    WORLD,
+    assert_same_tensors,
+    metrics,
+    refused,
+    run,
+    torchrun,
+    words,
+)
 from train import finetune
 from train import model as systems
 from train.data.batches import collate
@@ -171,8 +181,8 @@ def test_examples_of_a_program_are_those_of_a_file(tmp_path):
             {name: value for name, value in shade(number).items() if value}
             | {"image": f"{number}.png"}
         )
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:7]))
+    write_lines(tmp_path / "a.jsonl", lines)
+    write_lines(tmp_path / "b.jsonl", lines[:7])
     given = {"data": Shades(), "eval_data": [shade(number) for number in range(7)]}
     settings = {
         "base": "tiny",
@@ -286,7 +296,7 @@ def test_resumed_metrics_are_equal_to_the_bit(number, whole, tmp_path, monkeypat
         load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "cut", whole)
     )
     assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_tensors(ours, theirs)
 
 
 @pytest.mark.long
@@ -330,13 +340,13 @@ def test_two_processes_do_the_work_of_one(shard, tmp_path):
 def write_own(folder, count, broken):
     """The --data of `count` pictures, the first of which are `broken`."""
     for number in range(count):
-        Image.new("RGB", (8, 8)).save(folder / f"{number}.png")
+        draw(folder / f"{number}.png")
         if number < broken:
             (folder / f"{number}.png").write_bytes(b"broken")
     lines = [
         {"image": f"{number}.png", "prefix": "what", "suffix": "a dog"} for number in range(count)
     ]
-    (folder / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(folder / "own.jsonl", lines)
     return f"--data jsonl:{folder}/own.jsonl --validation 0"
 
 
@@ -357,7 +367,7 @@ def test_a_step_without_a_usable_record_changes_nothing(flags, tmp_path, capsys)
         before, after = (
             load_file(tmp_path / f"run/checkpoints/step-{n}" / file) for n in (empty, empty + 1)
         )
-        assert all(torch.equal(before[name], after[name]) for name in after)
+        assert_same_tensors(before, after)
 
 
 @pytest.mark.long

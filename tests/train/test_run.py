@@ -2,7 +2,6 @@
 step is taken."""
 
 import errno
-import json
 import os
 import shutil
 import signal
@@ -11,13 +10,12 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from eval.data.records import Record
 from model.source import BUNDLED_FOLDER
-from tests.runs import SERVER, metrics, refused, words
+from tests.files import draw, write_lines
+from tests.runs import SERVER, assert_same_tensors, metrics, refused, words
 from train import finetune
 from train.checkpoint import file_digest
 from train.run import data_fingerprints, lock_folder
@@ -43,11 +41,11 @@ def template(tmp_path_factory):
     )
     lines = []
     for number in range(6):
-        Image.new("RGB", (8, 8), (number * 20, 0, 0)).save(folder / f"{number}.bmp")
+        draw(folder / f"{number}.bmp", (number * 20, 0, 0))
         lines.append(
             {"image": f"{number}.bmp", "prefix": "caption en", "suffix": f"picture {number}"}
         )
-    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(folder / "data.jsonl", lines)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         train(FLAGS, "--out run")
@@ -81,9 +79,7 @@ def zero_base():
 
 CHANGES = {
     "records": lambda: edit("data.jsonl", "picture 3", "picture 4"),
-    "pictures": lambda: Image.new("RGB", (8, 8), (140, 0, 0)).save(
-        "3.bmp"
-    ),  # of the same size in bytes
+    "pictures": lambda: draw("3.bmp", (140, 0, 0)),  # of the same size in bytes
     "base": zero_base,
     "--lr": lambda: edit("run/config.json", '"lr": 0.0015', '"lr": 0.5'),
 }
@@ -178,7 +174,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(name, run, tem
     ours, whole = (
         load_file(folder / "run/adapter_model.safetensors") for folder in (Path(), template)
     )
-    assert all(torch.equal(ours[name], whole[name]) for name in whole)
+    assert_same_tensors(ours, whole)
     assert metrics(run) == metrics(template / "run")
 
 

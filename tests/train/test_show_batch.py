@@ -3,7 +3,7 @@
 import pytest
 from PIL import Image
 
-from tests.files import write_json
+from tests.files import draw, write_json
 from train import finetune
 from train.systems import qmamba, wings
 
@@ -11,7 +11,7 @@ from train.systems import qmamba, wings
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
-    Image.new("RGB", (9, 9), (200, 0, 0)).save(folder / "a.png")
+    draw(folder / "a.png", (200, 0, 0), size=(9, 9))
     turns = [
         ("human", "Where is <image>\nthe dog?"),
         ("gpt", "top left"),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from tests.files import write_vqav2
+from tests.files import draw, write_lines, write_vqav2
 from tests.runs import WORLD, refused
 from train.data import batches
 from train.data.batches import Order
@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
     for name, count in (("few", 12), ("many", 30)):
         lines = []
         for number in range(count):
-            Image.new("RGB", (8, 8), (number * 8, count, 0)).save(folder / f"{name}{number}.png")
+            draw(folder / f"{name}{number}.png", (number * 8, count, 0))
             image = f"{name}{number}.png" if number else "few0.png"
             lines.append(json.dumps({"image": image, "prefix": f"count {number}", "suffix": "1"}))
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
@@ -133,7 +133,7 @@ def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys):
         copied = folder / f"few{number}.png"
         row["image"] = "few0.png" if number == 0 else f"copy{number}.png"
         (folder / row["image"]).write_bytes(copied.read_bytes())
-    (folder / "copies.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_lines(folder / "copies.jsonl", rows)
     images = [
         {"image": Image.open(folder / f"few{n}.png"), "prefix": "a", "suffix": "b"} for n in (0, 1)
     ]

@@ -13,7 +13,7 @@ from model.systems.configs import BOS, EOS
 from model.systems.language import new_model
 from tests.files import prose, write_prose
 from tests.pair import in_pair
-from tests.runs import metrics, refused
+from tests.runs import assert_same_tensors, metrics, refused
 from train.systems.text import TextOrder, TextSettings, draw_row, main, make_optimizer
 from weights.load import load_model
 
@@ -131,7 +131,7 @@ def test_a_run_resumes_to_the_bit(tmp_path, kind):
     main(["--resume", str(cut)])
     ours, theirs = (load_model(run / "model").state_dict() for run in (cut, whole))
     assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert_same_tensors(ours, theirs)
     assert metrics(cut) == metrics(whole)
 
 

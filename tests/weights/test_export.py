@@ -24,7 +24,7 @@ from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.tokenizer import load_tokenizer
-from tests.files import read_json, write_json
+from tests.files import read_json, write_json, write_lines
 from tests.pieces import texts
 from tests.runs import refused
 from weights.card import model_card
@@ -60,7 +60,7 @@ def learned(model, folder, kind):
     adapter.save(model, folder, "embedded")
     data = {"data": ["jsonl:/home/me and/a|b.jsonl"], "tasks": "vqa"}
     write_json(folder / "config.json", {"base": "embedded", "r": 4, "workers": 2, **data})
-    (folder / "answers.jsonl").write_text("\n".join(map(json.dumps, ANSWERS)))
+    write_lines(folder / "answers.jsonl", ANSWERS)
     write_json(folder / "summary.json", SUMMARY)
     return folder
 
