@@ -3,6 +3,7 @@
 import itertools
 import re
 import shutil
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -25,28 +26,25 @@ def test_rows_are_full_of_whole_documents(corpus):
     """Breaks when a row has padding, a task document is cut, text crosses a file's end, or the
     curriculum is lost."""
     tasks = Tasks(corpus, "train")
-    kinds = {"text": 0, "needles": 0, "examples": 0}
+    kinds = Counter()
     train = corpus.tokenizer.decode(corpus.ids["train"].tolist())
     for number in range(60):
         row = draw_row(corpus, tasks, SETTINGS, number)
         assert sum(len(document) - 1 for document in row) == SETTINGS.length
         for document in row:
             text = corpus.tokenizer.decode(document[1:])
-            kind = (
-                "text"
-                if "«" not in text
-                else "needles"
-                if re.search(r"[^»]\n", text)
-                else "examples"
-            )
-            kinds[kind] += 1
             assert document[0] == BOS
             assert EOS not in document[1:-1]
-            assert text in train if kind == "text" else document[-1] == EOS
-            assert kind != "needles" or number >= 6, (
-                "the curriculum: 0.35 of 16 rows hold recall alone"
-            )
-    assert min(kinds.values()) > 15
+            if "«" not in text:
+                kinds["text"] += 1
+                assert text in train
+                continue
+            assert document[-1] == EOS
+            kind = "needles" if re.search(r"[^»]\n", text) else "examples"
+            kinds[kind] += 1
+            # the curriculum: 0.35 of 16 rows hold recall alone
+            assert kind == "examples" or number >= 6
+    assert min(kinds[kind] for kind in ("text", "needles", "examples")) > 15
     for length in (64, 66, 101):  # the last example's answer and the end fit into a short row
         settings = replace(SETTINGS, length=length, needles=0.0, examples=1.0)
         assert all(draw_row(corpus, tasks, settings, number)[0][-1] == EOS for number in range(200))
@@ -56,19 +54,19 @@ def test_targets_are_the_next_tokens_of_the_same_document(corpus):
     """Breaks when a target is of another document than its input, or a token that nothing foretells
     is learned."""
     order = TextOrder(corpus, SETTINGS)
-    rows = [draw_row(corpus, order.tasks, SETTINGS, number) for number in (3, 4)]
     batch = order[range(3, 5)]
-    assert batch.input_ids.tolist() == [
-        [token for document in row for token in document[:-1]] for row in rows
-    ]
-    assert batch.documents.tolist() == [
-        [n for n, document in enumerate(row) for _ in document[1:]] for row in rows
-    ]
     unforeseen = {*map(corpus.tokenizer.piece_to_id, (*RECORDS, *QUESTIONS))}
-    following = [[token for document in row for token in document[1:]] for row in rows]
-    assert batch.targets.tolist() == [
-        [-100 if t in unforeseen else t for t in row] for row in following
-    ]
+    for at, number in enumerate((3, 4)):
+        ids = []
+        documents = []
+        targets = []
+        for n, document in enumerate(draw_row(corpus, order.tasks, SETTINGS, number)):
+            ids += document[:-1]
+            documents += [n] * (len(document) - 1)
+            targets += [-100 if token in unforeseen else token for token in document[1:]]
+        assert batch.input_ids[at].tolist() == ids
+        assert batch.documents[at].tolist() == documents
+        assert batch.targets[at].tolist() == targets
     assert batch.tokens == (batch.targets != -100).sum() < 2 * SETTINGS.length
 
 
@@ -91,14 +89,13 @@ def test_processes_share_the_rows_of_a_step(corpus):
     """Breaks when a row of a step is taken twice or by no process, or a process takes more than its
     share."""
     settings = replace(SETTINGS, step_batch=6)
-    steps = [
-        [m.names for m in next(TextOrder(corpus, settings, "train", rank, 2).steps(2))]
-        for rank in range(2)
-    ]
-    assert [list(map(len, micros)) for micros in steps] == [[2, 1]] * 2
-    assert [name for micros in steps for names in micros for name in names] == [
-        f"row {n}" for n in range(12, 18)
-    ]
+    names = []
+    for rank in range(2):
+        micros = next(TextOrder(corpus, settings, "train", rank, 2).steps(2))
+        assert [len(micro.names) for micro in micros] == [2, 1]
+        for micro in micros:
+            names += micro.names
+    assert names == [f"row {n}" for n in range(12, 18)]
     refused(lambda: TextOrder(corpus, settings, "train", 0, 4), "--step-batch 6: ", "4 processes")
 
 
