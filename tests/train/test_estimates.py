@@ -44,7 +44,8 @@ def test_one_run_is_a_t_test():
 
 
 def test_components_of_variance_by_hand():
-    """Breaks when runs are counted as examples, or a picture's questions are parted."""
+    """Breaks when runs are counted as examples, a picture's questions are parted, or noise counts
+    as a difference between examples."""
     # runs differ by 20, examples do not: error = 10, one degree of freedom, t = 12.706
     found = estimate([[0.0] * 100, [20.0] * 100])
     assert (found.mean, found.error, found.freedom) == pytest.approx((10, 10, 1))
@@ -56,6 +57,10 @@ def test_components_of_variance_by_hand():
             np.repeat([[0.0, 30.0, 60.0]] * 4, each, axis=1), np.repeat(["a", "b", "c"], each)
         )
         assert (found.mean, found.error, found.freedom) == pytest.approx((30, 30 / 3**0.5, 2))
+    # mean squares: of runs 6, of examples 24, of the rest 2, which is taken off the examples'
+    found = estimate([[1.0, 2.0, 6.0], [3.0, 2.0, 10.0]])
+    assert (found.mean, found.error, found.freedom) == pytest.approx((4, 1, 1))
+    assert (found.shared_error, found.shared_freedom) == pytest.approx(((22 / 6) ** 0.5, 2))
     # a group of three and one of one: the mean is that of the examples
     assert estimate([[1.0, 1.0, 1.0, 5.0]], ["a", "a", "a", "b"]).mean == 2
 
