@@ -64,12 +64,8 @@ def drawn_case(seed):
 
 
 def by_pycocotools(truths, found):
-    ids = {
-        label: n
-        for n, label in enumerate(
-            sorted({b.label for part in (*truths, *found) for b in part}), start=1
-        )
-    }
+    labels = {b.label for part in (*truths, *found) for b in part}
+    ids = {label: n for n, label in enumerate(sorted(labels), start=1)}
 
     def rows(boxes, **names):
         pairs = [(n, box) for n, of_picture in enumerate(boxes) for box in of_picture]
@@ -95,21 +91,21 @@ def test_the_measures_are_those_of_coco(capsys):
     pictures."""
     compared = 0
     pair = [Box("a", x, 0, 10, 10, 100) for x in (0, 2)]
-    ties = [
-        ([pair], [[Found("a", x, 0, 10, 10, 1 / (1 + n)) for n, x in enumerate((1, x))]])
-        for x in (0, 2)
-    ]
-    bounds = [
-        [Box("a", at, at, at, at, at * at) for at in (32, 96)]
-    ]  # of small, medium and large, both inclusive
+    ties = []
+    for x in (0, 2):
+        said = [Found("a", 1, 0, 10, 10, 1), Found("a", x, 0, 10, 10, 0.5)]
+        ties.append(([pair], [said]))
+    # of small, medium and large, both inclusive
+    bounds = [[Box("a", at, at, at, at, at * at) for at in (32, 96)]]
     wrong = [
         [Found("a", place, 0, at, at) for place in (0, 300) for at in (32, 96)]
         + [Found("a", *[32] * 4, 0.9)]
     ]
-    at = [
-        [Found("a", 99 * (n != hit), 0, 10, 10, (0.9, 0.5)[n > 1]) for n in range(5)]
-        for hit in range(4)
-    ]
+    at = []
+    for hit in range(4):
+        boxes = [Found("a", 99, 0, 10, 10, 0.9 if n < 2 else 0.5) for n in range(5)]
+        boxes[hit] = boxes[hit]._replace(x=0)
+        at.append(boxes)
     cases = [*map(drawn_case, range(16)), *ties, (bounds, wrong), ([pair] * 4, at)]
     for seed, (truths, found) in enumerate(cases):
         if any(truths) and any(found):  # pycocotools itself takes no empty result
