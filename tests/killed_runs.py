@@ -87,15 +87,22 @@ def kill_often(folder: Path, kills: int) -> tuple[set[int], bool]:
     began = time.perf_counter()
     assert os.waitpid(start(f"{RUN} --out {folder}/whole"), 0)[1] == 0
     length = time.perf_counter() - began
-    dice, number, killed, steps, equal = random.Random(0), 0, 0, set(), True
+    dice = random.Random(0)
+    number = 0
+    killed = 0
+    steps = set()
+    equal = True
     while killed < kills:
-        number, last, code = number + 1, 0, -1
+        number = number + 1
+        last = 0
+        code = -1
         run = folder / f"run-{number}"
         while code:
             arguments = (
                 f"--resume {run}" if (run / "config.json").exists() else f"{RUN} --out {run}"
             )
-            dies, in_save = killed < kills, dice.random() < 0.5
+            dies = killed < kills
+            in_save = dice.random() < 0.5
             child = start(arguments, dice.random() if dies and in_save else None)
             if dies and not in_save:
                 time.sleep(dice.uniform(0, length))

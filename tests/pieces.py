@@ -147,7 +147,8 @@ def language_folder(folder: Path, kind: str, most: int, control: list[str] = (),
         gemma if kind == "gemma2" else {"hidden_activation": "silu", "tie_word_embeddings": False}
     )
     family = TextConfig if kind == "gemma2" else LlamaConfig
-    text, ends = family(kind, len(tokenizer) + 4, 16, 32, **sizes), (tokenizer.eos_token_id,)
+    text = family(kind, len(tokenizer) + 4, 16, 32, **sizes)
+    ends = (tokenizer.eos_token_id,)
     config = LanguageConfig(text, ends, tokenizer.pad_token_id, tokenizer.bos_token_id, most)
     export_model(initialize(LanguageModel(config), seed), folder)
     return tokenizer

@@ -158,7 +158,8 @@ def left_padded(
     generator = torch.Generator().manual_seed(seed)
     width = slots + max(map(sum, rows))
     ids = torch.zeros(len(rows), width, dtype=torch.long)
-    types, valid = torch.zeros_like(ids), torch.zeros_like(ids)
+    types = torch.zeros_like(ids)
+    valid = torch.zeros_like(ids)
     for row, (prefix, suffix) in enumerate(rows):
         start = width - slots - prefix - suffix
         ids[row, start : start + slots] = image_token
@@ -194,7 +195,8 @@ def hf_forward(hf, inputs: dict[str, torch.Tensor]):
 
 def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
     """‖a − b‖ / ‖b‖ in fp64."""
-    a, b = a.detach().double(), b.detach().double()
+    a = a.detach().double()
+    b = b.detach().double()
     return ((a - b).norm() / b.norm()).item()
 
 

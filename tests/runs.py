@@ -59,18 +59,30 @@ def run(*arguments, out: Path) -> list[dict]:
 def metrics(folder: Path) -> list[dict]:
     """The lines of a run's metrics.jsonl, without what depends on the clock."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in MEASURED} for line in lines]
+    for line in lines:
+        for name in MEASURED:
+            line.pop(name, None)
+    return lines
 
 
 def read_cells(file: Path) -> list[SimpleNamespace]:
     """The lines of a study's comparison.csv: Python writes floats so that they are read as they
     were."""
     kinds = {"seed": int, "n": int, "rate": float, "right": float, "cpu_seconds": float}
+    cells = []
     with file.open(encoding="utf-8", newline="") as text:
-        return [
-            SimpleNamespace(**{k: kinds.get(k, str)(v) for k, v in row.items()})
-            for row in csv.DictReader(text)
-        ]
+        for row in csv.DictReader(text):
+            values = {name: kinds.get(name, str)(value) for name, value in row.items()}
+            cells.append(SimpleNamespace(**values))
+    return cells
+
+
+def assert_same_tensors(ours, theirs) -> None:
+    """Both hold the same names, and each tensor of ours is theirs to the bit, in its dtype."""
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype, name
+        assert torch.equal(ours[name], tensor), name
 
 
 def torchrun(processes: int, *arguments) -> None:

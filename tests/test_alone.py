@@ -15,7 +15,7 @@ RUN = "--base tiny --samples 48 --steps 2 --batch-size 8 --eval-limit 4 --device
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory) -> Path:
+def alone(tmp_path_factory):
     """A copy of the tree without any folder `systems/`, and without the lines that name them."""
     copy = tmp_path_factory.mktemp("alone")
     ignored = shutil.ignore_patterns("systems", "__pycache__", ".*")
@@ -30,22 +30,30 @@ def alone(tmp_path_factory) -> Path:
     return copy
 
 
+# one process for the commands that import the same
+STORY = f"""
+from eval import needle, vqa
+from train import finetune
+finetune.main("{RUN}".split())
+for command in (needle, vqa):
+    command.main("--adapter run --limit 4 --device cpu".split())
+"""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "command",
     [
-        f"train.finetune {RUN}",
-        "eval.needle --adapter run --limit 4 --device cpu",
-        "eval.vqa --adapter run --limit 4 --device cpu",
-        "pytest -q -m fast -p no:cacheprovider tests/model/test_equivalence.py",
-        "ruff check model lora weights eval train",
+        ["-c", STORY],
+        "-m pytest -q -m fast -p no:cacheprovider tests/model/test_equivalence.py".split(),
+        "-m ruff check model lora weights eval train".split(),
     ],
-    ids=["finetune", "needle", "vqa", "equivalence", "ruff"],
+    ids=["main story", "equivalence", "ruff"],
 )
 def test_the_main_story_runs_without_its_sisters(command, alone):
     """Breaks when PaliGemma's code needs a file of WINGS, Q-Mamba or a language model."""
     environment = os.environ | {"PYTHONPATH": str(alone)}
-    line = [sys.executable, "-m", *command.split()]
+    line = [sys.executable, *command]
     done = subprocess.run(line, cwd=alone, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
 

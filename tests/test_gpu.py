@@ -31,7 +31,8 @@ def without_cpu_paths():
 def test_one_key_head_is_shared_without_a_copy(heads, is_masked, monkeypatch):
     """Breaks when CUDA's path attends otherwise, or K and V of one head are copied for every query
     head and layer."""
-    called, attend = [], F.scaled_dot_product_attention
+    called = []
+    attend = F.scaled_dot_product_attention
 
     def spy(q, k, v, *args, **options):
         called.append((k, options["enable_gqa"]))
@@ -72,12 +73,14 @@ def test_slots_and_pictures_are_counted_before_they_reach_a_gpu(processor):
 def test_sharded_layers_are_compiled_one_by_one(processor, tmp_path, monkeypatch):
     """Breaks when FSDP2's work between the layers breaks the compiled graph, or compiling changes a
     gradient."""
-    counter, compile_layer = CompileCounter(), nn.Module.compile
+    counter = CompileCounter()
+    compile_layer = nn.Module.compile
     monkeypatch.setattr(nn.Module, "compile", lambda module: compile_layer(module, backend=counter))
     micro = collate(embedded_records(("vqa",), count=2), processor)
     dist.init_process_group("gloo", f"file://{tmp_path}/meet", world_size=1, rank=0)
     try:
-        losses, gradients = [], []
+        losses = []
+        gradients = []
         for compiles in (False, True):
             torch._dynamo.reset()
             counters.clear()
@@ -98,7 +101,8 @@ def test_sharded_layers_are_compiled_one_by_one(processor, tmp_path, monkeypatch
                     if p.grad is not None
                 }
             )
-        assert losses[0] == losses[1] and 1 < counter.frame_count <= len(layers_of(model))
+        assert losses[0] == losses[1]
+        assert 1 < counter.frame_count <= len(layers_of(model))
         assert not counters["graph_break"]
         assert all(
             torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items()

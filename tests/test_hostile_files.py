@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -32,145 +32,70 @@ from model.images import to_pixels
 from model.processor import Processor, load_tokenizer
 from model.source import BUNDLED_FOLDER
 from model.systems.configs import LanguageConfig
-from tests.files import write_vqav2
+from tests.files import write_json, write_vqav2
 from train.settings import Settings, parse
 from weights.load import load_model, load_system
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has no alarm")
 CASES = 60  # of each reader
 SECONDS = 10  # that one case may take, on a busy machine
-NASTY = (
-    *(
-        None,
-        True,
-        -1,
-        0,
-        1,
-        1.5,
-        2**31,
-        2**63,
-        10**400,
-        -0.0,
-        1e308,
-        float("nan"),
-        float("inf"),
-        "<bos>",
-        "(a+)+$",
-    ),
-    *("", " ", "1", "\0", "\x1b[31mred", "/etc/passwd", "a" * 100_000, "ﬀ\u202e", "{question}"),
-    *([], {}, [[]], [None], {"": {}}, ["a", 1], {"question_id": 1}),
-)
-
-# --- the valid files
-# --------------------------------------------------------------------------------------------------
-
-VOCABULARY = {
-    piece: id_
-    for id_, piece in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", "a", "b", "ab", "\u2581"])
-}
-FLAGS = {
-    "special": False,
-    "single_word": False,
-    "lstrip": False,
-    "rstrip": False,
-    "normalized": False,
-}
-TOKENIZER = {
-    "version": "1.0",
-    "pre_tokenizer": None,
-    "post_processor": None,
-    "decoder": {"type": "Fuse"},
-}
-TOKENIZER |= {
-    "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
-    "truncation": None,
-}
-TOKENIZER |= {"added_tokens": [{"id": 8, "content": "<x>"} | FLAGS]}
-TOKENIZER |= {
-    "model": {"type": "BPE", "vocab": VOCABULARY, "merges": [["a", "b"]], "unk_token": "<unk>"}
-}
-LANGUAGE = {
-    "model_type": "llama",
-    "eos_token_id": [1],
-    "layer_types": ["full_attention"],
-    "vocab_size": 9,
-}
-LANGUAGE |= {
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
-LANGUAGE["rope_parameters"] = {"rope_theta": 1e6, "rope_type": "llama3", "factor": 8.0}
-LANGUAGE["rope_parameters"] |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LANGUAGE["rope_parameters"]["original_max_position_embeddings"] = 40
-EXAMPLE = {"image": "a.png", "prefix": "what", "suffix": "this"}
-TURNS = [{"from": "human", "value": "what<image>"}, {"from": "gpt", "value": "this"}]
-BOXES = [
-    {"image_id": 1, "category_id": 1, "bbox": [1, 2, 3, 4.5], "area": 9.5, "iscrowd": i}
-    for i in (0, 1)
+NASTY = [
+    *json.loads("""[null, true, -1, 0, 1, 1.5, -0.0, 1e308, NaN, Infinity, "<bos>", "(a+)+$", "", " ", "1", "\\u0000",
+        "\\u001b[31mred", "/etc/passwd", "ﬀ\\u202e", "{question}", [], {}, [[]], [null], {"": {}}, ["a", 1],
+        {"question_id": 1}]"""),
+    *(2**31, 2**63, 10**400, "a" * 100_000),
 ]
-IMAGES = [{"id": 1, "file_name": "a.png", "width": 8, "height": 8}]
-POPE = [
-    {"question_id": n, "image": "a.jpg", "text": "Is there a dog?", "label": "yes"} for n in (1, 2)
-]
-GQA = {
-    "question": "Is it?",
-    "imageId": "7",
-    "answer": "yes",
-    "isBalanced": True,
-    "types": {"structural": "query"},
-}
-TEXTVQA = {"question_id": 3, "image_id": "0f", "question": "Who?", "answers": ["x", "y"]}
-GRID = {f"{row}_{col}": f"{row}{col}.jpg" for row in (0, 1) for col in (0, 1)}
-NEEDLE = {"id": 0, "image_ids": ["s.jpg"], "index": 0, "row": 0, "col": 1, "target": "01.jpg"}
-RESPONSE = {
-    "id": 0,
-    "gt": "1, 1, 1",
-    "response": "1, 1, 1",
-    "target": [[0, 0, 0]],
-    "ground_truth": "1, 1, 1",
-}
-JSON = {  # a list in .jsonl has a line for each value
-    "tokenizer/tokenizer.json": TOKENIZER,
-    "language/config.json": LANGUAGE,
-    "run/config.json": dataclasses.asdict(Settings()),
-    "vqa/results.json": [{"question_id": 1, "answer": "a"}, {"question_id": 2, "answer": "b"}],
-    "examples/data.jsonl": [EXAMPLE, EXAMPLE | {"suffix": "that"}],
-    "llava/data.json": [
-        {"image": ["a.png"], "conversations": TURNS},
-        {"prefix": "a", "answers": ["b", "c"]},
-    ],
-    "coco/boxes.json": {
-        "images": IMAGES,
-        "annotations": BOXES,
-        "categories": [{"id": 1, "name": "dog"}],
-    },
-    "pope/questions.jsonl": POPE,
-    "captions/captions.json": {"a.jpg": "a dog", "b.jpg": "a cat"},
-    "gqa/gqa.json": {"1": GQA, "2": GQA},
-    "textvqa/textvqa.json": {"data": [TEXTVQA]},
-    "needle/2_2.json": {"s.jpg": GRID},
-    "needle/c.json": {"01.jpg": "a dog"},
-    "needle/a.json": [NEEDLE],
-    "needle/responses.json": [RESPONSE],
-    "log/answers.jsonl": [{"id": "1", "answer": "a", "mark": "f"}],
-}
 
-
-PICTURES = [f"pictures/a.{kind}" for kind in ("png", "jpg", "webp", "gif", "tiff", "bmp", "ppm")]
+# --- the valid files ---
+VALID = {
+    "run/config.json": json.dumps(dataclasses.asdict(Settings())),
+    "tokenizer/tokenizer.json": """{"version": "1.0", "pre_tokenizer": null, "post_processor": null,
+        "decoder": {"type": "Fuse"}, "truncation": null,
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+        "added_tokens": [{"id": 8, "content": "<x>", "special": false, "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false}],
+        "model": {"type": "BPE", "merges": [["a", "b"]], "unk_token": "<unk>", "vocab": {"<pad>": 0, "<eos>": 1,
+            "<bos>": 2, "<unk>": 3, "a": 4, "b": 5, "ab": 6, "\u2581": 7}}}""",
+    "language/config.json": """{"model_type": "qwen2", "eos_token_id": [1], "layer_types": ["full_attention"],
+        "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}""",
+    "vqa/results.json": '[{"question_id": 1, "answer": "a"}, {"question_id": 2, "answer": "b"}]',
+    "examples/data.jsonl": """{"image": "a.png", "prefix": "what", "suffix": "this"}
+{"image": "a.png", "prefix": "what", "suffix": "that"}
+""",
+    "llava/data.json": """[{"image": ["a.png"], "conversations": [{"from": "human", "value": "what<image>"},
+        {"from": "gpt", "value": "this"}]}, {"prefix": "a", "answers": ["b", "c"]}]""",
+    "coco/boxes.json": """{"images": [{"id": 1, "file_name": "a.png", "width": 8, "height": 8}],
+        "annotations": [{"image_id": 1, "category_id": 1, "bbox": [1, 2, 3, 4.5], "area": 9.5, "iscrowd": 0},
+            {"image_id": 1, "category_id": 1, "bbox": [1, 2, 3, 4.5], "area": 9.5, "iscrowd": 1}],
+        "categories": [{"id": 1, "name": "dog"}]}""",
+    "pope/questions.jsonl": """{"question_id": 1, "image": "a.jpg", "text": "Is there a dog?", "label": "yes"}
+{"question_id": 2, "image": "a.jpg", "text": "Is there a dog?", "label": "yes"}
+""",
+    "captions/captions.json": '{"a.jpg": "a dog", "b.jpg": "a cat"}',
+    "gqa/gqa.json": """{"1": {"question": "Is it?", "imageId": "7", "answer": "yes", "isBalanced": true,
+        "types": {"structural": "query"}}, "2": {"question": "Is it?", "imageId": "7", "answer": "yes",
+        "isBalanced": true, "types": {"structural": "query"}}}""",
+    "textvqa/textvqa.json": """{"data": [{"question_id": 3, "image_id": "0f", "question": "Who?",
+        "answers": ["x", "y"]}]}""",
+    "needle/2_2.json": '{"s.jpg": {"0_0": "00.jpg", "0_1": "01.jpg", "1_0": "10.jpg", "1_1": "11.jpg"}}',
+    "needle/c.json": '{"01.jpg": "a dog"}',
+    "needle/a.json": """[{"id": 0, "image_ids": ["s.jpg"], "index": 0, "row": 0, "col": 1,
+        "target": "01.jpg"}]""",
+    "needle/responses.json": """[{"id": 0, "gt": "1, 1, 1", "response": "1, 1, 1", "target": [[0, 0, 0]],
+        "ground_truth": "1, 1, 1"}]""",
+    "log/answers.jsonl": '{"id": "1", "answer": "a", "mark": "f"}\n',
+}
+PICTURES = [f"pictures/a.{kind}" for kind in "png jpg webp gif tiff bmp ppm".split()]
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory) -> Path:
+def files(tmp_path_factory):
     """A folder with a valid file for each of READERS."""
     root = tmp_path_factory.mktemp("files")
-    for name, value in JSON.items():
-        lines = value if name.endswith(".jsonl") else [value]
+    for name, text in VALID.items():
         (root / name).parent.mkdir(exist_ok=True)
-        (root / name).write_text(
-            "".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8"
-        )
+        (root / name).write_text(text, encoding="utf-8")
     shutil.copytree(BUNDLED_FOLDER, root / "base")
     shutil.copytree(BUNDLED_FOLDER.parent / "tiny-mamba", root / "mamba")
     model = load_model("tiny")
@@ -185,7 +110,7 @@ def files(tmp_path_factory) -> Path:
     shutil.copy(BUNDLED_FOLDER / "model.safetensors", root / "index" / part)
     with safe_open(root / "index" / part, "pt") as file:
         index = {"weight_map": dict.fromkeys(file.keys(), part)}
-    (root / "index/model.safetensors.index.json").write_text(json.dumps(index))
+    write_json(root / "index/model.safetensors.index.json", index)
     pixels = Image.fromarray(np.arange(16 * 16 * 3, dtype=np.uint8).reshape(16, 16, 3))
     for name in PICTURES:
         pixels.save(root / name)
@@ -194,17 +119,15 @@ def files(tmp_path_factory) -> Path:
     return root
 
 
-def read_log(path: Path) -> None:
+def read_log(path):
     with answer.open_log(path):
         pass
 
 
-def read_pope(path: Path) -> None:
+def read_pope(path):
     (path.parent / "a.jpg").touch()  # looked for, not opened
-    flags = Namespace(
-        questions=[path], images=path.parent, template="{question}", limit=None, probability=False
-    )
-    pope.Pope().questions(flags)
+    flags = {"questions": [path], "images": path.parent, "template": "{question}"}
+    pope.Pope().questions(Namespace(**flags, limit=None, probability=False))
 
 
 LORA = "lora/adapter_config.json", "lora/adapter_model.safetensors"
@@ -239,41 +162,35 @@ READERS: dict[str, Callable[[Path], object]] = {  # each opens its file as the c
     **dict.fromkeys(PICTURES, lambda path: to_pixels(path, 28)),
 }
 
-# --- what is done to a file
-# -------------------------------------------------------------------------------------------
+# --- what is done to a file ---
 
 
-def broken_bytes(raw: bytes, dice: random.Random) -> bytes:
-    at, junk, zeros = (
-        dice.randrange(len(raw) + 1),
-        dice.randbytes(300),
-        bytes(dice.choice((1, 100, 5000))),
-    )
-    flipped = (
-        bytes(byte ^ (dice.random() < 0.01) << dice.randrange(8) for byte in raw[:20_000])
-        + raw[20_000:]
-    )
-    before, after = raw[:at], raw[at:]
+def broken_bytes(raw, dice):
+    at = dice.randrange(len(raw) + 1)
+    before = raw[:at]
+    after = raw[at:]
+    junk = dice.randbytes(300)
+    zeros = bytes(dice.choice((1, 100, 5000)))
+    flipped = bytearray(raw)
+    for place in range(min(len(raw), 20_000)):
+        if dice.random() < 0.01:
+            flipped[place] ^= 1 << dice.randrange(8)
     return dice.choice(
         (before, before + junk[:8] + after[8:], before + zeros + after, raw + after, junk, flipped)
     )
 
 
-def places_of(value) -> Iterator[tuple]:
+def places_of(value):
     """Each container of a JSON tree with each of its keys."""
-    children = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
+    children = enumerate(value) if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        children = value.items()
     for key, child in children:
         yield value, key
         yield from places_of(child)
 
 
-def broken_values(value, dice: random.Random):
+def broken_values(value, dice):
     """The JSON tree with one to three values replaced, removed, renamed or doubled."""
     for _ in range(dice.randint(1, 3)):
         parent, key = dice.choice(list(places_of(value)) or [(None, None)])
@@ -291,30 +208,24 @@ def broken_values(value, dice: random.Random):
     return value
 
 
-def broken_json(raw: bytes, dice: random.Random) -> bytes:
+EXTREME = ["[" * 200_000, "9" * 10_000, '{"a":' * 50_000]
+EXTREME += '\ufeff{}|{"a": 1, "a": 2}|\u2028|nul'.split("|")
+
+
+def broken_json(raw, dice):
     lines = raw.decode().splitlines()
     number = dice.randrange(len(lines))
     with contextlib.suppress(json.JSONDecodeError):  # one value over several lines
-        lines, number = [json.dumps(json.loads(raw))], 0
+        lines = [json.dumps(json.loads(raw))]
+        number = 0
     lines[number] = json.dumps(broken_values(json.loads(lines[number]), dice))
     if dice.random() < 0.15:
-        extreme = (
-            "[" * 200_000,
-            "9" * 10_000,
-            '{"a":' * 50_000,
-            "\ufeff{}",
-            '{"a": 1, "a": 2}',
-            "\u2028",
-            "nul",
-        )
-        lines[number] = dice.choice(extreme)
-    return "\n".join([*lines, ""]).encode(
-        dice.choice(("utf-8", "utf-8", "utf-8", "utf-16")), "surrogatepass"
-    )
+        lines[number] = dice.choice(EXTREME)
+    encoding = dice.choice(("utf-8", "utf-8", "utf-8", "utf-16"))
+    return "\n".join([*lines, ""]).encode(encoding, "surrogatepass")
 
 
-# --- the cases
-# --------------------------------------------------------------------------------------------------------
+# --- the cases ---
 
 
 class TooLong(BaseException):
@@ -325,18 +236,15 @@ def expire(number, frame):
     raise TooLong(f"no end after {SECONDS} s")
 
 
-def verdict(read: Callable[[Path], object], path: Path) -> str | None:
+def verdict(read, path):
     """What is wrong with how `read` takes the file, None if nothing."""
     before = signal.signal(signal.SIGALRM, expire)
     signal.alarm(SECONDS)
     try:
         read(path)
     except UserError as error:
-        return (
-            None
-            if str(error).isprintable() and len(str(error)) < 2000
-            else f"a bad line: {str(error)[:200]!r}"
-        )
+        line = str(error)
+        return None if line.isprintable() and len(line) < 2000 else f"a bad line: {line[:200]!r}"
     except (Exception, TooLong) as error:  # what the test is for
         return f"{type(error).__name__}: {str(error)[:200]}"
     finally:
@@ -349,7 +257,9 @@ def verdict(read: Callable[[Path], object], path: Path) -> str | None:
 @pytest.mark.parametrize("name", READERS)
 def test_a_damaged_file_opens_or_gives_one_line(name, files, tmp_path):
     """Breaks when a file that somebody else made, or a folder, ends a command with a traceback."""
-    read, wrong, path = READERS[name], {}, tmp_path / "files" / Path(name).name
+    read = READERS[name]
+    wrong = {}
+    path = tmp_path / "files" / Path(name).name
     shutil.copytree((files / name).parent, path.parent)
     whole = path.read_bytes()
     if not name.startswith("npz"):

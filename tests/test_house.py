@@ -28,10 +28,10 @@ FLOORS = {
     "train.reproduce": 9,
 }
 # tokens, see house.py
-MAX_TOKENS = {"main": 106_000, "aside": 50_500, "tests": 155_300}
-MAX_NODES = {"model": 6.2, "lora": 6.9, "weights": 6.5, "eval": 6.2, "train": 6.5, "tests": 8.4}
+MAX_TOKENS = {"main": 106_000, "aside": 50_500, "tests": 147_500}
+MAX_NODES = {"model": 6.2, "lora": 6.9, "weights": 6.5, "eval": 6.2, "train": 6.0, "tests": 7.1}
 # what is still folded, by room: only ever less
-MAX_FOLDED = {"model": 4, "lora": 0, "weights": 0, "eval": 0, "train": 36, "tests": 121}
+MAX_FOLDED = {"model": 4, "lora": 0, "weights": 0, "eval": 0, "train": 0, "tests": 45}
 MAX_STATEMENTS = 40
 # tokens of a module and of all that it imports, inside functions too
 MAX_CLOSURE = {
@@ -55,7 +55,7 @@ MODULES = {
 
 
 @cache
-def imports() -> dict[str, set[str]]:
+def imports():
     """The project's modules that each module imports, inside functions too."""
     house = {}
     for name, tree in MODULES.items():
@@ -69,7 +69,7 @@ def imports() -> dict[str, set[str]]:
     return house
 
 
-def floor(module: str) -> int:
+def floor(module):
     return FLOORS[module] if module in FLOORS else floor(module.rpartition(".")[0])
 
 
@@ -93,7 +93,8 @@ def test_no_circle():
 def test_a_module_is_read_with_little_else(module):
     """Breaks when a reader of a module has to know half of the house, or the main job imports a
     sister or an experiment."""
-    loaded, left = set(), {module}
+    loaded = set()
+    left = {module}
     while left:
         name = left.pop()
         loaded.add(name)

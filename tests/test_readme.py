@@ -33,7 +33,7 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 COMMAND = re.compile(r"(?:python|torchrun\b.*) -m ((?:train|eval|weights)\b\S*)(.*)")
 
 
-def blocks(text: str, language: str) -> list[str]:
+def blocks(text, language):
     return [block for kind, block in FENCED.findall(text) if kind == language]
 
 
@@ -51,16 +51,17 @@ def test_documents_are_short():
         (int(number), (ROOT / name).read_text(encoding="utf-8").count("\n"))
         for name, number in files
     ]
-    assert len(files) == 9 and all(
-        abs(number - length) <= 0.15 * length for number, length in lengths
-    )
+    assert len(files) == 9
+    assert all(abs(number - length) <= 0.15 * length for number, length in lengths)
 
 
 @pytest.mark.long
 def test_every_command_parses(monkeypatch):
     """Breaks when a document prints a command, or promises a flag, that is not there."""
-    flags, kind = set(), argparse.ArgumentParser
-    parse, parse_known = kind.parse_args, kind.parse_known_args
+    flags = set()
+    kind = argparse.ArgumentParser
+    parse = kind.parse_args
+    parse_known = kind.parse_known_args
 
     class Parsed(Exception):
         """The command line was read; the command would begin."""
@@ -103,7 +104,8 @@ def test_links_lead_somewhere():
     """Breaks when a link or a picture of a document leads nowhere, or a file of the project is
     named without a link."""
     for name, text in TEXTS.items():
-        folder, prose = (ROOT / name).parent, FENCED.sub("", text)
+        folder = (ROOT / name).parent
+        prose = FENCED.sub("", text)
         for path, _, place in re.findall(r"(?:\]\(|src=\")(?!http)([^)\"#]*)(#([^)\"]+))?", prose):
             target = folder / path if path else ROOT / name
             assert target.exists(), f"{name}: {path}"

@@ -42,7 +42,8 @@ def source(model, tmp_path_factory):
 @pytest.fixture(scope="session")
 def twin(source, tmp_path_factory):
     """A folder that --adapter opens: a twin graft whose branches differ."""
-    other, folder = random_model(), tmp_path_factory.mktemp("runs") / "twin"
+    other = random_model()
+    folder = tmp_path_factory.mktemp("runs") / "twin"
     torch.manual_seed(0)
     graft(other, "twin", r=4)
     adapter.inject(other, adapter.DECODER_TARGETS, 4, 8.0)
@@ -66,12 +67,10 @@ def new_page():
     playwright = pytest.importorskip(
         "playwright.sync_api", reason="no browser: pip install playwright"
     )
-    path, problems = (
-        next(
-            filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-        ),
-        [],
+    path = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
     )
+    problems = []
     if path is None:
         pytest.skip("no browser: apt-get install chromium")
     with playwright.sync_playwright() as started:
@@ -83,7 +82,8 @@ def new_page():
             page = browser.new_context(
                 viewport={"width": width, "height": 900}, color_scheme=scheme
             ).new_page()
-            local, page.problems = (url.partition("#")[0], "data:", "blob:"), problems
+            local = (url.partition("#")[0], "data:", "blob:")
+            page.problems = problems
             page.set_default_timeout(60_000)
             page.on(
                 "console",

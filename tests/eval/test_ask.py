@@ -19,13 +19,15 @@ from eval.open import Subject, model_of, models_of, toy_note
 from eval.progress import Bar
 from model import generate
 from model.images import load_image
+from tests.files import write_json, write_lines
 
 pytestmark = pytest.mark.long
 
 
 def test_many_pictures_are_asked_in_batches(workplace, monkeypatch, capsys):
     """Breaks when `--image *.jpg` fills the memory, or an answer stands at another picture."""
-    rows, whole = [], generate.generate
+    rows = []
+    whole = generate.generate
     monkeypatch.setattr(
         generate,
         "generate",
@@ -34,10 +36,8 @@ def test_many_pictures_are_asked_in_batches(workplace, monkeypatch, capsys):
     names = [f"{number}.png" for number in range(9)]
     for number, name in enumerate(names):
         scenes.sample("vqa", "test", 6 * number).image.save(name)
-    prompts, flags = (
-        ["count dog", "exist cat"],
-        ["--model", "embedded", "--json", "--draw", "drawn.png"],
-    )
+    prompts = ["count dog", "exist cat"]
+    flags = "--model embedded --json --draw drawn.png".split()
     ask.main([*flags, "--image", *names, "--prompt", *prompts])
     answers = json.loads(capsys.readouterr().out)
     assert rows == [16, 2]
@@ -71,9 +71,9 @@ def test_the_toy_and_no_other_says_what_it_knows(workplace):
         ("big", "a/b", "embedded"),
     ):
         Path("runs", name).mkdir(parents=True)
-        Path("runs", name, "config.json").write_text(json.dumps({"base": base, "data": [data]}))
+        write_json(Path("runs", name, "config.json"), {"base": base, "data": [data]})
         Path("runs", name, "summary.json").write_text("{}")
-    runs = [(run, "embedded", run) for run in ("toy", "toy/best", "own", "own/best", "big")]
+    runs = [(run, "embedded", run) for run in "toy toy/best own own/best big".split()]
     runs += [
         ("base", "embedded", None),
         ("full", "runs/toy/model", None),
@@ -96,9 +96,9 @@ def test_the_toy_s_questions_are_for_the_toy(workplace):
     for name, data in (("toy", "embedded"), ("own", "csv:a")):
         run = Path("runs", name)
         (run / "model").mkdir(parents=True)
-        (run / "config.json").write_text(json.dumps({"base": "embedded", "data": [data]}))
+        write_json(run / "config.json", {"base": "embedded", "data": [data]})
         (run / "summary.json").write_text("{}")
-        (run / "answers.jsonl").write_text("\n".join(map(json.dumps, answers)))
+        write_lines(run / "answers.jsonl", answers)
     os.utime("runs/toy/summary.json", (0, 1))
     flags = {"model": None, "adapter": None, "quantize": None}
     for asked, run in (({}, "toy"), ({"data": "embedded"}, "toy"), ({"data": "csv:b"}, "own")):
@@ -113,16 +113,18 @@ def test_the_toy_s_questions_are_for_the_toy(workplace):
         assert demo.example_rows(of, workplace) == [[f"{workplace}/0.png", "b"]]
         assert load_image(workplace / "0.png").getpixel((0, 0)) == (255, 0, 0)
     toy = demo.example_rows(subject._replace(source="runs/toy/model"), workplace)
-    assert toy[0] == [f"{workplace}/0.png", "answer en Where is the dog?"] and len(toy) == 4
+    assert toy[0] == [f"{workplace}/0.png", "answer en Where is the dog?"]
+    assert len(toy) == 4
     Path("runs/own/answers.jsonl").write_text("{")
     assert demo.example_rows(subject, workplace) == []
 
 
-@pytest.mark.parametrize(("seconds", "shares"), [(1, range(10, 101, 10)), (0, [100])])
+@pytest.mark.parametrize("seconds, shares", [(1, range(10, 101, 10)), (0, [100])])
 def test_a_log_file_gets_a_line_for_a_tenth(seconds, shares, monkeypatch):
     """Breaks when a log is filled by a bar, by lines of work that ends at once, or never says that
     work has ended."""
-    file, clock = StringIO(), itertools.count(step=seconds)
+    file = StringIO()
+    clock = itertools.count(step=seconds)
     monkeypatch.setattr("sys.stderr", file)
     monkeypatch.setattr(tqdm.std, "time", lambda: next(clock))
     with Bar(total=40, desc="training") as bar:
@@ -131,7 +133,8 @@ def test_a_log_file_gets_a_line_for_a_tenth(seconds, shares, monkeypatch):
             bar.update()
     printed = file.getvalue()
     assert [int(share) for share in re.findall(r"^training: +(\d+) % ", printed, re.M)] == [*shares]
-    assert "\r" not in printed and "loss=39]" in printed.splitlines()[-1]
+    assert "\r" not in printed
+    assert "loss=39]" in printed.splitlines()[-1]
     monkeypatch.setattr(file, "isatty", lambda: True)
     for _ in Bar(range(40)):
         pass

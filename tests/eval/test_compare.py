@@ -17,7 +17,7 @@ from tests.runs import refused
 SMALL = "--limit 6 --max-new-tokens 2 --json".split()
 
 
-def rows(scores: dict[int, float], *measures: str) -> list[Row]:
+def rows(scores, *measures):
     return [
         Row(Question(n, f"picture {n // 2}", (), "?"), "", dict.fromkeys(measures, s))
         for n, s in scores.items()
@@ -38,12 +38,15 @@ def test_bootstrap_by_hand():
 def test_differences_are_paired():
     """Questions that one model was not asked count, or a difference is of two means, or of
     another's blind answers."""
-    half, better = {n: float(n % 2) for n in range(40)}, {n: 1.0 for n in range(20, 40)}
+    half = {n: float(n % 2) for n in range(40)}
+    better = {n: 1.0 for n in range(20, 40)}
     blind = rows({20: 0.0, 21: 1.0}, "exact")
     results = {"a": rows(half, "exact"), "b": rows(better, "exact", "vqa"), "b, blind": blind}
     values = {title: of["measures"] for title, of in values_of(Benchmark(), results).items()}
-    assert values["a"]["exact"]["mean"] == 50 and "difference" not in values["a"]["exact"]
-    assert values["b"]["exact"]["mean"] == 100 and values["b"]["exact"]["questions"] == 20
+    assert values["a"]["exact"]["mean"] == 50
+    assert "difference" not in values["a"]["exact"]
+    assert values["b"]["exact"]["mean"] == 100
+    assert values["b"]["exact"]["questions"] == 20
     assert values["b"]["exact"]["difference"] == {
         "mean": 50,
         "low": 50,
@@ -56,11 +59,9 @@ def test_differences_are_paired():
     }  # to b
     assert "difference" not in values["b"]["vqa"]  # which a lacks
     head, _, *table = comparison_table(values_of(Benchmark(), results))
-    assert (
-        head.startswith("40 questions, ")
-        and "b has answered 20 of them" in table
-        and "+50.00" in table[3]
-    )
+    assert head.startswith("40 questions, ")
+    assert "b has answered 20 of them" in table
+    assert "+50.00" in table[3]
     assert comparison_table(values_of(Benchmark(), {"a": rows(half)})) == []  # nothing to score
 
 
@@ -68,7 +69,8 @@ def test_differences_are_paired():
 def test_several_models_are_one_table(source, twin, workplace, monkeypatch, capsys):
     """A base and its adapter are asked as one model, or share files; --quantize forgets the
     adapter."""
-    opened, original = [], open.open_subject
+    opened = []
+    original = open.open_subject
     monkeypatch.setattr(
         open, "open_subject", lambda *args, **text: opened.append(original(*args)) or opened[-1]
     )
@@ -77,14 +79,15 @@ def test_several_models_are_one_table(source, twin, workplace, monkeypatch, caps
     printed = json.loads(capsys.readouterr().out)
     assert list(printed) == ["random", "random-int8", "twin", "twin-int8"]
     _, _, (whole, _), (small, _) = opened
-    assert whole.quantized is None and small.quantized == "int8" and small.grafts == whole.grafts
+    assert whole.quantized is None
+    assert small.quantized == "int8"
+    assert small.grafts == whole.grafts
     assert {layer.base_layer.dtype for layer in lora_layers(small).values()} == {torch.bfloat16}
     assert len(lora_layers(small)) == len(lora_layers(whole)) > 0
     for title, values in printed.items():
         measure = values["measures"]["accuracy, random"]
-        assert (
-            measure["mean"] == values["summary"]["random"]["accuracy"] and measure["questions"] == 6
-        )
+        assert measure["mean"] == values["summary"]["random"]["accuracy"]
+        assert measure["questions"] == 6
         assert ("difference" in measure) == (title != "random")
         assert (workplace / "out" / title / "results.json").is_file()
     files = [flag for title in printed for flag in ("--results", f"out/{title}/results.json")]

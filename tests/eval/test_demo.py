@@ -43,7 +43,7 @@ def served(processor, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("host", "origin", "status"),
+    "host, origin, status",
     [
         ("127.0.0.1:7860", None, 200),
         ("LocalHost:8000", "http://LocalHost:8000", 200),  # a port forwarded by ssh
@@ -81,7 +81,7 @@ def test_no_part_of_the_server_answers_pages_from_elsewhere(served, tmp_path):
     )
     kind = {"Content-Type": "multipart/form-data; boundary=x"}
 
-    def status(path: str, body: bytes | None = None, **headers) -> int:
+    def status(path, body=None, **headers):
         url = served.local_url + path
         try:
             with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
@@ -102,11 +102,12 @@ def test_no_part_of_the_server_answers_pages_from_elsewhere(served, tmp_path):
 def test_the_page_answers_and_refuses(served, new_page):
     """Breaks when the example question gets a wrong answer or no boxes, the explorer does not open,
     a hostile upload is taken or kept, or the page loads a font or a script from elsewhere."""
-    page, png = new_page(served.local_url), io.BytesIO()
+    page = new_page(served.local_url)
+    png = io.BytesIO()
     upload = page.locator("input[type=file]").first
     scenes.sample("vqa", "test", 192).image.save(png, "PNG")
 
-    def ask(content: bytes, prompt: str) -> None:
+    def ask(content, prompt):
         upload.set_input_files({"name": "a.png", "mimeType": "image/png", "buffer": content})
         page.wait_for_selector("[data-testid=image] img, .image-frame img")
         page.locator("#prompt textarea").fill(prompt)
@@ -120,7 +121,8 @@ def test_the_page_answers_and_refuses(served, new_page):
     page.locator("#inside").click()
     frame = page.frame_locator("#look iframe")
     frame.locator("body[data-ready]").wait_for()
-    assert frame.locator("h1").inner_text() == "detect dog" and not page.problems
+    assert frame.locator("h1").inner_text() == "detect dog"
+    assert not page.problems
     page.reload()
     upload.wait_for(state="attached")
     ask(SVG, "caption en")

@@ -15,6 +15,7 @@ from eval.bench import Row
 from eval.data.records import Box, Detection, embedded_records
 from eval.detect import Found
 from eval.question import Question
+from tests.files import write_json
 from tests.runs import refused
 
 STATS = "AP,AP50,AP75,AP small,AP medium,AP large,AR1,AR10,AR100,AR small,AR medium,AR large".split(
@@ -22,16 +23,17 @@ STATS = "AP,AP50,AP75,AP small,AP medium,AP large,AR1,AR10,AR100,AR small,AR med
 )
 
 
-def sides(box: Box | Found) -> list[float]:
+def sides(box):
     return [box.x, box.y, box.width, box.height]
 
 
-def drawn_case(seed: int) -> tuple[list[list[Box]], list[list[Found]]]:
+def drawn_case(seed):
     """Pictures with truths and detections near them, on a coarse raster, with few scores: overlaps
     and scores tie."""
     dice = random.Random(seed)
     labels = [f"c{number}" for number in range(dice.choice((1, 2, 5, 12)))]
-    raster, scores = dice.choice((1, 4, 10)), dice.choice(([1.0], [0.2, 0.5, 0.9], None))
+    raster = dice.choice((1, 4, 10))
+    scores = dice.choice(([1.0], [0.2, 0.5, 0.9], None))
 
     def box(near=None):
         if near is not None and dice.random() < 0.7:
@@ -40,9 +42,11 @@ def drawn_case(seed: int) -> tuple[list[list[Box]], list[list[Found]]]:
             dice.randrange(0, 160, raster) / (1 if near is None else 1.5) for _ in range(4)
         )
 
-    truths, found = [], []
+    truths = []
+    found = []
     for _ in range(dice.randrange(1, 9)):
-        true, said = [], []
+        true = []
+        said = []
         for _ in range(dice.choice((0, 1, 3, 8))):
             x, y, width, height = box()
             area = width * height * dice.choice((0.6, 1.0))
@@ -59,15 +63,11 @@ def drawn_case(seed: int) -> tuple[list[list[Box]], list[list[Found]]]:
     return truths, found
 
 
-def by_pycocotools(truths, found) -> list[float]:
-    ids = {
-        label: n
-        for n, label in enumerate(
-            sorted({b.label for part in (*truths, *found) for b in part}), start=1
-        )
-    }
+def by_pycocotools(truths, found):
+    labels = {b.label for part in (*truths, *found) for b in part}
+    ids = {label: n for n, label in enumerate(sorted(labels), start=1)}
 
-    def rows(boxes, **names) -> list[dict]:
+    def rows(boxes, **names):
         pairs = [(n, box) for n, of_picture in enumerate(boxes) for box in of_picture]
         rows = [{"image_id": n, "category_id": ids[b.label], "bbox": sides(b)} for n, b in pairs]
         for number, (row, (_, b)) in enumerate(zip(rows, pairs, strict=True), start=1):
@@ -89,22 +89,23 @@ def by_pycocotools(truths, found) -> list[float]:
 def test_the_measures_are_those_of_coco(capsys):
     """Any rule of COCO's is another: ties, crowds, sizes, ranks, classes without truth, empty
     pictures."""
-    compared, pair = 0, [Box("a", x, 0, 10, 10, 100) for x in (0, 2)]
-    ties = [
-        ([pair], [[Found("a", x, 0, 10, 10, 1 / (1 + n)) for n, x in enumerate((1, x))]])
-        for x in (0, 2)
-    ]
-    bounds = [
-        [Box("a", at, at, at, at, at * at) for at in (32, 96)]
-    ]  # of small, medium and large, both inclusive
+    compared = 0
+    pair = [Box("a", x, 0, 10, 10, 100) for x in (0, 2)]
+    ties = []
+    for x in (0, 2):
+        said = [Found("a", 1, 0, 10, 10, 1), Found("a", x, 0, 10, 10, 0.5)]
+        ties.append(([pair], [said]))
+    # of small, medium and large, both inclusive
+    bounds = [[Box("a", at, at, at, at, at * at) for at in (32, 96)]]
     wrong = [
         [Found("a", place, 0, at, at) for place in (0, 300) for at in (32, 96)]
         + [Found("a", *[32] * 4, 0.9)]
     ]
-    at = [
-        [Found("a", 99 * (n != hit), 0, 10, 10, (0.9, 0.5)[n > 1]) for n in range(5)]
-        for hit in range(4)
-    ]
+    at = []
+    for hit in range(4):
+        boxes = [Found("a", 99, 0, 10, 10, 0.9 if n < 2 else 0.5) for n in range(5)]
+        boxes[hit] = boxes[hit]._replace(x=0)
+        at.append(boxes)
     cases = [*map(drawn_case, range(16)), *ties, (bounds, wrong), ([pair] * 4, at)]
     for seed, (truths, found) in enumerate(cases):
         if any(truths) and any(found):  # pycocotools itself takes no empty result
@@ -115,25 +116,23 @@ def test_the_measures_are_those_of_coco(capsys):
     assert compared > 8
 
 
-def loc(*places: int) -> str:
+def loc(*places):
     return "".join(f"<loc{place:04d}>" for place in places)
 
 
 WHOLE = loc(0, 0, 1023, 1023)
-FORMAT, NAME, EMPTY = (
-    "not four locations and a name",
-    "a name that was not asked for",
-    "an empty box",
-)
+FORMAT = "not four locations and a name"
+NAME = "a name that was not asked for"
+EMPTY = "an empty box"
 
 
-def parsed(text: str, scores=()) -> tuple[list[Found], dict]:
+def parsed(text, scores=()):
     question = Question("a", "a", (), "detect cat ; Dog ; dog", truth=Detection(200, 100, ()))
     return detect.boxes_of(Row(question, (text, scores), {}))
 
 
 @pytest.mark.parametrize(
-    ("text", "boxes", "problems"),
+    "text, boxes, problems",
     [
         # y1 x1 y2 x2 of 1023, in a picture of 200 × 100 pixels
         (f"{WHOLE} cat", [("cat", 0, 0, 200, 100)], {"": 1}),
@@ -187,8 +186,10 @@ def test_the_command_on_the_embedded_scenes(source, workplace, monkeypatch, caps
     detect.main(["--model", source, *"--limit 14 --blind --json".split()])
     printed = {title: of["summary"] for title, of in json.loads(capsys.readouterr().out).items()}
     seeing, blind = ({line: v["COCO"] for line, v in of.items()} for of in printed.values())
-    assert blind["AP"] == 0 and blind["answers without a box"] == 100
-    assert seeing["answers without a box"] == pytest.approx(100 / 13) and 0 < seeing["AP"] < 100
+    assert blind["AP"] == 0
+    assert blind["answers without a box"] == 100
+    assert seeing["answers without a box"] == pytest.approx(100 / 13)
+    assert 0 < seeing["AP"] < 100
     parts = sum(record.suffix.count(";") + 1 for record in records[4:13]) + 3
     assert seeing["malformed"] == seeing[f"  {FORMAT}"] == pytest.approx(300 / parts)
     lost = {f"  AP, {record.prefix.removeprefix('detect ')}" for record in records[:4]}
@@ -197,7 +198,7 @@ def test_the_command_on_the_embedded_scenes(source, workplace, monkeypatch, caps
         for line, value in seeing.items()
         if "  AP, " in line and line not in lost
     )
-    out = workplace / "runs" / "eval" / "random" / "detect"
+    out = workplace / "runs/eval/random/detect"
     assert Image.open(out / "detect.png").width > 900
     detect.main(["--results", str(out / "results.json"), "--json"])
     (scored,) = json.loads(capsys.readouterr().out).values()
@@ -213,10 +214,10 @@ def test_bad_results_are_named(workplace):
     """Breaks when a picture counts twice, or a number that is none, a name or a crowd is scored."""
     boxes = [{"x": "left"}, {"area": math.nan}, {"width": -1}, {"label": 5}, {"is_crowd": "0"}]
     changes = [{"boxes": [BOX | change]} for change in boxes] + [{"width": 0}, {"scores": ["1"]}]
-    (workplace / "R").write_text(json.dumps([RESULT | {"boxes": [BOX]}]))
+    write_json(workplace / "R", [RESULT | {"boxes": [BOX]}])
     detect.main(["--results", "R"])
     for change in changes:
-        (workplace / "R").write_text(json.dumps([RESULT | {"boxes": [BOX]} | change]))
+        write_json(workplace / "R", [RESULT | {"boxes": [BOX]} | change])
         refused(lambda: detect.main(["--results", "R"]), "R[0]: ")
-    (workplace / "R").write_text(json.dumps([RESULT | {"boxes": [BOX]}] * 2))
+    write_json(workplace / "R", [RESULT | {"boxes": [BOX]}] * 2)
     refused(lambda: detect.main(["--results", "R"]), "R: 1 duplicate")

@@ -1,7 +1,6 @@
 """Asking random tiny models about drawn pictures: answers in batches, choices, the log, and the
 models of flags."""
 
-import json
 from argparse import ArgumentParser
 from copy import copy
 from dataclasses import replace
@@ -21,51 +20,69 @@ from model.compiled import CompiledStep
 from model.differential import graft
 from model.generate import generate
 from tests.eval.conftest import random_model
+from tests.files import draw, read_json, write_json, write_lines
 from tests.runs import refused
 
 FAST = "--max-new-tokens 3 --batch-size 8".split()
 
 
-def noise(seed: int) -> Image.Image:
+def noise(seed):
     blocks = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
     return Image.fromarray(blocks).resize((48, 40), Image.Resampling.NEAREST)
 
 
-def one_by_one(model, processor, questions, max_new_tokens=6) -> list[str]:
+def one_by_one(model, processor, questions, max_new_tokens=6):
     """The reference: each picture encoded anew, each prompt alone."""
     said = []
     for question in questions:
         images = question.images()
         batch = processor.pad([answer.layout(processor, question, len(images))], images)
-        inputs = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
-        said.append(processor.decode(generate(model, *inputs, max_new_tokens)[0]))
+        tokens = generate(
+            model,
+            batch.input_ids,
+            batch.pixel_values,
+            batch.token_type_ids,
+            batch.attention_mask,
+            max_new_tokens,
+        )
+        said.append(processor.decode(tokens[0]))
     return said
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("batch_size", "is_compiled"), [(4, False), (64, False), (8, True)])
-def test_batched_answers_are_those_of_one_by_one(
-    model, processor, monkeypatch, batch_size, is_compiled
-):
-    """An answer depends on its batch's rows, padding or pictures, or an earlier prompt; a small
-    batch compiles anew."""
-    asked, options = vqa.embedded(30), {}
-    single = one_by_one(model, processor, asked)
-    if is_compiled:
-        torch._dynamo.reset()
-        counter, steps, step = CompileCounter(), [], CompiledStep.__call__
-        options["compiled"] = CompiledStep(model, backend=counter)
-        monkeypatch.setattr(
-            CompiledStep, "__call__", lambda *args: steps.append(len(args[1])) or step(*args)
-        )
-    answers = answer.ask_all(
-        model, processor, asked, max_new_tokens=6, batch_size=batch_size, **options
+@pytest.mark.parametrize("batch_size", [4, 64])
+def test_batched_answers_are_those_of_one_by_one(model, processor, said_alone, batch_size):
+    """An answer depends on its batch's rows, padding or pictures, or an earlier prompt."""
+    asked, single = said_alone
+    options = {"max_new_tokens": 6, "batch_size": batch_size}
+    assert answer.ask_all(model, processor, asked, **options) == single
+    assert len(set(single)) > 5  # a model that says always the same could not tell
+
+
+@pytest.mark.long
+def test_a_small_last_batch_compiles_nothing_anew(model, processor, said_alone, monkeypatch):
+    """A compiled step is called with another number of rows, or its padding changes an answer."""
+    asked, single = said_alone
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = CompiledStep(model, backend=counter)
+    steps = []
+    call = CompiledStep.__call__
+    monkeypatch.setattr(
+        CompiledStep, "__call__", lambda *args: steps.append(len(args[1])) or call(*args)
     )
-    assert (
-        answers == single and len(set(single)) > 5
-    )  # a model that says always the same could not tell
-    if is_compiled:
-        assert set(steps) == {8} and counter.frame_count == 1 and len(single) % 8
+    options = {"max_new_tokens": 6, "batch_size": 8, "compiled": compiled}
+    assert answer.ask_all(model, processor, asked, **options) == single
+    assert set(steps) == {8}
+    assert counter.frame_count == 1
+    assert len(single) % 8
+
+
+@pytest.fixture(scope="module")
+def said_alone(model, processor):
+    """Thirty questions, and the answers to each of them alone."""
+    asked = vqa.embedded(30)
+    return asked, one_by_one(model, processor, asked)
 
 
 def test_several_pictures_in_one_prompt(model, processor):
@@ -73,10 +90,8 @@ def test_several_pictures_in_one_prompt(model, processor):
     mixes up answers."""
     pictures = [[noise(3 * number + part) for part in range(3)] for number in range(4)]
     asked = [Question("same", str(n), p, f"count {'dog ' * n}cat") for n, p in enumerate(pictures)]
-    asked += [
-        Question("same", "one", pictures[0][0], "count cat"),
-        Question("same", "none", (), "count cat"),
-    ]
+    for key, shown in {"one": pictures[0][0], "none": ()}.items():
+        asked.append(Question("same", key, shown, "count cat"))
     single = one_by_one(model, processor, asked)
     assert answer.ask_all(model, processor, asked, max_new_tokens=6) == single
     assert len(set(single)) == 6
@@ -85,7 +100,8 @@ def test_several_pictures_in_one_prompt(model, processor):
 def test_a_picture_is_encoded_once_for_all_its_questions(model, processor, monkeypatch):
     """Six questions a picture cost six encodings: the vision tower is most of the work of a large
     model."""
-    encoded, drawn = [], []
+    encoded = []
+    drawn = []
     encode = model.encode_images
     monkeypatch.setattr(
         model, "encode_images", lambda pixels: encoded.append(len(pixels)) or encode(pixels)
@@ -95,18 +111,17 @@ def test_a_picture_is_encoded_once_for_all_its_questions(model, processor, monke
         for q in vqa.embedded(42)
     ]
     answer.ask_all(model, processor, asked, max_new_tokens=1, batch_size=3)
-    assert len(drawn) == sum(encoded) <= 8 and max(encoded) <= 3  # one is in two windows of 24
+    assert len(drawn) == sum(encoded) <= 8
+    assert max(encoded) <= 3  # one is in two windows of 24
 
 
-def likelihood_by_hand(model, processor, picture, prefix, choice) -> float:
+def likelihood_by_hand(model, processor, picture, prefix, choice):
     """log p of a whole answer from one uncached forward pass, token by token."""
     batch = processor([picture], [prefix], [choice])
-    logits = model(batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask)[
-        0
-    ].double()
-    labels = batch.labels[0]
-    places = [place for place in range(1, len(labels)) if labels[place] != -100]
-    return sum(float(logits[p - 1][labels[p]] - logits[p - 1].exp().sum().log()) for p in places)
+    logits = model(batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask)
+    each = logits[0].double().log_softmax(-1)
+    labels = batch.labels[0].tolist()
+    return sum(float(each[n, label]) for n, label in enumerate(labels[1:]) if label != -100)
 
 
 @pytest.mark.long
@@ -123,31 +138,30 @@ def test_the_likeliest_choice_is_the_answer(processor, kind, monkeypatch):
                 parameter.normal_(std=0.3)
     choices = ("top", "bottom left", "row 2 column 3", "dog")
     asked = [Question(n, str(n), noise(n), f"count {'dog ' * n}cat", choices) for n in range(6)]
-    expected = [
-        [likelihood_by_hand(model, processor, q.picture, q.prefix, c) for c in choices]
-        for q in asked
-    ]
+    expected = torch.tensor(
+        [
+            [likelihood_by_hand(model, processor, q.picture, q.prefix, c) for c in choices]
+            for q in asked
+        ]
+    )
     batch = processor.pad([processor.row_of(1, [(question.prefix, None)]) for question in asked])
-    features = model.encode_images(
-        processor([q.picture for q in asked], ["-"] * len(asked)).pixel_values
-    )
+    pixels = processor([q.picture for q in asked], ["-"] * 6).pixel_values
+    features = model.encode_images(pixels)
     ids = [[*processor.encode(choice), processor.config.eos_token_id] for choice in choices]
-    found = torch.stack(
-        answer.log_likelihoods(model, batch, [ids] * len(asked), features, torch.arange(len(asked)))
-    )
-    torch.testing.assert_close(found.double(), torch.tensor(expected).double(), rtol=0, atol=1e-4)
+    found = answer.log_likelihoods(model, batch, [ids] * 6, features, torch.arange(6))
+    torch.testing.assert_close(torch.stack(found), expected, rtol=0, atol=1e-4)
     # of five rows a batch, one prompt's choices
     answers = answer.ask_all(model, processor, asked, batch_size=5)
-    assert answers == [choices[row.index(max(row))] for row in expected]
-    monkeypatch.setattr(
-        answer, "log_likelihoods", lambda *args, **options: [torch.tensor([-2.0, -1, -1, -1])]
-    )
+    assert answers == [choices[row] for row in expected.argmax(1)]
+    tie = [torch.tensor([-2.0, -1, -1, -1])]
+    monkeypatch.setattr(answer, "log_likelihoods", lambda *args, **options: tie)
     assert answer.likeliest(model, processor, asked[:1], batch, {}) == ["bottom left"]
 
 
-def count_asked(monkeypatch, batches: int = 99) -> list[int]:
+def count_asked(monkeypatch, batches=99):
     """The sizes of the batches that are generated; Ctrl-C arrives after so many."""
-    sizes, original = [], answer.generate
+    sizes = []
+    original = answer.generate
 
     def interrupted(model, input_ids, *args, **options):
         if len(sizes) == batches:
@@ -169,7 +183,7 @@ def test_an_interrupted_run_goes_on(source, workplace, capsys, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         count_asked(patch, 2)
         vqa.main([*flags, "--out", "parts"])
-    log = workplace / "parts" / "answers.jsonl"
+    log = workplace / "parts/answers.jsonl"
     assert len(log.read_text().splitlines()) == 16
     log.write_bytes(log.read_bytes()[:-7])  # the process was killed while it wrote
     sizes = count_asked(monkeypatch)
@@ -177,9 +191,8 @@ def test_an_interrupted_run_goes_on(source, workplace, capsys, monkeypatch):
         vqa.main([*flags, "--out", "parts", *more])
         assert sum(sizes) == asked
     assert capsys.readouterr().out == 3 * whole
-    assert (workplace / "whole/results.json").read_bytes() == (
-        workplace / "parts/results.json"
-    ).read_bytes()
+    results = [(workplace / out / "results.json").read_bytes() for out in ("whole", "parts")]
+    assert results[0] == results[1]
 
 
 def test_answers_of_another_model_prompt_or_picture_are_not_taken(
@@ -187,70 +200,81 @@ def test_answers_of_another_model_prompt_or_picture_are_not_taken(
 ):
     """The log of one model is scored as another's, or that of another tokenizer, strength of LoRA,
     picture, choices or earlier turns."""
-    log, file = tmp_path / "log.jsonl", tmp_path / "a.png"
+    log = tmp_path / "log.jsonl"
+    file = tmp_path / "a.png"
     noise(3).save(file)
     asked = [Question(n, str(n), file, f"count {'dog ' * n}cat") for n in range(2)]
     asked.append(Question(2, "2", lambda: noise(9), "count cat", files=[file]))  # stitched of it
-    sizes, other, reverse, strong = count_asked(monkeypatch), random_model(), copy(processor), []
-    with torch.no_grad():
-        other.language_model.layers[3].mlp.down_proj.weight += 0.5
+    sizes = count_asked(monkeypatch)
+    other = random_model()
+    other.language_model.layers[3].mlp.down_proj.weight.data += 0.5
+    reverse = copy(processor)
     reverse.encode = lambda text: processor.encode(text)[::-1]
-    for alpha in (4.0, 8.0):
-        torch.manual_seed(0)
-        strong.append(random_model())
-        adapter.inject(strong[-1], adapter.DECODER_TARGETS, 2, alpha)
     longer = [replace(q, prefix=q.prefix + " now") for q in asked]
     calls = [
         (model, processor, asked, 2),
         (other, processor, asked, 2),
         (model, processor, longer, 2),
-    ]
-    calls += [
         (model, processor, asked, 3),
         (model, reverse, asked, 2),
-        *((m, processor, asked, 2) for m in strong),
     ]
-    for number, (*given, tokens) in enumerate([*calls, *calls]):
+    for alpha in (4.0, 8.0):
+        torch.manual_seed(0)
+        strong = random_model()
+        adapter.inject(strong, adapter.DECODER_TARGETS, 2, alpha)
+        calls.append((strong, processor, asked, 2))
+    for number, (*given, tokens) in enumerate(calls * 2, start=1):
         answer.ask_all(*given, max_new_tokens=tokens, log=log)
-        assert sum(sizes) == 3 * min(number + 1, len(calls))
+        assert sum(sizes) == 3 * min(number, len(calls))
     noise(7).save(file)
     answer.ask_all(model, processor, asked, max_new_tokens=2, log=log)
     assert sum(sizes) == 3 * len(calls) + 3
-    changes = ({}, {"choices": ("a", "b")}, {"choices": ("a",)}, {"before": (("a", "b"),)})
-    variants = [replace(asked[0], **change) for change in (*changes, {"scored": True})]
+    variants = [
+        replace(asked[0], **change)
+        for change in (
+            {},
+            {"choices": ("a", "b")},
+            {"choices": ("a",)},
+            {"before": (("a", "b"),)},
+            {"scored": True},
+        )
+    ]
     assert len({*answer.marks_of(model, processor, variants, 2)}) == len(variants)
 
 
 def test_a_log_has_one_writer_and_is_no_other_file(model, processor, source, tmp_path):
     """Two commands mix their lines, a file of something else is overwritten, or likelihoods come
     back as text."""
-    log, asked = (
-        tmp_path / "log.jsonl",
-        [Question(1, "1", noise(1), "count", ("top", "dog"), scored=True)],
-    )
-    first = answer.ask_all(model, processor, asked, log=log)
-    assert isinstance(first[0], list) and answer.ask_all(model, processor, asked, log=log) == first
+    log = tmp_path / "log.jsonl"
+    asked = [Question(1, "1", noise(1), "count", ("top", "dog"), scored=True)]
+
+    def ask(count=1):
+        return answer.ask_all(model, processor, asked[:count], log=log)
+
+    first = ask()
+    assert isinstance(first[0], list)
+    assert ask() == first
     with answer.open_log(log):
-        refused(lambda: answer.ask_all(model, processor, asked, log=log), "log.jsonl", "--out")
+        refused(ask, "log.jsonl", "--out")
     anew = ["--model", source, "--limit", "1", "--no-resume", "--out", str(tmp_path)]
-    with answer.open_log(
-        tmp_path / "answers.jsonl"
-    ):  # nor is it taken away from a command that writes to it
+    # nor is it taken away from a command that writes to it
+    with answer.open_log(tmp_path / "answers.jsonl"):
         refused(lambda: vqa.main(anew), "answers.jsonl", "--out")
     for line in ("7", "{"):
         log.write_text(f'{{"mark": "x", "answer": "y"}}\n{line}\n')
-        refused(lambda: answer.ask_all(model, processor, asked, log=log), "log.jsonl:2: ")
+        refused(ask, "log.jsonl:2: ")
     asked.append(replace(asked[0], id=2, scored=False))
-    marks, nan = answer.marks_of(model, processor, asked, 32), float("nan")
-    wrong = [(0, said) for said in (5, "dog", [-1.0], ["top", "dog"], [nan, -1.0], {})]
-    for number, said in [*wrong, (1, 5), (1, first[0])]:
-        log.write_text(json.dumps({"mark": marks[number], "answer": said}) + "\n")
-        refused(lambda: answer.ask_all(model, processor, asked, log=log), "log.jsonl: ", "anew")
-    log.write_text(json.dumps({"mark": marks[0], "answer": None}) + "\n")  # is no answer
-    assert answer.ask_all(model, processor, asked[:1], log=log) == first
+    scored, plain = answer.marks_of(model, processor, asked, 32)
+    nan = float("nan")
+    wrong = [(scored, said) for said in (5, "dog", [-1.0], ["top", "dog"], [nan, -1.0], {})]
+    for mark, said in [*wrong, (plain, 5), (plain, first[0])]:
+        write_lines(log, [{"mark": mark, "answer": said}])
+        refused(lambda: ask(2), "log.jsonl: ", "anew")
+    write_lines(log, [{"mark": scored, "answer": None}])  # is no answer
+    assert ask() == first
 
 
-def subjects(flags: str) -> list[open.Subject]:
+def subjects(flags):
     parser = ArgumentParser()
     open.add_model_flags(parser, many=True)
     return open.models_of(parser.parse_args(flags.split()))
@@ -262,48 +286,43 @@ def test_default_is_the_newest_run_or_the_embedded_base(source, workplace, monke
     it was."""
     monkeypatch.setattr("model.source.BUNDLED_FOLDER", Path(source))
     assert subjects("") == [open.Subject("embedded", None, "embedded")]
-    runs = {
-        "first": "embedded",
-        "old": "embedded",
-        "other": "somewhere/else",
-        "unfinished": "embedded",
-    }
-    for name, base in runs.items():
-        folder, model = workplace / "runs" / name, random_model()
-        adapter.inject(model, adapter.DECODER_TARGETS, 2, 4.0)
+    model = random_model()
+    adapter.inject(model, adapter.DECODER_TARGETS, 2, 4.0)
+    for name in ("first", "old", "other", "unfinished"):
+        folder = workplace / "runs" / name
+        base = "somewhere/else" if name == "other" else "embedded"
         adapter.save(model, folder, base=base)
-        (folder / "config.json").write_text(json.dumps({"base": base, "data": ["embedded"]}))
+        write_json(folder / "config.json", {"base": base, "data": ["embedded"]})
         if name != "unfinished":
             (folder / "summary.json").write_text("{}")
-    assert subjects("")[0].title == "old" and subjects("--adapter none")[0].source == "embedded"
+    assert subjects("")[0].title == "old"
+    assert subjects("--adapter none")[0].source == "embedded"
     assert subjects(f"--model {source}")[0].run is None
     assert subjects("--adapter runs/other")[0].source == "somewhere/else"
-    (workplace / "full" / "model").mkdir(parents=True)
+    (workplace / "full/model").mkdir(parents=True)
     assert subjects("--adapter full") == [open.Subject("full/model", None, "full")]
     assert subjects("--model full/model")[0].title == "full"
     refused(lambda: subjects("--adapter full --model embedded"), "full is a whole model", "--model")
     pope.main(["--limit", "6", *FAST])
     printed = capsys.readouterr()
-    assert printed.out.startswith(
-        "pope: runs/old on embedded (the newest run in ./runs; --adapter takes another)\n"
-    )
+    newest = "runs/old on embedded (the newest run in ./runs; --adapter takes another)"
+    assert printed.out.startswith(f"pope: {newest}\n")
     assert "newest" not in printed.err
-    scores = json.loads(Path("runs/eval/old/pope/scores.json").read_text())
-    assert scores["model"] == "runs/old on embedded" and set(scores["results"]) == {"old"}
+    scores = read_json(Path("runs/eval/old/pope/scores.json"))
+    assert scores["model"] == "runs/old on embedded"
+    assert set(scores["results"]) == {"old"}
 
 
 def test_bad_input_is_one_line(source, workplace):
     """A mistake ends in a traceback, or in a line that names neither the file nor the remedy."""
-    (workplace / "Q").write_text(
-        json.dumps([{"question_id": 1, "image": "gone.jpg", "question": "Is it?"}])
-    )
-    for flags, part in (
-        (f"--model {source} --questions Q", "--images go together"),
-        (f"--model {source} --questions Q --images .", "'gone.jpg' is not in ."),
-        (f"--model {source} --prompt answer --limit 1", "'answer'"),
-        (f"--model {source} --device nowhere", "--device nowhere"),
-        ("--adapter gone", "adapter_config.json: not found"),
-    ):
+    write_json(workplace / "Q", [{"question_id": 1, "image": "gone.jpg", "question": "Is it?"}])
+    for flags, part in {
+        f"--model {source} --questions Q": "--images go together",
+        f"--model {source} --questions Q --images .": "'gone.jpg' is not in .",
+        f"--model {source} --prompt answer --limit 1": "'answer'",
+        f"--model {source} --device nowhere": "--device nowhere",
+        "--adapter gone": "adapter_config.json: not found",
+    }.items():
         refused(lambda flags=flags: vqa.main(flags.split()), part)
 
 
@@ -314,27 +333,22 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(command, workplace,
     Path("dangling").symlink_to("nowhere/at/all")
     monkeypatch.setattr("eval.open.load_model", None)
     for path in ("file/a", "x" * 300, "dangling"):
-        refused(
-            lambda path=path: command.main(["--model", "embedded", "--limit", "2", "--out", path])
-        )
+        flags = f"--model embedded --limit 2 --out {path}".split()
+        refused(lambda flags=flags: command.main(flags))
 
 
 def test_a_question_that_cannot_be_asked_is_left_out(source, workplace, capsys):
     """A broken picture ends the evaluation, or counts as wrong without a word; or none is asked,
     and all is 0 %."""
-    Image.new("RGB", (9, 9)).save("good.png")
+    draw("good.png", size=(9, 9))
     (workplace / "bad.png").write_bytes(b"no picture")
-    rows = [
-        {"image": f"{name}.png", "prefix": f"what {name}", "suffix": "top"}
-        for name in ("good", "bad")
-    ]
-    for name, chosen in (("D", rows), ("E", rows[1:])):
-        (workplace / name).write_text("".join(json.dumps(row) + "\n" for row in chosen))
-    vqa.main(["--model", source, *FAST, *"--data jsonl:D --out D1".split()])
+    good, bad = ({"image": f"{n}.png", "prefix": n, "suffix": "top"} for n in ("good", "bad"))
+    write_lines(workplace / "D", [good, bad])
+    write_lines(workplace / "E", [bad])
+    flags = ["--model", source, *FAST, "--data"]
+    vqa.main([*flags, "jsonl:D", "--out", "D1"])
     assert "left out 1 of 2 questions: " in capsys.readouterr().err
-    scores = json.loads(Path("D1/scores.json").read_text())
-    assert (
-        len(scores["left_out"]) == 1
-        and scores["results"]["random"]["measures"]["exact_match"]["questions"] == 1
-    )
-    refused(lambda: vqa.main(["--model", source, *FAST, *"--data jsonl:E".split()]), "bad.png")
+    scores = read_json(Path("D1/scores.json"))
+    assert len(scores["left_out"]) == 1
+    assert scores["results"]["random"]["measures"]["exact_match"]["questions"] == 1
+    refused(lambda: vqa.main([*flags, "jsonl:E"]), "bad.png")

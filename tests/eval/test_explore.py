@@ -17,6 +17,7 @@ from eval.explore.record import Case, Maps, Said, answer, maps_of
 from model.attention import attention_modules
 from model.differential import graft
 from tests.eval.conftest import random_model
+from tests.files import write_lines
 from tests.runs import refused
 
 PROMPT = "answer en Where is the dog?"
@@ -26,7 +27,7 @@ PICTURE = scenes.sample("vqa", "test", 192).image
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "options"), [("twin", {}), ("v2", {}), ("split", {"norm": False}), ("softmax", {})]
+    "kind, options", [("twin", {}), ("v2", {}), ("split", {"norm": False}), ("softmax", {})]
 )
 def test_maps_are_what_the_model_computes(processor, kind, options, seeded):
     """Breaks when a map is of another query, head or layer, what multiplies the values is not the
@@ -38,7 +39,10 @@ def test_maps_are_what_the_model_computes(processor, kind, options, seeded):
             if any(part in name for part in ("q2", "k2", "lambda", ".mu")):
                 parameter += 0.3 * torch.randn_like(parameter)
     said = answer(model, processor, PICTURE, PROMPT, 5)
-    count, values, heads, taps = len(said.new), [], [], []
+    count = len(said.new)
+    values = []
+    heads = []
+    taps = []
     layers = [
         m for path, m in attention_modules(model).items() if path.startswith("language_model.")
     ]
@@ -79,14 +83,17 @@ def test_dex_has_one_map_and_says_so(processor):
     model = random_model()
     graft(model, "dex")
     maps = maps_of(model, answer(model, processor, PICTURE, PROMPT, 1), "it")
-    assert set(maps.kinds) == {"A"} and "one map" in maps.formula
+    assert set(maps.kinds) == {"A"}
+    assert "one map" in maps.formula
 
 
-def random_case(tokens: int, models: int = 1, layers=18, heads=8, slots=256) -> Case:
+def random_case(tokens, models=1, layers=18, heads=8, slots=256):
     """A case of the geometry of PaliGemma 3B at 224 pixels, with random attention, which compresses
     worst."""
-    dice, length = np.random.default_rng(0), slots + 24
-    keys, case = length + tokens - 1, Case(Image.new("RGB", (300, 200)), HOSTILE)
+    dice = np.random.default_rng(0)
+    length = slots + 24
+    keys = length + tokens - 1
+    case = Case(Image.new("RGB", (300, 200)), HOSTILE)
     for number in range(models):
         maps = np.exp(2 * dice.standard_normal((3, tokens, layers, heads, keys), dtype=np.float32))
         kinds = dict(zip(("A1", "A2", "plain"), maps / maps.sum(-1, keepdims=True), strict=True))
@@ -99,19 +106,20 @@ def random_case(tokens: int, models: int = 1, layers=18, heads=8, slots=256) -> 
             words,
             np.arange(keys) < slots,
         )
-        laws, apart = {"A1": np.ones(layers)}, np.ones((layers, slots))
+        laws = {"A1": np.ones(layers)}
+        apart = np.ones((layers, slots))
         case.answers[f"m{number}"] = said, Maps(kinds, laws, np.ones(tokens), apart)
     return case
 
 
-def data_of(text: str) -> dict:
+def data_of(text):
     (data,) = re.findall(
         r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL
     )
     return json.loads(data)
 
 
-@pytest.mark.parametrize(("kind", "dtype", "top"), [("A1", "u1", 255), ("mix", "i1", 127)])
+@pytest.mark.parametrize("kind, dtype, top", [("A1", "u1", 255), ("mix", "i1", 127)])
 def test_quantized_maps_come_back(kind, dtype, top):
     """Breaks when a sink among the words rounds the picture to nothing, sums are rounded, or signs
     are lost."""
@@ -134,7 +142,9 @@ def test_a_page_of_3b_is_small_and_safe_and_longer_answers_lose_their_end():
     of the template."""
     text = page.page([random_case(2, models=2)], HOSTILE)
     assert data_of(text)["cases"][0]["prompt"] == data_of(text)["title"] == HOSTILE
-    assert text.count("<script") == 2 and "alert(1)</" not in text and text.count("<!--") == 0
+    assert text.count("<script") == 2
+    assert "alert(1)</" not in text
+    assert text.count("<!--") == 0
     assert "http" not in re.sub(r'http-equiv|"http://www.w3.org/2000/svg"', "", text)
     assert len(text.encode()) < 1_500_000 < page.PAGE_BYTES < 5e6
     models = data_of(text)["cases"][0]["models"]
@@ -145,8 +155,11 @@ def test_a_page_of_3b_is_small_and_safe_and_longer_answers_lose_their_end():
         text = page.page([case], "x", bound)
         tokens = data_of(text)["cases"][0]["models"][0]["tokens"]
         kept = [bool(token["heads"]) for token in tokens]
-        assert len(text.encode()) <= bound and all(token["mean"] for token in tokens)
-        assert kept[0] and not kept[-1] and kept == sorted(kept, reverse=True)
+        assert len(text.encode()) <= bound
+        assert all(token["mean"] for token in tokens)
+        assert kept[0]
+        assert not kept[-1]
+        assert kept == sorted(kept, reverse=True)
 
 
 @pytest.mark.long
@@ -158,12 +171,13 @@ def test_explore_command(twin, workplace, capsys):
     assert "runs/eval/twin/explore.html" in capsys.readouterr().out
     (entry,) = data_of((workplace / "runs/eval/twin/explore.html").read_text())["cases"]
     assert [model["kinds"] for model in entry["models"]] == [["A1", "A2", "mix", "plain"]]
-    assert set(entry["models"][0]["laws"]) == {"A1", "A2", "plain"} and entry["hit"] is None
+    assert set(entry["models"][0]["laws"]) == {"A1", "A2", "plain"}
+    assert entry["hit"] is None
     rows = [
         {"image": "p.png", "prefix": PROMPT, "suffix": answer}
         for answer in ("Bottom right", "top left")
     ]
-    (workplace / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(workplace / "own.jsonl", rows)
     for source, hits in (("jsonl:own.jsonl", [True, False]), ("embedded", [True, True, True])):
         main(["--model", "embedded", "--data", source, "--limit", "3", "--out", "hits.html"])
         assert [

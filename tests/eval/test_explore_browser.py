@@ -16,11 +16,12 @@ HOSTILE = "</script><script>document.title='run'</script>"
 
 
 @pytest.fixture(scope="module")
-def case(processor) -> Case:
+def case(processor):
     """A question, its answers by a twin whose branches differ, with the base beside it, and by the
     base."""
     torch.manual_seed(0)
-    model, base = load_model("embedded"), load_model("embedded")
+    model = load_model("embedded")
+    base = load_model("embedded")
     graft(model, "twin")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -37,7 +38,7 @@ def case(processor) -> Case:
 def shown(new_page, tmp_path):
     """A function that opens the page of cases."""
 
-    def open_cases(*cases: Case, anchor: str = "", title: str = "x", **options):
+    def open_cases(*cases, anchor="", title="x", **options):
         (tmp_path / "page.html").write_text(page(cases, title), encoding="utf-8")
         shown = new_page((tmp_path / "page.html").as_uri() + anchor, **options)
         shown.wait_for_selector("body[data-ready]")
@@ -46,7 +47,7 @@ def shown(new_page, tmp_path):
     return open_cases
 
 
-def changes(shown, before: str = "", number: int = 0) -> str:
+def changes(shown, before="", number=0):
     """The pixels of a map once they differ from those before."""
     script = (
         "([number, old]) => document.querySelectorAll('canvas.big')[number].toDataURL() !== old"
@@ -59,7 +60,8 @@ def test_the_explorer_shows_what_is_pointed_at(case, shown):
     """Breaks when another token, layer, head or map than the chosen one is shown, or a number is
     not the model's."""
     shown = shown(case)
-    twin, first = shown.locator("article").first, changes(shown)
+    twin = shown.locator("article").first
+    first = changes(shown)
     said, maps = case.answers["twin"]
     twin.locator(".tokens button").nth(1).hover()
     second = changes(shown, first)
@@ -68,10 +70,12 @@ def test_the_explorer_shows_what_is_pointed_at(case, shown):
     shown.locator("#layer").focus()
     shown.keyboard.press("Home")
     shown.locator("#layer-out", has_text="1 of 4").wait_for()  # says it once it is drawn
-    one, other = changes(shown), changes(shown, number=1)
+    one = changes(shown)
+    other = changes(shown, number=1)
     shown.keyboard.press("ArrowRight")
     two = changes(shown, one)
-    assert shown.locator("#layer-out").inner_text() == "2 of 4" and changes(shown, other, 1)
+    assert shown.locator("#layer-out").inner_text() == "2 of 4"
+    assert changes(shown, other, 1)
     twin.locator(".layers .strip button").first.click()
     assert changes(shown, two) == one
     shown.locator("#head").select_option("1")
@@ -80,7 +84,8 @@ def test_the_explorer_shows_what_is_pointed_at(case, shown):
         shown.locator(f"#kinds button[data-kind={kind}]").click()
         before = changes(shown, before)
         values = [float(text.split()[0]) for text in twin.locator(".mass dd").all_inner_texts()]
-        prompt, row = said.batch.input_ids.shape[1], maps.kinds[kind][0, 0, 1]
+        prompt = said.batch.input_ids.shape[1]
+        row = maps.kinds[kind][0, 0, 1]
         expected = (
             row[said.slots].sum(),
             row[16:prompt].sum(),
@@ -112,7 +117,8 @@ def test_it_opens_beside_the_sink_and_reads_well(case, shown, processor):
     maps.kinds["A"][0, ..., said.slots] = patches
     shown = shown(question)
     opened = shown.locator("#layer").input_value(), shown.locator("#head").input_value()
-    assert opened == ("2", "2") and "60 % of" in shown.locator(".high").inner_text()
+    assert opened == ("2", "2")
+    assert "60 % of" in shown.locator(".high").inner_text()
     shown.locator(".layers .strip button").nth(2).click()
     shown.locator("#head").select_option("1")
     shown.locator(".high", has_text=re.compile("^100 % of")).wait_for()
@@ -120,19 +126,19 @@ def test_it_opens_beside_the_sink_and_reads_well(case, shown, processor):
     assert "A sink is" in shown.locator(".mass").inner_text()
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (1400, "dark")])
+@pytest.mark.parametrize("width, scheme", [(390, "light"), (1400, "dark")])
 def test_the_page_fits_and_links_hits_and_misses(case, shown, width, scheme):
     """Breaks when a phone scrolls sideways, the dark page is light, HTML is run, or a miss stands
     among the hits."""
     hostile = Case(case.image, HOSTILE, answers=case.answers, hit=True)
     shown = shown(hostile, case, anchor="#2", title=HOSTILE, width=width, scheme=scheme)
-    assert (
-        shown.evaluate("document.documentElement.scrollWidth") <= width and shown.title() == HOSTILE
-    )
+    assert shown.evaluate("document.documentElement.scrollWidth") <= width
+    assert shown.title() == HOSTILE
     paper = shown.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (int(re.findall(r"\d+", paper)[0]) < 100) == (scheme == "dark")
     assert shown.locator("#verdict.miss").inner_text().endswith("right: never")
     shown.locator("#filter button", has_text="hits").click()
     shown.locator("#cases button:visible").click()  # there is one
     shown.locator("h1", has_text=HOSTILE).wait_for()
-    assert shown.url.endswith("#1") and shown.locator("#verdict.hit").count() == 1
+    assert shown.url.endswith("#1")
+    assert shown.locator("#verdict.hit").count() == 1

@@ -11,7 +11,7 @@ from eval import figures
 GREY = Image.new("RGB", (80, 40), (128, 128, 128))
 
 
-def count(image, color) -> int:
+def count(image, color):
     """Pixels of exactly `color`."""
     return int((np.asarray(image) == color).all(axis=-1).sum())
 
@@ -25,7 +25,8 @@ def test_heatmap_cells():
         figures.GRID if math.isnan(v) else figures.accuracy_color(v) for row in grid for v in row
     ]
     for number, color in enumerate(colors):  # the first cell is at (54, 56), each is 59 points wide
-        x, y = 108 + 118 * (number % 4), 112 + 118 * (number // 4)
+        x = 108 + 118 * (number % 4)
+        y = 112 + 118 * (number // 4)
         assert max(sheet.crop((x + 4, y + 4, x + 114, y + 114)).getcolors(1 << 20))[1] == color
     light = [0.299 * r + 0.587 * g + 0.114 * b for r, g, b in colors if (r, g, b) != figures.GRID]
     assert light == sorted(light, reverse=True)  # ever darker, also without color
@@ -40,8 +41,10 @@ def test_contact_sheet_frames_hits_and_misses():
     left, right = (
         sheet.crop((x, 0, x + sheet.width // 2, sheet.height)) for x in (0, sheet.width // 2)
     )
-    assert count(left, figures.HIT) > 500 and not count(left, figures.MISS)
-    assert count(right, figures.MISS) > 500 and not count(right, figures.HIT)
+    assert count(left, figures.HIT) > 500
+    assert not count(left, figures.MISS)
+    assert count(right, figures.MISS) > 500
+    assert not count(right, figures.HIT)
 
 
 def test_boxes_are_drawn_at_their_pixels():
@@ -49,9 +52,8 @@ def test_boxes_are_drawn_at_their_pixels():
     image = figures.draw_boxes(
         Image.new("RGB", (640, 480), (128, 128, 128)), [(100, 200, 300, 400)], ["cat"]
     )
-    assert image.size == (640, 480) and image.getpixel((200, 300)) == image.getpixel(
-        (320, 300)
-    ) == (128, 128, 128)
+    assert image.size == (640, 480)
+    assert image.getpixel((200, 300)) == image.getpixel((320, 300)) == (128, 128, 128)
     for at in ((100, 300), (299, 300), (200, 200), (200, 399)):
         assert np.abs(np.subtract(image.getpixel(at), figures.SERIES[0])).max() < 90, at
     assert (
@@ -72,24 +74,20 @@ def test_boxes_have_the_color_of_their_class():
 def test_text_is_printable_and_cut_where_it_does_not_fit():
     """Breaks when accents, dashes or λ come out as empty boxes, or a long caption runs into its
     neighbor."""
-    text, font = (
-        figures.printable("café – naïve — 4×4, λ ≥ ½ °, 猫 “x”…\n\tÅ−1·±"),
-        ImageFont.load_default(20),
-    )
+    text = figures.printable("café – naïve — 4×4, λ ≥ ½ °, 猫 “x”…\n\tÅ−1·±")
+    font = ImageFont.load_default(20)
     assert text == "cafe - naive - 4x4, lambda >= 1⁄2 °, ? “x”... A-1·±"
     assert not any(
         bytes(font.getmask(letter)) == bytes(font.getmask("\ufff0"))
         for letter in text
         if letter != " "
     )
-    assert figures.wrap("", 100, 12, 3) == [""] and figures.wrap("a short one", 500, 12, 3) == [
-        "a short one"
-    ]
+    assert figures.wrap("", 100, 12, 3) == [""]
+    assert figures.wrap("a short one", 500, 12, 3) == ["a short one"]
     for text in (
         "a caption that is much too long for the lines that it is given",
         "Donaudampfschifffahrt" * 2,
     ):
         broken = figures.wrap(text, 80, 12, 2)
-        assert broken[-1].endswith("...") and all(
-            figures.text_width(line, 12) <= 80 for line in broken
-        )
+        assert broken[-1].endswith("...")
+        assert all(figures.text_width(line, 12) <= 80 for line in broken)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.long
 PICTURE = Image.new("RGB", (112, 112), (10, 200, 90))
 
 
-def damage(model, token: int, value: float) -> None:
+def damage(model, token, value):
     """Make every sequence that reads `token` non-finite: its hidden state, not the tied head, gets
     the value."""
     embed = model.language_model.embed_tokens
@@ -55,13 +55,12 @@ def test_the_question_is_named_and_no_other(processor, choices, value):
 def test_a_later_token_counts_and_none_after_the_end(processor):
     """Breaks when only the first step is checked, sampling from NaN is a traceback, or padding
     stops a whole batch."""
-    model, batch = (
-        load_model("embedded").eval(),
-        processor([PICTURE, PICTURE.copy()], ["count dog", "caption en"]),
-    )
+    model = load_model("embedded").eval()
+    batch = processor([PICTURE, PICTURE.copy()], ["count dog", "caption en"])
     inputs = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask, 8
     first, second = generate(model, *inputs)
-    assert len(first) < len(second) and len(second) > 2
+    assert len(first) < len(second)
+    assert len(second) > 2
     damage(model, processor.config.eos_token_id, float("nan"))  # the shorter row has ended
     assert [row.tolist() for row in generate(model, *inputs)] == [first.tolist(), second.tolist()]
     damage(model, int(second[0]), float("nan"))

@@ -6,28 +6,17 @@ import csv
 import io
 import json
 from argparse import Namespace
+from unittest.mock import Mock
 
 import pytest
 from PIL import Image
 
 from eval import answer, mmbench
+from tests.files import read_json, write_json
 from tests.runs import refused
 
 FOUR = ("cat", "dog", "a red bus", "hat")
-HEAD = [
-    "index",
-    "question",
-    "hint",
-    "A",
-    "B",
-    "C",
-    "D",
-    "answer",
-    "category",
-    "image",
-    "l2-category",
-    "split",
-]
+HEAD = "index question hint A B C D answer category image l2-category split".split()
 # By rule: first answer → the option of FOUR that it names, or none: undecided. B is right; other
 # rotations are answered rightly, by letter.
 RULES = {
@@ -45,21 +34,17 @@ RULES = {
         Z → Z | Z dog → Z | B Z → B | Cannot determine the answer: B → Z
         I'm sorry, but without the image provided, dog → Z""",
 }
-CASES = [
-    case for rule in RULES.values() for case in rule.replace("\n", "|").split("|") if case.strip()
-]
 # first answer, options, what it names, the answer to the last rotation if it is wrong
-BY_HAND = [
-    (said.strip(), FOUR, named.strip(), "") for said, named in (case.split("→") for case in CASES)
-]
+# first answer, options, what it names, the answer to the last rotation if it is wrong
+BY_HAND = []
+for case in "|".join(RULES.values()).replace("\n", "|").split("|"):
+    if case.strip():
+        said, named = case.split("→")
+        BY_HAND.append((said.strip(), FOUR, named.strip(), ""))
 BY_HAND += [
     ("B", FOUR, "B", "A"),  # right at first, wrong when the options have changed places
-    (
-        "Failed to obtain answer via API. A",
-        ("yes", "Failed to obtain answer via API"),
-        "B",
-        "",
-    ),  # by text
+    # by text
+    ("Failed to obtain answer via API. A", ("yes", "Failed to obtain answer via API"), "B", ""),
     ("D", ("yes", "no"), "", ""),  # no option
     ("no", ("yes", "no"), "B", ""),
     ("B", ("yes", "no", "both"), "B", ""),
@@ -75,20 +60,28 @@ def picture(color):
 def rows_of(questions=BY_HAND):
     """The file's rows, as official ones are: in rotation k option i stands where option i + k
     stood."""
-    rows, red, blue = [], picture("red"), picture("blue")
+    rows = []
+    red = picture("red")
+    blue = picture("blue")
     for number, (_, options, *_) in enumerate(questions):
         for turn in range(len(options)):
             order = options[turn:] + options[:turn]
-            image = red if not number and not turn else "0" if number == 1 else blue
-            rest = [f"l3-{number % 3}", image, f"l2-{number % 2}", "dev" if number < 20 else "test"]
-            head = [
-                number + turn * mmbench.BASE,
-                f"what, {number}?",
-                "look" if number == 1 else "nan",
-            ]
-            rows.append(
-                [*head, *order, *[""] * (4 - len(order)), "ABCD"[order.index(options[1])], *rest]
-            )
+            image = red if number == turn == 0 else blue
+            row = {
+                "index": number + turn * mmbench.BASE,
+                "question": f"what, {number}?",
+                "hint": "look" if number == 1 else "nan",
+                "A": "",
+                "B": "",
+                "C": "",
+                "D": "",
+                "answer": "ABCD"[order.index(options[1])],
+                "category": f"l3-{number % 3}",
+                "image": "0" if number == 1 else image,
+                "l2-category": f"l2-{number % 2}",
+                "split": "dev" if number < 20 else "test",
+            }
+            rows.append([*(row | dict(zip("ABCD", order, strict=False))).values()])
     return rows
 
 
@@ -109,21 +102,24 @@ def test_thirty_questions_by_hand(workplace, capsys):
     for index, *_, right, _, _, _, _ in rows_of():
         turn, number = divmod(index, mmbench.BASE)
         text, options, _, wrong = BY_HAND[number]
-        text = text if not turn else wrong if wrong and turn == len(options) - 1 else right
+        if turn:
+            text = right
+        if wrong and turn == len(options) - 1:
+            text = wrong
         said.append({"question_id": index, "answer": text})
     write(workplace / "T", rows_of())
-    (workplace / "R").write_text(json.dumps(said))
+    write_json(workplace / "R", said)
     mmbench.main("--tsv T --results R --json".split())
     found = json.loads(capsys.readouterr().out)["R"]
     hits = [named == "B" and not wrong for *_, named, wrong in BY_HAND]
     lines = {name: of["CircularEval"] for name, of in found["summary"].items()}
-    assert found["measures"]["CircularEval"]["questions"] == len(hits) == 30 and sum(hits) == 14
+    assert found["measures"]["CircularEval"]["questions"] == len(hits) == 30
+    assert sum(hits) == 14
     assert (lines["overall"], lines["dev"]) == (46.67, 5.0 * sum(hits[:20]))  # 14/30
     assert found["summary"]["overall"]["undecided"] == round(100 * 6 / len(said), 2)
-    third = [hits[n] for n in range(20, 30) if n % 3 == 1]
-    assert lines["dev l2-0"] == 10 * sum(hits[0:20:2]) and lines["test l3-1"] == round(
-        100 * sum(third) / len(third), 2
-    )
+    third = hits[22:30:3]
+    assert lines["dev l2-0"] == 10 * sum(hits[0:20:2])
+    assert lines["test l3-1"] == round(100 * sum(third) / len(third), 2)
 
 
 # options → the answers that name each, in its place; behind the last "/" those that name none
@@ -142,7 +138,7 @@ def test_an_answer_in_words_names_the_option_of_these_words():
     for line in IN_WORDS.strip().splitlines():
         texts, rest = line.split("→")
         named, neither = rest.split("/")
-        options = dict(zip("ABCD", (text.strip() for text in texts.split("|")), strict=True))
+        options = dict(zip("ABCD", map(str.strip, texts.split("|")), strict=True))
         for letter, said in zip(options, named.split("|"), strict=True):
             if said.strip():
                 assert mmbench.letter_of(said, options, "paligemma") == letter, said
@@ -157,12 +153,12 @@ def test_a_file_of_answers_in_words(workplace, capsys):
     rows = rows_of([("", (texts[n], texts[n + 1]), "", "") for n in range(0, 14, 2)])
     write(workplace / "T", rows)
     said = [{"index": row[0], "prediction": row["ABCD".index(row[7]) + 3]} for row in rows]
-    (workplace / "R").write_text(json.dumps(said[::-1]))
+    write_json(workplace / "R", said[::-1])
     mmbench.main("--tsv T --results R --wording paligemma --json".split())
     found = json.loads(capsys.readouterr().out)["R"]["summary"]["overall"]
     assert found == {"CircularEval": 100, "undecided": 0}
     said[1]["question"] = "answer en  what, 1? choose from: A dog \t A cat"
-    (workplace / "R").write_text(json.dumps(said))
+    write_json(workplace / "R", said)
     refused(lambda: mmbench.main("--tsv T --results R".split()), "R[1]: ", "--wording")
 
 
@@ -180,67 +176,58 @@ def test_what_pandas_reads_as_nothing_is_no_option(text, workplace):
     """An option "None" is taken for none, and the file refused whose right answer it is; "N/A" is
     one."""
     is_option = text.lower() == "none"
-    rows = (
-        rows_of([("B", ("cat", text, "a red bus", "hat"))])
-        if is_option
-        else rows_of([("B", FOUR[:3])])
-    )
-    rows = (
-        rows if is_option else [[*row[:6], text, *row[7:]] for row in rows]
-    )  # in the column of the fourth option
+    options = ("cat", text, "a red bus", "hat") if is_option else FOUR[:3]
+    rows = rows_of([("B", options)])
+    if not is_option:
+        for row in rows:
+            row[HEAD.index("D")] = text
     (lines,) = mmbench.read_lines(write(workplace / "T", rows))
-    options = [list(mmbench.options_in(line).values()) for line in lines]
-    assert all(len(of) == 3 + is_option and (text in of) == is_option for of in options)
+    for line in lines:
+        found = list(mmbench.options_of(line).values())
+        assert (text in found) == is_option
+        assert len(found) == len(options)
 
 
 def test_prompts_by_hand():
     """Breaks when a wording is not the one that its models were evaluated with."""
     line = {"A": "cat", "B": "dog", "question": "Who?"}
     letter = "Answer with the option's letter from the given choices directly."
-    assert (
-        mmbench.prompt_of("llava", line | {"hint": "look"})
-        == f"look\nWho?\nA. cat\nB. dog\n{letter}"
-    )
-    assert (
-        mmbench.prompt_of("llava", line | {"question": "谁？"})
-        == "谁？\nA. cat\nB. dog\n请直接回答选项字母。"
-    )
-    assert mmbench.prompt_of("paligemma", line) == "answer en  Who? choose from: cat \t dog"
+    for wording, change, prompt in (
+        ("llava", {"hint": "look"}, f"look\nWho?\nA. cat\nB. dog\n{letter}"),
+        ("llava", {"question": "谁？"}, "谁？\nA. cat\nB. dog\n请直接回答选项字母。"),
+        ("paligemma", {}, "answer en  Who? choose from: cat \t dog"),
+    ):
+        assert mmbench.prompt_of(wording, line | change) == prompt
 
 
 @pytest.mark.long
 def test_a_model_is_asked(source, workplace, capsys, monkeypatch):
     """Breaks when a picture is not the row's, the submission lacks a row, or a row without an
     answer has one."""
-    asked, ask_all = [], answer.ask_all
-    monkeypatch.setattr(
-        answer,
-        "ask_all",
-        lambda *args, **options: asked.append(args[2]) or ask_all(*args, **options),
-    )
+    ask_all = Mock(wraps=answer.ask_all)
+    monkeypatch.setattr(answer, "ask_all", ask_all)
     rows = rows_of(BY_HAND[:3])
     rows[5][HEAD.index("image")] = "no picture"
     write(workplace / "T", rows)
     flags = ["--model", source, *"--tsv T --max-new-tokens 2 --json --out".split()]
     mmbench.main([*flags, "free"])
     printed, report = capsys.readouterr()
-    assert (
-        json.loads(printed)["random"]["measures"]["CircularEval"]["questions"] == 2
-    )  # rows[5]'s is not scored
+    measure = json.loads(printed)["random"]["measures"]["CircularEval"]
+    assert measure["questions"] == 2  # that of rows[5] is not scored
     assert "left out 1 of 12 questions: index 1000001: image" in report
-    colors = [Image.open(q.images()[0]).getpixel((0, 0)) for q in asked[0] if q.id != 1000001]
-    red, blue = (255, 0, 0), (0, 0, 255)
+    asked = [q for q in ask_all.call_args.args[2] if q.id != 1000001]
+    colors = [Image.open(q.images()[0]).getpixel((0, 0)) for q in asked]
+    red = (255, 0, 0)
+    blue = (0, 0, 255)
     assert colors == [red, *[blue] * 3, *[red] * 3, *[blue] * 4]
-    with (workplace / "free" / "submission.tsv").open(newline="") as file:
-        cells = list(csv.reader(file, delimiter="\t"))
-    assert cells[0] == ["index", "question", "A", "B", "C", "D", "prediction", "answer", "split"]
-    assert sorted(row[0] for row in cells[1:]) == sorted(str(row[0]) for row in rows)
-    assert cells[2][:6] == ["1000000", "what, 0?", "dog", "a red bus", "hat", "cat"]
-    said = {
-        r["question_id"]: r["answer"]
-        for r in json.loads((workplace / "free/results.json").read_text())
-    }
-    assert said.keys() == {q.id for q in asked[0]} - {1000001} and None not in said.values()
+    with (workplace / "free/submission.tsv").open(newline="") as file:
+        head, *cells = csv.reader(file, delimiter="\t")
+    assert head == "index question A B C D prediction answer split".split()
+    assert sorted(row[0] for row in cells) == sorted(str(row[0]) for row in rows)
+    assert cells[1][:6] == ["1000000", "what, 0?", "dog", "a red bus", "hat", "cat"]
+    said = {r["question_id"]: r["answer"] for r in read_json(workplace / "free/results.json")}
+    assert said.keys() == {q.id for q in asked}
+    assert None not in said.values()
     refused(lambda: mmbench.main("--tsv T --results free/results.json".split()), "--wording")
 
 
@@ -254,5 +241,8 @@ def test_bad_files_are_named(workplace):
     ):
         rows = rows_of(BY_HAND[:1])
         rows[1][place] = value
-        write(workplace / "T", rows, [*HEAD[:2], "index" if place == 2 else "hint", *HEAD[3:]])
+        head = HEAD.copy()
+        if place == 2:
+            head[2] = "index"
+        write(workplace / "T", rows, head)
         refused(lambda: mmbench.main("--tsv T --model embedded".split()), expected)

@@ -1,67 +1,57 @@
 """MMNeedle: parsing, measures, prompts, pictures and samples, against cases worked out by hand."""
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from eval import needle
-from eval.data.haystacks import place_questions
-from eval.data.mmneedle import ABSENT, NeedleTest
+from eval.data import scenes
+from eval.data.published import ABSENT, NeedleTest
+from tests.files import draw, write_json
 from tests.runs import refused
 
 
 def record(truth, response, id_=0):
-    return {
-        "id": id_,
-        "response": response,
-        "ground_truth": truth,
-        "target_path": "x.jpg",
-        "caption": "x",
-    }
+    record = {"id": id_, "response": response, "ground_truth": truth}
+    return record | {"target_path": "x.jpg", "caption": "x"}
 
 
-TWO, NEITHER = "1, 2, 1; 3, 1, 1", "0, 0, 0; 0, 0, 0"
+# the truth: right in existence, index and exactly, and the responses, between bars, that are so
+VERDICTS = r"""
+1, 2, 1: yes yes yes: 1, 2, 1 | 1, 2, 1. |  1, 2, 1 . \n | ...1, 2, 1 | 1,\n 2, 1
+1, 2, 1: yes yes no: 1, 2, 2 | 1 | 1, 2, 1, 1 | 1, 2, 1; 1, 2, 1
+1, 2, 1: yes no no: 2, 2, 1 | top left | | 1,2,1 | '1, 2, 1'
+10, 2, 1: yes no no: 1, 2, 1
+1, 2, 1: no no no: -1
+# negatives: "0, 0, 0" becomes "-1"
+0, 0, 0: yes yes yes: -1 | -1.
+0, 0, 0: no yes no: -1, -1, -1
+0, 0, 0: no no no: 0, 0, 0 | 1, 1, 1 |
+# several needles: the whole list must agree
+1, 2, 1; 3, 1, 1: yes yes yes: 1, 2, 1; 3, 1, 1 |  1, 2, 1;  3, 1, 1.
+1, 2, 1; 3, 1, 1: yes yes no: 1, 2, 1; 3, 1, 2
+1, 2, 1; 3, 1, 1: yes no no: 3, 1, 1; 1, 2, 1 | 1, 2, 1 | 1, 2, 1; 3, 1, 1; 3, 1, 1 | 1, 2, 1; -1
+1, 2, 1; 3, 1, 1: no no no: -1 | -1; -1
+# several negatives, in each way to say so
+0, 0, 0; 0, 0, 0: yes yes yes: -1 | -1; -1 | -1, -1 | -1-1 | -1, -1, -1; -1, -1, -1
+0, 0, 0; 0, 0, 0: no no no: -1; 1, 1, 1 | -1; -1; -1
+0, 0, 0; 0, 0, 0; 0, 0, 0; 0, 0, 0; 0, 0, 0: yes yes yes: -1; -1; -1; -1; -1
+"""
 
 
-@pytest.mark.parametrize(
-    ("truth", "verdict", "responses"),  # right in (existence, index, exact)
-    [
-        (
-            "1, 2, 1",
-            (True, True, True),
-            ["1, 2, 1", "1, 2, 1.", " 1, 2, 1 . \n", "...1, 2, 1", "1,\n 2, 1"],
-        ),
-        ("1, 2, 1", (True, True, False), ["1, 2, 2", "1", "1, 2, 1, 1", "1, 2, 1; 1, 2, 1"]),
-        ("1, 2, 1", (True, False, False), ["2, 2, 1", "top left", "", "1,2,1", "'1, 2, 1'"]),
-        ("10, 2, 1", (True, False, False), ["1, 2, 1"]),
-        ("1, 2, 1", (False, False, False), ["-1"]),
-        # negatives: "0, 0, 0" becomes "-1"
-        ("0, 0, 0", (True, True, True), ["-1", "-1."]),
-        ("0, 0, 0", (False, True, False), ["-1, -1, -1"]),
-        ("0, 0, 0", (False, False, False), ["0, 0, 0", "1, 1, 1", ""]),
-        # several needles: the whole list must agree
-        (TWO, (True, True, True), [TWO, " 1, 2, 1;  3, 1, 1."]),
-        (TWO, (True, True, False), ["1, 2, 1; 3, 1, 2"]),
-        (
-            TWO,
-            (True, False, False),
-            ["3, 1, 1; 1, 2, 1", "1, 2, 1", f"{TWO}; 3, 1, 1", "1, 2, 1; -1"],
-        ),
-        (TWO, (False, False, False), ["-1", "-1; -1"]),
-        # several negatives, in each way to say so
-        (NEITHER, (True, True, True), ["-1", "-1; -1", "-1, -1", "-1-1", "-1, -1, -1; -1, -1, -1"]),
-        (NEITHER, (False, False, False), ["-1; 1, 1, 1", "-1; -1; -1"]),
-        ("0, 0, 0; 0, 0, 0; 0, 0, 0; 0, 0, 0; 0, 0, 0", (True, True, True), ["-1; -1; -1; -1; -1"]),
-        ("1, 2, 1", None, [None]),
-        ("0, 0, 0", None, [None]),
-    ],
-)
-def test_verdicts_by_hand(truth, verdict, responses):
+def test_verdicts_by_hand():
     """A rule of MMNeedle's parsing or of one of its three accuracies is broken."""
-    for response in responses:
-        assert needle.judge(record(truth, response)) == verdict, response
+    for line in VERDICTS.strip().splitlines():
+        if not line.startswith("#"):
+            truth, right, responses = line.split(": ", 2)
+            verdict = tuple(word == "yes" for word in right.split())
+            for response in responses.split("|"):
+                said = response.removeprefix(" ").removesuffix(" ").replace("\\n", "\n")
+                assert needle.judge(record(truth, said)) == verdict, line
+    for truth in ("1, 2, 1", "0, 0, 0"):
+        assert needle.judge(record(truth, None)) is None
 
 
 def test_a_missing_response_leaves_the_denominator():
@@ -77,45 +67,46 @@ def test_a_missing_response_leaves_the_denominator():
 def test_accuracy_by_place():
     """A cell of the heatmap counts another place or needle, swaps rows and columns, or counts
     negatives or silence."""
-    pairs = [
-        ("1, 1, 2", "1, 1, 2"),
-        ("1, 1, 2", "1, 2, 1"),
-        ("1, 2, 1", "-1"),
-        ("1, 2, 2", None),
-        ("0, 0, 0", "-1"),
-    ]
-    records = [
-        record(*pair)
-        for pair in [*pairs, ("2, 1, 1; 1, 1, 2; 1, 2, 2", "2, 1, 1; 1, 2, 2; 1, 1, 2")]
-    ]
+    said = """1, 1, 2: 1, 1, 2 / 1, 1, 2: 1, 2, 1 / 1, 2, 1: -1 / 0, 0, 0: -1
+        / 2, 1, 1; 1, 1, 2; 1, 2, 2: 2, 1, 1; 1, 2, 2; 1, 1, 2"""
+    records = [record(*pair.strip().split(": ")) for pair in said.split("/")]
+    records.append(record("1, 2, 2", None))
     assert needle.accuracy_by_place(records) == {(1, 1): 1, (1, 2): 1 / 3, (2, 1): 0, (2, 2): 0}
 
 
-SAID = {"Top, left": "1, 1, 1", " top\n,RIGHT": "1, 1, 2", " Row 4 Column 1\n": "1, 4, 1"}
-SAID |= {"bottom,left,top,right": "1, 2, 1; 1, 1, 2", "bottom,left,top,top": "1, 2, 1; -1"}
-SAID |= dict.fromkeys(("top., left", "top left, left", ", left", "top, bottom", "left, top"), "-1")
-SAID |= dict.fromkeys(("row 2 column 5", "it is row 2 column 3", "none", ""), "-1")
+# the response: what is said, between bars
+SAID = r"""
+1, 1, 1: Top, left
+1, 1, 2:  top\n,RIGHT
+1, 4, 1:  Row 4 Column 1\n
+1, 2, 1; 1, 1, 2: bottom,left,top,right
+1, 2, 1; -1: bottom,left,top,top
+-1: top., left|top left, left|, left|top, bottom|left, top|row 2 column 5|it is row 2 column 3|none|
+"""
 
 
-@pytest.mark.parametrize("said", SAID)
-def test_strict_parse(said):
+def test_strict_parse():
     """The paper accepts just the word; one invalid answer makes the place -1. Leniency would hide
     format failures."""
-    response, said = SAID[said], said.split(",")
-    side, count = (4, 1) if len(said) == 1 else (2, len(said) // 2)
-    test = NeedleTest(0, (("a",) * side**2,), (ABSENT,) * count, ("a",) * count, ("x",) * count)
-    assert needle.respond(test, said, "paper") == response
-    assert needle.respond(test, [*said[1:], None], "paper") is None
+    for line in SAID.strip().splitlines():
+        response, _, texts = line.partition(": ")
+        for text in texts.split("|"):
+            said = text.replace("\\n", "\n").split(",")
+            side, count = (4, 1) if len(said) == 1 else (2, len(said) // 2)
+            names = ("a",) * count
+            test = NeedleTest(0, (("a",) * side**2,), (ABSENT,) * count, names, names)
+            assert needle.respond(test, said, "paper") == response, text
+            assert needle.respond(test, [*said[1:], None], "paper") is None
 
 
 def test_prompts():
     """MMNeedle's and the paper's words, with singular, plural and a format for each needle, are
     what is measured."""
-    asked = [
-        f"Caption: A dog. Where is the caption? {sides}?"
-        for sides in ("Top or Bottom", "Left or Right")
+    sides = [text for text, _ in scenes.place_questions("A dog", 2)]
+    assert sides == [
+        "Caption: A dog. Where is the caption? Top or Bottom?",
+        "Caption: A dog. Where is the caption? Left or Right?",
     ]
-    assert [prompt for prompt, _ in place_questions("A dog", 2)] == asked
     one = needle.official_prompt(["A dog."], 1, 2)
     assert one.startswith(
         "Given 1 image indexed from 1 to 1, each divided into 2*2 subimages, identify the subimage "
@@ -136,38 +127,32 @@ def test_prompts():
 def test_stitch_is_row_major_and_square(tmp_path):
     """The needle's picture is not at its row and column, or aspect is kept, or the size is not 256
     px a sub-image."""
-    colors, corners = (
-        [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)],
-        [(0, 0), (511, 0), (0, 511), (511, 511)],
-    )
+    colors = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0)]
+    files = [tmp_path / f"{n}.png" for n in range(4)]
     for n, color in enumerate(colors):
-        Image.new("RGB", (30 + 40 * n, 50), color).save(tmp_path / f"{n}.png")
-    stitched = needle.stitch([tmp_path / f"{n}.png" for n in range(4)])
-    assert stitched.size == (512, 512) and [stitched.getpixel(at) for at in corners] == colors
-    assert stitched.getpixel((255, 255)) == colors[0] and stitched.getpixel((256, 255)) == colors[1]
+        draw(files[n], color, size=(30 + 40 * n, 50))
+    stitched = needle.stitch(files)
+    assert stitched.size == (512, 512)
+    corners = [stitched.getpixel((x, y)) for y in (0, 511) for x in (0, 511)]
+    assert corners == colors
+    assert stitched.getpixel((255, 255)) == colors[0]
+    assert stitched.getpixel((256, 255)) == colors[1]
 
 
 def test_sample_has_each_place_equally_often():
     """The paper draws 50 of each quadrant with a seed; of larger grids, and of negatives, a plain
     sample."""
-    places = [(0, n // 2 % 2, n % 2) for n in range(80)]
     tests = [
-        NeedleTest(n, (tuple("abcd"),), (place,), ("a",), ("x",)) for n, place in enumerate(places)
+        NeedleTest(n, (tuple("abcd"),), ((0, n // 2 % 2, n % 2),), ("a",), ("x",))
+        for n in range(80)
     ]
-    chosen = needle.sampled(tests, 20, 42)
-    assert [sum(t.places[0] == (0, r, c) for t in chosen) for r in (0, 1) for c in (0, 1)] == [
-        5,
-        5,
-        5,
-        5,
-    ]
-    assert chosen == needle.sampled(tests, 22, 42) != needle.sampled(tests, 20, 43)
-    assert [t.id for t in chosen] == sorted(t.id for t in chosen) and len(
-        needle.sampled(tests, 3, 42)
-    ) == 3
-    refused(
-        lambda: needle.sampled(tests, 84, 42), "21 tests of a place are asked for, 20 are there"
-    )
+    chosen = needle.choose(tests, 20, 42)
+    counts = Counter(test.places[0] for test in chosen)
+    assert [*counts.values()] == [5] * 4
+    assert chosen == needle.choose(tests, 22, 42) != needle.choose(tests, 20, 43)
+    assert [t.id for t in chosen] == sorted(t.id for t in chosen)
+    assert len(needle.choose(tests, 3, 42)) == 3
+    refused(lambda: needle.choose(tests, 84, 42), "21 tests of a place are asked for, 20 are there")
 
 
 def test_drawn_tests_are_true(tmp_path):
@@ -177,41 +162,45 @@ def test_drawn_tests_are_true(tmp_path):
     (tmp_path / "val2014").mkdir()
     for name in captions:
         (tmp_path / "val2014" / name).touch()
-    (tmp_path / "C").write_text(json.dumps(captions))
-    (tmp_path / "D").write_text(json.dumps(dict(reversed(captions.items()))))
-    drawn = [
-        needle.drawn_tests(tmp_path, tmp_path / name, 20, seed)
-        for name, seed in (("C", 1), ("D", 1), ("C", 2))
-    ]
-    same, again, other = ([(test.haystack, test.places) for test in tests] for tests in drawn)
-    assert same == again != other
-    for number, test in enumerate(drawn[0]):
-        ((index, row, col),), (target,), (caption,) = test.places, test.targets, test.captions
-        assert (index, row, col) == (0, number // 2 % 2, number % 2) and len(
-            {*test.haystack[0]}
-        ) == 4
-        assert test.haystack[0][row * 2 + col] == target and captions[Path(target).name] == caption
-        assert [path.name for path in test.files] == [Path(name).name for name in test.haystack[0]]
+    write_json(tmp_path / "C", captions)
+    write_json(tmp_path / "D", dict(reversed(captions.items())))
+    tests = needle.drawn_tests(tmp_path, tmp_path / "C", 20, 1)
+    drawn = [(test.haystack, test.places) for test in tests]
+    for name, seed, is_same in (("D", 1, True), ("C", 2, False)):
+        others = needle.drawn_tests(tmp_path, tmp_path / name, 20, seed)
+        assert ([(test.haystack, test.places) for test in others] == drawn) == is_same
+    for number, test in enumerate(tests):
+        row = number // 2 % 2
+        column = number % 2
+        assert test.places == ((0, row, column),)
+        (haystack,) = test.haystack
+        (target,) = test.targets
+        assert len({*haystack}) == 4
+        assert haystack[row * 2 + column] == target
+        assert test.captions == (captions[Path(target).name],)
+        assert [path.name for path in test.files] == [Path(name).name for name in haystack]
 
 
 def test_response_records_are_mmneedles_own():
     """The field names, the 1-based truth and the bare file names that MMNeedle's evaluators
     read."""
-    one = NeedleTest(7, (tuple("abcd"),), ((0, 1, 0),), ("val2014/c.jpg",), ("a cat",))
-    expected = {
+    abcd = (tuple("abcd"),)
+    one = NeedleTest(7, abcd, ((0, 1, 0),), ("val2014/c.jpg",), ("a cat",))
+    assert needle.response_record(one, "1, 2, 1") == {
         "id": 7,
         "response": "1, 2, 1",
         "ground_truth": "1, 2, 1",
         "target_path": "c.jpg",
         "caption": "a cat",
     }
-    assert needle.response_record(one, "1, 2, 1") == expected
-    two = NeedleTest(
-        5001, (tuple("abcd"),), (ABSENT, ABSENT), ("v/c.jpg", "v/e.jpg"), ("a cat", "an eel")
-    )
-    expected = {"id": 5001, "response": None, "ground_truth": "0, 0, 0; 0, 0, 0"}
-    expected |= {"target_path": ["c.jpg", "e.jpg"], "caption": ["a cat", "an eel"]}
-    assert needle.response_record(two, None) == expected
+    two = NeedleTest(5001, abcd, (ABSENT, ABSENT), ("v/c.jpg", "v/e.jpg"), ("a cat", "an eel"))
+    assert needle.response_record(two, None) == {
+        "id": 5001,
+        "response": None,
+        "ground_truth": "0, 0, 0; 0, 0, 0",
+        "target_path": ["c.jpg", "e.jpg"],
+        "caption": ["a cat", "an eel"],
+    }
 
 
 def test_a_response_file_is_scored(tmp_path, capsys):
@@ -222,15 +211,11 @@ def test_a_response_file_is_scored(tmp_path, capsys):
         ("1, 1, 2", None, 2),
         ("0, 0, 0", "1, 1, 1", 5000),
     ]
-    (tmp_path / "F.json").write_text(json.dumps([record(*row) for row in rows]))
-    needle.main(["--results", str(tmp_path / "F.json"), "--json"])
+    file = write_json(tmp_path / "F.json", [record(*row) for row in rows])
+    needle.main(["--results", str(file), "--json"])
     (values,) = json.loads(capsys.readouterr().out).values()
-    expected = {
-        "existence": 200 / 3,
-        "index": 200 / 3,
-        "exact": 100 / 3,
-        "exact, mean over places": 50,
-    }
+    expected = {"existence": 200 / 3, "index": 200 / 3, "exact": 100 / 3}
+    expected["exact, mean over places"] = 50
     assert values["summary"]["F"] == pytest.approx(expected)
     assert values["summary"]["  F, row 1, column 1"] == {"exact": 100}
     assert values["measures"]["exact, F"]["questions"] == 3
@@ -238,11 +223,8 @@ def test_a_response_file_is_scored(tmp_path, capsys):
 
 def test_bad_response_files_are_named(tmp_path):
     """Half a negative counts as a place, a heatmap of 10⁸ rows is drawn, or a test counts twice."""
-    truths = ("1,1,1", "1, 1", "1, 0, 0", "0, 0, 1", "-1", "1, 1, 99999999", "")
-    for records in (
-        [record("1, 1, 1", "1")] * 2,
-        [record("1, 1, 1", 1)],
-        *([record(truth, "1")] for truth in truths),
-    ):
-        (tmp_path / "F.json").write_text(json.dumps(records))
-        refused(lambda: needle.main(["--results", str(tmp_path / "F.json")]), "F.json")
+    truths = ["1,1,1", "1, 1", "1, 0, 0", "0, 0, 1", "-1", "1, 1, 99999999", ""]
+    wrong = [[record(truth, "1")] for truth in truths]
+    for records in ([record("1, 1, 1", "1")] * 2, [record("1, 1, 1", 1)], *wrong):
+        file = write_json(tmp_path / "F.json", records)
+        refused(lambda file=file: needle.main(["--results", str(file)]), "F.json")

@@ -1,15 +1,13 @@
 """Prompt templates are filled literally, and a model is asked with the prompt that it was trained
 with."""
 
-import json
-
 import pytest
-from PIL import Image
 
 from eval import ask, vqa
 from eval.data.record import check_prompt, fill_prompt
 from lora import adapter
 from model.processor import Processor
+from tests.files import draw, read_json, write_json
 from tests.runs import refused
 from weights.export import companions, export_model
 from weights.load import load_model
@@ -40,28 +38,28 @@ def test_templates_are_filled_literally(processor):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("data", "stored", "prompt"), RUNS)
+@pytest.mark.parametrize("data, stored, prompt", RUNS)
 def test_a_run_is_asked_as_it_was_trained(data, stored, prompt, workplace, monkeypatch):
     """Breaks when a run is asked in other words than it learned, by a benchmark, a question, or as
     a whole model."""
-    asked, layout = set(), Processor.layout
+    asked = set()
+    layout = Processor.layout
     monkeypatch.setattr(
         Processor,
         "layout",
         lambda self, n, turns, marks: asked.add(turns[-1][0]) or layout(self, n, turns, marks),
     )
-    model, run, file = (
-        load_model("embedded"),
-        workplace / "run",
-        workplace / "run" / "adapter_config.json",
-    )
+    model = load_model("embedded")
+    run = workplace / "run"
+    file = workplace / "run/adapter_config.json"
     adapter.inject(model, adapter.DECODER_TARGETS, 2, 4.0)
     adapter.save(model, run, base="embedded")
     if data:
         settings = {"base": "embedded", "data": [data], "prompt": "answer {question}"}
-        (run / "config.json").write_text(json.dumps(settings))
-    file.write_text(json.dumps(json.loads(file.read_text()) | stored))
-    flags, question = "--adapter run".split(), vqa.embedded(1, template="{question}")[0].prefix
+        write_json(run / "config.json", settings)
+    write_json(file, read_json(file) | stored)
+    flags = "--adapter run".split()
+    question = vqa.embedded(1, template="{question}")[0].prefix
     if prompt is None:
         refused(lambda: vqa.main([*flags, *FAST]), "prompt")
         return
@@ -69,7 +67,7 @@ def test_a_run_is_asked_as_it_was_trained(data, stored, prompt, workplace, monke
     assert asked == {fill_prompt(prompt, question)}
     vqa.main([*flags, *FAST, "--prompt", "{question}"])
     assert question in asked
-    Image.new("RGB", (9, 9)).save("p.png")
+    draw("p.png", size=(9, 9))
     ask.main(
         [
             *flags,

@@ -1,9 +1,10 @@
 """A user's own data: what is read, what is shown to the model, what is learned of it, and what is
 held out."""
 
+import itertools
 import json
 import math
-from dataclasses import replace
+import shutil
 from functools import partial
 
 import numpy as np
@@ -24,6 +25,7 @@ from eval.data.records import (
 from eval.question import question_of
 from model.processor import processor_for
 from model.systems.configs import MambaConfig, ProjectorConfig, QMambaConfig, WingsConfig
+from tests.files import write_json, write_lines
 from tests.runs import refused
 from train.data.batches import collate
 from train.data.sources import example_records
@@ -31,13 +33,8 @@ from train.data.sources import example_records
 
 def write(folder, name, value):
     """A JSON file; for *.jsonl its entries as lines."""
-    lines = (
-        "".join(json.dumps(entry) + "\n" for entry in value)
-        if name.endswith(".jsonl")
-        else json.dumps(value)
-    )
-    (folder / name).write_text(lines)
-    return folder / name
+    make = write_lines if name.endswith(".jsonl") else write_json
+    return make(folder / name, value)
 
 
 def draw(folder, *names, size=(8, 8)):
@@ -46,19 +43,23 @@ def draw(folder, *names, size=(8, 8)):
         Image.new("RGB", size, (number * 40 % 256, number, 0)).save(folder / name)
 
 
-def says(*texts):
-    """A conversation in LLaVA's layout: human and gpt in turn."""
+def in_turn(role, content, pair, values):
+    """Values by two speakers in turn; a dictionary is an entry as it is."""
+    speakers = itertools.cycle(pair)
     return [
-        {"from": ("human", "gpt")[number % 2], "value": text} for number, text in enumerate(texts)
+        value if isinstance(value, dict) else {role: next(speakers), content: value}
+        for value in values
     ]
 
 
-def chat(*contents):
-    """A conversation in the layout of TRL and ms-swift: user and assistant in turn."""
-    return [
-        {"role": ("user", "assistant")[number % 2], "content": value}
-        for number, value in enumerate(contents)
-    ]
+def says(*values):
+    """A conversation in LLaVA's layout."""
+    return in_turn("from", "value", ("human", "gpt"), values)
+
+
+def chat(*values):
+    """A conversation in the layout of TRL and ms-swift."""
+    return in_turn("role", "content", ("user", "assistant"), values)
 
 
 def shown(processor, record):
@@ -66,29 +67,21 @@ def shown(processor, record):
     picture."""
     micro = collate([record], processor)
     assert not micro.bad, micro.bad
-    rows = micro.batch.input_ids, micro.batch.labels, micro.batch.token_type_ids
-    ids, labels, types = (row[0].tolist() for row in rows)
+    ids = micro.batch.input_ids[0].tolist()
+    labels = micro.batch.labels[0].tolist()
     targets = [label for label in labels if label != -100]
-    assert micro.targets[0][micro.targets[0] != -100].tolist() == targets and micro.tokens == len(
-        targets
-    )
-    image, pieces, per_picture = (
-        processor.config.image_token_id,
-        processor.tokenizer,
-        processor.config.num_image_tokens,
-    )
-    names = ["P" if i == image else pieces.id_to_piece(i) for i in ids]
-    run, out = (
-        [
-            (n, label == i, kind)
-            for n, i, label, kind in zip(names, ids, labels, types, strict=True)
-        ],
-        [],
-    )
+    assert micro.targets[0][micro.targets[0] != -100].tolist() == targets
+    assert micro.tokens == len(targets)
+    image = processor.config.image_token_id
+    names = ["P" if i == image else processor.tokenizer.id_to_piece(i) for i in ids]
+    learned = [label == i for i, label in zip(ids, labels, strict=True)]
+    run = list(zip(names, learned, micro.batch.token_type_ids[0].tolist(), strict=True))
+    out = []
     while run:
-        length = per_picture if run[0][0] == "P" else 1
+        length = processor.config.num_image_tokens if run[0][0] == "P" else 1
         assert run[:length] == [run[0]] * length
-        out, run = [*out, run[0]], run[length:]
+        out.append(run[0])
+        run = run[length:]
     return out
 
 
@@ -105,24 +98,28 @@ def marked(text):
 def processors(processor):
     """One of each system, on the vocabulary of the embedded base."""
     config = processor.config
-    ids = {
-        "pad_token_id": config.pad_token_id,
-        "eos_token_id": config.eos_token_id,
-        "bos_token_id": 2,
-    }
-    mamba = MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=config.text.vocab_size + 1)
-    parts = {
-        "vision": config.vision,
-        "projector": ProjectorConfig(queries=8),
-        "text": replace(mamba, **ids),
-    }
-    qmamba = replace(QMambaConfig(), image_token_id=config.image_token_id, **parts)
+    vocabulary = config.text.vocab_size + 1
+    qmamba = QMambaConfig(
+        vision=config.vision,
+        projector=ProjectorConfig(queries=8),
+        text=MambaConfig(
+            hidden_size=8,
+            num_hidden_layers=1,
+            vocab_size=vocabulary,
+            pad_token_id=config.pad_token_id,
+            eos_token_id=config.eos_token_id,
+            bos_token_id=2,
+        ),
+        image_token_id=config.image_token_id,
+    )
     wings = WingsConfig(**vars(config), rank=4)
-    made = [processor_for(of, processor.tokenizer) for of in (wings, qmamba)]
-    return dict(zip(("paligemma", "wings", "qmamba"), (processor, *made), strict=True))
+    others = {"wings": wings, "qmamba": qmamba}
+    made = {name: processor_for(of, processor.tokenizer) for name, of in others.items()}
+    return {"paligemma": processor} | made
 
 
-IMAGE, A = {"type": "image"}, {"type": "text", "text": "a"}
+IMAGE = {"type": "image"}
+A = {"type": "text", "text": "a"}
 CONVERSATION = says("Where is <image> the dog?", "top left", "count cat", "2")
 BRIEF = "0:B 0:e 0:▁ 0:b 0:r 0:i 0:e 0:f 0:. 0:\\n"
 # PaliGemma: pictures first, and the first prompt with them both ways; all after it is causal
@@ -135,40 +132,31 @@ def test_every_answer_and_its_end_are_learned_and_nothing_else(processors, tmp_p
     """Breaks when a prompt, picture or bos carries loss, an answer's end does not, or a picture is
     elsewhere."""
     draw(tmp_path, "a.png", "b.png")
+    both = {"image": ["a.png", "b.png"]}
     system = {"from": "system", "value": "Be brief."}
     rows = [
         {"id": "1", "image": "a.png", "conversations": CONVERSATION},
         {"id": "2", "conversations": says("count cat", "2")},
-        {
-            "id": "3",
-            "image": ["a.png", "b.png"],
-            "conversations": says("<image>\n<image>\ncount dog", "1"),
-        },
-        {"image": ["a.png", "b.png"], "prefix": "count dog", "suffix": "1"},
-        {"image": "a.png", "conversations": [system, *says("<image>\ncount dog", "1")]},
+        both | {"id": "3", "conversations": says("<image>\n<image>\ncount dog", "1")},
+        both | {"prefix": "count dog", "suffix": "1"},
+        {"image": "a.png", "conversations": says(system, "<image>\ncount dog", "1")},
         {"image": "b.png", "conversations": says("count dog", "1", "<image>count cat", "2")},
     ]
     made = read_examples(write(tmp_path, "own.json", rows))
     assert [record.name for record in made] == [f"own.json[{number}]" for number in range(6)]
     plain = "0:P 0:P 0:<bos> 0:count 0:▁dog 0:\\n 1:*1 1:*<eos>"
-    one, two = plain.replace("0:P 0:P", "0:P"), "0:<bos> 0:count 0:▁cat 0:\\n 1:*2 1:*<eos>"
+    one = plain.replace("0:P 0:P", "0:P")
+    two = "0:<bos> 0:count 0:▁cat 0:\\n 1:*2 1:*<eos>"
     more = " 1:count 1:▁cat 1:\\n 1:*2 1:*<eos>"
     told = one.replace("<bos>", f"<bos> {BRIEF}")  # the system's text is no part of the answer
-    expected = [FRONT + LATER, two, plain, plain, told, one + more]
-    assert [shown(processors["paligemma"], record) for record in made] == [
-        marked(text) for text in expected
-    ]
-    newline = "0:P 0:<bos> 0:\\n 0:count 0:▁dog 0:\\n 1:*1 1:*<eos>"
-    third, last = (
-        newline.replace("0:\\n", "0:\\n 0:P 0:\\n", 1),
-        "0:<bos> 0:count 0:▁dog 0:\\n 1:*1 1:*<eos> 1:P",
-    )
+    expected = {"paligemma": [FRONT + LATER, two, plain, plain, told, one + more]}
+    third = "0:P 0:<bos> 0:\\n 0:P 0:\\n 0:count 0:▁dog 0:\\n 1:*1 1:*<eos>"
+    last = "0:<bos> 0:count 0:▁dog 0:\\n 1:*1 1:*<eos> 1:P"
     told = one.replace("0:P 0:<bos>", f"0:<bos> {BRIEF} 0:P 0:\\n")
-    expected = [INSIDE + LATER, two, third, plain, told, last + more]
-    for system in ("wings", "qmamba"):
-        assert [shown(processors[system], record) for record in made] == [
-            marked(text) for text in expected
-        ], system
+    inside = [INSIDE + LATER, two, third, plain, told, last + more]
+    for system, texts in (expected | dict.fromkeys(("wings", "qmamba"), inside)).items():
+        for record, text in zip(made, texts, strict=True):
+            assert shown(processors[system], record) == marked(text), system
 
 
 def test_of_a_conversation_the_first_turn_is_explored(tmp_path):
@@ -187,157 +175,138 @@ def test_a_later_question_is_asked_as_it_is_learned(processors, tmp_path):
     """Breaks when a conversation is scored without its earlier turns, or its picture is elsewhere
     than in training."""
     draw(tmp_path, "a.png")
-    (record,) = read_examples(
-        write(tmp_path, "own.jsonl", [{"image": "a.png", "conversations": CONVERSATION}])
-    )
+    row = {"image": "a.png", "conversations": CONVERSATION}
+    (record,) = read_examples(write(tmp_path, "own.jsonl", [row]))
     for processor in processors.values():
         learned = collate([record], processor).batch
         ids, types, _ = layout(processor, question_of(record), 1)
-        assert (
-            ids + processor.encode("2") + [processor.config.eos_token_id]
-            == learned.input_ids[0].tolist()
-        )
+        answer = [*processor.encode("2"), processor.config.eos_token_id]
+        assert ids + answer == learned.input_ids[0].tolist()
         assert types == learned.token_type_ids[0].tolist()[: len(types)]
 
 
+# a list of a conversation is one in turn; what is no text there is an entry as it is
+MALFORMED = r"""
+{"conversations": ["a", "b", "c"]}
+{"conversations": ["<image>", "a"]}
+{"conversations": ["a", "<image>"], "image": "a.png"}
+{"image": ["a.png", "c.png"], "prefix": "a", "suffix": "b"}
+{"image_path": "a.png", "prefix": "a", "suffix": "b"}
+{"image": ["a.png"], "images": ["a.png"], "prefix": "a", "suffix": "b"}
+{"messages": [[{"type": "image"}, {"type": "text", "text": "a"}], "b"]}
+{"messages": [[{"type": "video"}, {"type": "text", "text": "a"}], "b"], "images": ["a.png"]}
+{"messages": ["<image>a", "<bbox>"], "images": ["a.png"], "objects": {"bbox": [[1, 2, 3, 4]]}}
+{"messages": ["a", {"role": "assistant", "content": "b", "loss": false}]}
+{"messages": ["a", {"role": "assistant", "content": "b", "weight": 0}]}
+{"messages": ["a", {"role": "assistant", "content": "b", "train": 0.5}]}
+{"messages": ["a", {"role": "assistant", "content": "b", "loss_scale": "last"}]}
+{"messages": ["a", {"role": "assistant", "content": "b", "tool_calls": [{"name": "b"}]}]}
+{"conversations": [{"from": "human", "value": "a", "train": true}, {"from": "gpt", "value": "b"}]}
+{"prefix": "a", "suffix": "b", "weight": 0}
+{"messages": ["a", "b"], "rejected_response": "c"}
+{"messages": ["a", "b"], "tools": "[{}]"}
+{"messages": ["a", "b"], "conversations": ["a", "c"]}
+{"messages": ["a", "b"], "prefix": "c", "suffix": "d"}
+{"messages": [{"role": "system", "content": "a"}]}
+{"messages": ["a", "b", {"role": "system", "content": "c"}, "d", "e"]}
+{"messages": [{"role": "System", "content": "a"}, "b", "c"]}
+{"system": 5, "prefix": "a", "suffix": "b"}
+{"system_prompt": "a", "prefix": "b", "suffix": "c"}
+{"messages": ["a", "b"], "kto_tag": false}
+{"file_name": "a.png", "prefix": "a", "suffix": "b"}
+{"image": null, "img": "a.png", "prefix": "a", "suffix": "b"}
+{"prefix": "a", "answers": ["b", 2]}
+{"prefix": "a", "answers": "bb"}
+{"prefix": "a"}
+{"prefix": "a", "suffix": "a <eos>"}
+{"image": "\u001b[31mred\u001b[0m\n.png", "prefix": "a", "suffix": "b"}
+"""
+OTHERS = [
+    b'{"images": ["a.png", "a.png"], "messages": [{"role": "user", "content": [{"type": "image", "index": 1},'
+    b'{"type": "image", "index": 0}, {"type": "text", "text": "a"}]}, {"role": "assistant", "content": "b"}]}',
+    b'{"prefix": "a", "suffix": "b", "suffix": "c"}',
+    b'{"prefix": "a", "suffix": "%s"}' % (b"cat " * 9000),
+    b'{"image": "a.png", "prefix"',
+    b"[" * 100_000,
+    b'{"prefix": "\xff", "suffix": "b"}',
+]
+
+
 @pytest.mark.parametrize(
-    "record",
-    [
-        {"conversations": says("a", "b", "c")},
-        {"conversations": says("<image>", "a")},
-        {"image": "a.png", "conversations": says("a", "<image>")},
-        {"image": ["a.png", "c.png"], "prefix": "a", "suffix": "b"},
-        {"image_path": "a.png", "prefix": "a", "suffix": "b"},
-        {"image": ["a.png"], "images": ["a.png"], "prefix": "a", "suffix": "b"},
-        {"messages": chat([IMAGE, A], "b")},
-        {"images": ["a.png"], "messages": chat([{"type": "video"}, A], "b")},
-        {
-            "images": ["a.png"] * 2,
-            "messages": chat([IMAGE | {"index": 1}, IMAGE | {"index": 0}, A], "b"),
-        },
-        {
-            "images": ["a.png"],
-            "messages": chat("<image>a", "<bbox>"),
-            "objects": {"bbox": [[1, 2, 3, 4]]},
-        },
-        *(
-            {"messages": [*chat("a"), {"role": "assistant", "content": "b"} | mark]}
-            for mark in (
-                {"loss": False},
-                {"weight": 0},
-                {"train": 0.5},
-                {"loss_scale": "last"},
-                {"tool_calls": [{"name": "b"}]},
-            )
-        ),
-        {"conversations": [says("a")[0] | {"train": True}, says("a", "b")[1]]},
-        {"prefix": "a", "suffix": "b", "weight": 0},
-        {"messages": chat("a", "b"), "rejected_response": "c"},
-        {"messages": chat("a", "b"), "tools": "[{}]"},
-        {"messages": chat("a", "b"), "conversations": says("a", "c")},
-        {"messages": chat("a", "b"), "prefix": "c", "suffix": "d"},
-        {"messages": [{"role": "system", "content": "a"}]},
-        {"messages": [*chat("a", "b"), {"role": "system", "content": "c"}, *chat("d", "e")]},
-        {"messages": [{"role": "System", "content": "a"}, *chat("b", "c")]},
-        {"system": 5, "prefix": "a", "suffix": "b"},
-        {"system_prompt": "a", "prefix": "b", "suffix": "c"},
-        {"messages": chat("a", "b"), "kto_tag": False},
-        {"file_name": "a.png", "prefix": "a", "suffix": "b"},
-        {"image": None, "img": "a.png", "prefix": "a", "suffix": "b"},
-        b'{"prefix": "a", "suffix": "b", "suffix": "c"}',
-        {"prefix": "a", "answers": ["b", 2]},
-        {"prefix": "a", "answers": "bb"},
-        {"prefix": "a"},
-        {"prefix": "a", "suffix": "a <eos>"},
-        {"prefix": "a", "suffix": "cat " * 9000},
-        {"image": "\x1b[31mred\x1b[0m\n.png", "prefix": "a", "suffix": "b"},
-        *(b'{"image": "a.png", "prefix"', b"[" * 100_000, b'{"prefix": "\xff", "suffix": "b"}'),
-    ],
-    ids=lambda record: str(record)[:40],
+    "record", [*MALFORMED.strip().splitlines(), *OTHERS], ids=lambda record: str(record)[:40]
 )
 def test_a_malformed_record_is_named_left_out_and_counted(record, processor, tmp_path):
     """Breaks when a conversation that cannot be learned is learned in part, or ends the run, or
     goes unnoticed."""
     draw(tmp_path, "a.png")
-    good, bad = b'{"prefix": "count dog", "suffix": "2"}', record
-    bad = bad if type(bad) is bytes else json.dumps(bad).encode()
-    (tmp_path / "own.jsonl").write_bytes(b"\n".join([b"\xef\xbb\xbf" + good, bad, b"", good]))
+    if isinstance(record, str):
+        row = json.loads(record)
+        for name, layout_of in {"conversations": says, "messages": chat}.items():
+            if name in row:
+                row[name] = layout_of(*row[name])
+        record = json.dumps(row).encode()
+    good = b'{"prefix": "count dog", "suffix": "2"}'
+    (tmp_path / "own.jsonl").write_bytes(b"\n".join([b"\xef\xbb\xbf" + good, record, b"", good]))
     micro = collate(read_examples(tmp_path / "own.jsonl"), processor)
-    assert micro.names == ("own.jsonl:1", "own.jsonl:4") and len(micro.bad) == 1
-    assert (
-        micro.bad[0].startswith("own.jsonl:2: ")
-        and micro.bad[0].isprintable()
-        and len(micro.bad[0]) < 700
-    )
+    assert micro.names == ("own.jsonl:1", "own.jsonl:4")
+    (bad,) = micro.bad
+    assert bad.startswith("own.jsonl:2: ")
+    assert bad.isprintable()
+    assert len(bad) < 700
 
 
 def test_layouts_of_other_tools_are_read_as_ours(tmp_path):
     """Breaks when a file of TRL, ms-swift or a spreadsheet gives other turns or pictures than it
     shows."""
     draw(tmp_path, "x/a.png", "x/b.png")
-    (tmp_path / "link.png").symlink_to(tmp_path / "x/b.png")
-    a, b, none = tmp_path / "x/a.png", tmp_path / "link.png", {"image": None, "conversations": None}
+    a = tmp_path / "x/a.png"
+    b = tmp_path / "link.png"
+    b.symlink_to(tmp_path / "x/b.png")
     system = [{"role": "system", "content": "Be brief."}, {"role": "developer", "content": [A]}]
-    parts = [
-        {"index": None, "text": "dog\n", "type": "text"},
-        {"index": 0, "text": None, "type": "image"},
-    ]
-    own = [
-        IMAGE | {"image": "x/a.png"},
-        {"type": "image_url", "image_url": {"url": f"file://{b}"}},
-        A,
-    ]
+    dog = [{"index": None, "text": "dog\n", "type": "text"}, IMAGE | {"index": 0, "text": None}]
+    url = {"type": "image_url", "image_url": {"url": f"file://{b}"}}
     # ms-swift's documentation: marks in texts, absolute paths; TRL's llava-instruct-mix-vsft;
-    # others
+    # others; the last as LLaVA
+    first = ("Hear.\nBe brief.\na\n<image><image>a", "b")
     cases = [
-        (
-            [*system, *chat("<image><image>a", "b", "c", "d")],
-            [a, b],
-            (("Hear.\nBe brief.\na\n<image><image>a", "b"), ("c", "d")),
-        ),
-        (chat(parts, [A]), [a], (("dog\n<image>", "a"),)),
+        (chat(*system, "<image><image>a", "b", "c", "d"), [a, b], (first, ("c", "d"))),
+        (chat(dog, [A]), [a], (("dog\n<image>", "a"),)),
         (chat("cat", "1"), [a, b], (("One word.\ncat", "1"),)),
-        (chat(own, "b"), [a, b], (("<image><image>a", "b"),)),
-        ([*chat("a", "Hello")[1:], *chat("cat", "1")], [a], (("cat", "1"),)),  # as LLaVA
+        (chat([IMAGE | {"image": "x/a.png"}, url, A], "b"), [a, b], (("<image><image>a", "b"),)),
+        ([*chat("a", "Hello")[1:], *chat("cat", "1")], [a], (("cat", "1"),)),
     ]
-    rows = [
-        none | {"messages": said, "images": list(map(str, pictures))} for said, pictures, _ in cases
-    ]
+    none = {"image": None, "conversations": None}
+    rows = [none | {"messages": said, "images": list(map(str, of))} for said, of, _ in cases]
     rows[0]["messages"][3] |= {"loss": True, "train": None, "weight": 1}
     rows[0]["system"] = "Hear."
     rows[2] |= {"type": "count", "system": "One word.", "width": 8, "id": 1, "tools": None}
     rows[3]["images"] = None
     made = read_data(f"jsonl:{write(tmp_path, 'own.jsonl', rows)}")
-    assert [(list(record.pictures), record.turns) for record in made] == [
-        case[1:] for case in cases
-    ]
+    found = [(list(record.pictures), record.turns) for record in made]
+    assert found == [case[1:] for case in cases]
     assert [record.kind for record in made] == ["", "", "count", "", ""]
-    refused(
-        lambda: read_data(f"jsonl:{write(tmp_path, 'o.json', [{'query': 'a'}])}"),
-        "query",
-        '"messages"',
-    )
+    unknown = write(tmp_path, "o.json", [{"query": "a"}])
+    refused(lambda: read_data(f"jsonl:{unknown}"), "query", '"messages"')
 
 
-@pytest.mark.parametrize(("kind", "name"), [("csv", "own.txt"), ("jsonl", "own.csv")])
+@pytest.mark.parametrize("kind, name", [("csv", "own.txt"), ("jsonl", "own.csv")])
 def test_a_table_is_read_as_its_rows(kind, name, tmp_path):
     """Breaks when a comma ends a text in quotes, a row with too many cells loses one, or an empty
     cell is a picture."""
     draw(tmp_path, "a.png")
     table = 'image,prefix,suffix,type\r\na.png,"Is it red, or blue?",red,colour\r\n,a,2,\r\na.png,a,b,c,d\r\n'
     (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + table.encode())  # as Excel writes it
-    red, blank, bad = read_data(f"{kind}:{tmp_path / name}")
-    assert (red.pictures, red.turns, red.kind) == (
-        (tmp_path / "a.png",),
-        (("Is it red, or blue?", "red"),),
-        "colour",
-    )
-    assert (blank.pictures, blank.turns, blank.kind) == ((), (("a", "2"),), "")
-    assert not bad.turns and "cells" in bad.pictures[0].problem
+    *good, bad = read_data(f"{kind}:{tmp_path / name}")
+    assert [(record.pictures, record.turns, record.kind) for record in good] == [
+        ((tmp_path / "a.png",), (("Is it red, or blue?", "red"),), "colour"),
+        ((), (("a", "2"),), ""),
+    ]
+    assert not bad.turns
+    assert "cells" in bad.pictures[0].problem
 
 
 @pytest.mark.parametrize(
-    ("header", "row", "part"),
+    "header, row, part",
     [
         ("image,prefix,suffix,suffix", "a.png,a,b,c", "'suffix', 'suffix'"),
         ("img,question,answer", "a.png,a,b", "'img', 'question', 'answer'"),
@@ -358,16 +327,20 @@ def test_pictures_from_python_are_those_of_their_files(tmp_path, processor):
     """Breaks when an image or array in memory becomes another picture, or equal ones have two
     keys."""
     draw(tmp_path, "a.png", "b.png")
-    other, image = (Image.open(tmp_path / name) for name in ("a.png", "b.png"))
+    other = Image.open(tmp_path / "a.png")
+    image = Image.open(tmp_path / "b.png")
     pictures = [tmp_path / "b.png", image, np.asarray(image), other, np.zeros((8, 8, 3))]
-    made = example_records(
-        [{"image": picture, "prefix": "a", "suffix": "b"} for picture in pictures], "data", "."
-    )
-    assert made[1].key == made[2].key and len({record.key for record in made}) == 4
+    rows = [{"image": picture, "prefix": "a", "suffix": "b"} for picture in pictures]
+    made = example_records(rows, "data", ".")
+    keys = [record.key for record in made]
+    assert keys[1] == keys[2]
+    assert len(set(keys)) == 4
     micro = collate(made, processor)
-    assert micro.names == ("data[0]", "data[1]", "data[2]", "data[3]") and len(micro.bad) == 1
-    first, *others, last = micro.batch.pixel_values
-    assert all(torch.equal(first, pixels) for pixels in others) and not torch.equal(first, last)
+    assert micro.names == ("data[0]", "data[1]", "data[2]", "data[3]")
+    assert len(micro.bad) == 1
+    first, second, last = micro.batch.pixel_values
+    assert torch.equal(first, second)
+    assert not torch.equal(first, last)
 
 
 def test_several_answers(tmp_path):
@@ -378,31 +351,31 @@ def test_several_answers(tmp_path):
         {"suffix": "two", "answers": ["2", "2"]},
         {"suffix": "two"},
     ]
-    rows = [{"prefix": "q"} | row for row in rows]
-    made = read_data(f"jsonl:{write(tmp_path, 'own.jsonl', rows)}")
-    expected = [("2", ("two", "2", "2")), ("two", ("2", "2")), ("two", ())]
-    assert [(r.suffix, r.answers) for r in made] == expected
-    assert [r.name for r in made] == ["own.jsonl:1", "own.jsonl:2", "own.jsonl:3"]
+    file = write(tmp_path, "own.jsonl", [{"prefix": "q"} | row for row in rows])
+    made = read_data(f"jsonl:{file}")
+    assert [(r.name, r.suffix, r.answers) for r in made] == [
+        ("own.jsonl:1", "2", ("two", "2", "2")),
+        ("own.jsonl:2", "two", ("2", "2")),
+        ("own.jsonl:3", "two", ()),
+    ]
 
 
 def coco(folder):
     """Three pictures; boxes are [x, y, width, height] in pixels."""
     draw(folder, "a.png", "b.png", "c.png", size=(640, 480))
     boxes = [
-        (1, 1, 320, 240, 320, 240, {"area": 99.5}),
-        (1, 18, 64, 48, 320, 240, {"area": 7, "iscrowd": 0}),
-        (1, 18, 500.5, 10, 139.5, 20, {}),
-        (1, 18, 0, 0, 640, 480, {"area": 5, "iscrowd": 1}),
-        (2, 18, 0, 0, 640, 480, {"iscrowd": 1}),
+        (1, 1, [320, 240, 320, 240], {"area": 99.5}),
+        (1, 18, [64, 48, 320, 240], {"area": 7, "iscrowd": 0}),
+        (1, 18, [500.5, 10, 139.5, 20], {}),
+        (1, 18, [0, 0, 640, 480], {"area": 5, "iscrowd": 1}),
+        (2, 18, [0, 0, 640, 480], {"iscrowd": 1}),
     ]
+    size = {"width": 640, "height": 480}
     return {
-        "images": [
-            {"id": i, "file_name": f"{'abc'[i - 1]}.png", "width": 640, "height": 480}
-            for i in (1, 2, 3)
-        ],
+        "images": [{"id": n, "file_name": f"{name}.png"} | size for n, name in enumerate("abc", 1)],
         "categories": [{"id": 18, "name": "dog"}, {"id": 1, "name": "traffic light"}],
         "annotations": [
-            {"image_id": i, "category_id": c, "bbox": at, **more} for i, c, *at, more in boxes
+            {"image_id": i, "category_id": c, "bbox": at, **more} for i, c, at, more in boxes
         ],
     }
 
@@ -412,18 +385,19 @@ def test_coco_s_boxes_are_paligemma_s(tmp_path, processor):
     scoring is lost."""
     file = write(tmp_path, "instances.json", coco(tmp_path))
     (record,) = read_data(f"coco:{file}")  # of the others, one has a crowd only, and one nothing
-    assert record.prefix == "detect dog ; traffic light" and record.pictures == (
-        tmp_path / "a.png",
-    )
+    assert record.prefix == "detect dog ; traffic light"
+    assert record.pictures == (tmp_path / "a.png",)
     # 1023 · (10/480, 500.5/640, 30/480, 1), 1023 · (0.1, 0.1, 0.6, 0.6), 1023 · (0.5, 0.5, 1, 1):
     # halves to even
     assert record.suffix == (
         "<loc0021><loc0800><loc0064><loc1023> dog ; <loc0102><loc0102><loc0614><loc0614> dog ; "
         "<loc0512><loc0512><loc1023><loc1023> traffic light"
     )
-    assert (record.detection.width, record.detection.height) == (640, 480)
-    assert record.detection.boxes[0] == Box("traffic light", 320, 240, 320, 240, 99.5)
-    assert record.detection.boxes[2].area == 139.5 * 20 and record.detection.boxes[3].is_crowd
+    truth = record.detection
+    assert (truth.width, truth.height) == (640, 480)
+    assert truth.boxes[0] == Box("traffic light", 320, 240, 320, 240, 99.5)
+    assert truth.boxes[2].area == 139.5 * 20
+    assert truth.boxes[3].is_crowd
     assert collate([record], processor).tokens == len(processor.encode(record.suffix)) + 1
 
 
@@ -455,49 +429,45 @@ def test_coco_s_ids_names_and_boxes_are_sound(tmp_path):
     value["annotations"][4]["iscrowd"] = 2  # of a picture that has no other annotation
     value["annotations"][0]["iscrowd"] = None
     first, second = read_coco(write(tmp_path, "instances.json", value))
-    assert len(first.turns) == 1 and not second.turns
+    assert len(first.turns) == 1
+    assert not second.turns
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "box, message",
     [
-        (lambda x, y, w, h: [x, y, w + 0.9, h], None),  # as COCO's own rounding
-        (
-            lambda x, y, w, h: [x, y, w + 300, h],
-            None,
-        ),  # objects that reach out of the picture, as some data have them
-        (lambda x, y, w, h: [x / 640, y / 480, w / 640, h / 480], "boxes are shares"),
-        (lambda x, y, w, h: [x, y, x + w, y + h], "boxes are [x1, y1, x2, y2]"),
+        ("x, y, w + 0.9, h", None),  # as COCO's own rounding
+        ("x, y, w + 300, h", None),  # reaches out of the picture, as in some data
+        ("x / 640, y / 480, w / 640, h / 480", "boxes are shares"),
+        ("x, y, x + w, y + h", "boxes are [x1, y1, x2, y2]"),
     ],
 )
-def test_boxes_in_other_units_are_refused(change, message, tmp_path):
+def test_boxes_in_other_units_are_refused(box, message, tmp_path):
     """Breaks when shares of the sides, or corners, are learned as widths and heights in pixels."""
     value = coco(tmp_path)
-    value["annotations"] = [
-        entry | {"bbox": change(*entry["bbox"])} for entry in value["annotations"]
-    ]
+    for entry in value["annotations"]:
+        sides = dict(zip("xywh", entry["bbox"], strict=True))
+        entry["bbox"] = list(eval(box, sides))
     file = write(tmp_path, "instances.json", value)
-    assert read_coco(file) if message is None else refused(lambda: read_coco(file), message)
+    if message is None:
+        assert read_coco(file)
+    else:
+        refused(lambda: read_coco(file), message)
 
 
 def test_embedded_boxes_are_the_squares_of_the_answer():
     """Breaks when the truth that eval.detect scores is not what the answer says, or tasks do not
     come in turn."""
-    mixed, alone = (
-        embedded_records(("detect", "vqa"), count=6),
-        embedded_records(("detect",), count=3),
-    )
-    assert [r.name for r in mixed[::2]] == [r.name for r in alone] and all(
-        r.name[:3] == "vqa" for r in mixed[1::2]
-    )
-    for record in embedded_records(("detect",), count=5):
+    mixed = embedded_records(("detect", "vqa"), count=6)
+    alone = embedded_records(("detect",), count=5)
+    assert [r.name for r in mixed[::2]] == [r.name for r in alone[:3]]
+    assert all(r.name.startswith("vqa") for r in mixed[1::2])
+    for record in alone:
         boxes = record.detection.boxes
-        assert (
-            len(boxes) == record.suffix.count(";") + 1
-            and record.prefix == f"detect {boxes[0].label}"
-        )
+        assert len(boxes) == record.suffix.count(";") + 1
+        assert record.prefix == f"detect {boxes[0].label}"
         y, x = (int(part[:4]) / 1024 * 112 for part in record.suffix.split("<loc")[1:3])
-        assert (boxes[0].x, boxes[0].y, boxes[0].width, boxes[0].height) == (x, y, 28, 28)
+        assert boxes[0] == Box(boxes[0].label, x, y, 28, 28, boxes[0].area)
 
 
 def test_no_picture_is_on_both_sides(tmp_path):
@@ -505,34 +475,26 @@ def test_no_picture_is_on_both_sides(tmp_path):
     with several pictures; or a text without one."""
     names = [f"{number}.png" for number in range(40)]
     draw(tmp_path, *names)
-    (tmp_path / "link.png").symlink_to(tmp_path / "0.png")
-    copies = [f"copy{number}.png" for number in range(13, 30)]
-    for copy in copies:
-        (tmp_path / copy).write_bytes((tmp_path / copy[4:]).read_bytes())
     (tmp_path / "x").mkdir()
-    shown = [
-        *names[:30] * 2,
-        *(names[i : i + 2] for i in range(0, 12, 3)),
-        "link.png",
-        "./x/../0.png",
-        *copies,
-    ]
+    (tmp_path / "link.png").symlink_to(tmp_path / "0.png")
+    shown = names[:30] * 2 + ["link.png", "./x/../0.png"]
+    shown += [names[i : i + 2] for i in range(0, 12, 3)]
+    for number in range(13, 30):
+        shutil.copy(tmp_path / names[number], tmp_path / f"copy{number}.png")
+        shown.append(f"copy{number}.png")
     rows = [{"image": name, "prefix": "a", "suffix": "b"} for name in shown]
-    rows += [{"prefix": f"text {number}", "suffix": "b"} for number in [*range(10), *range(10)]]
+    rows += [{"prefix": f"text {number}", "suffix": "b"} for number in range(10)] * 2
     made = read_examples(write(tmp_path, "own.jsonl", rows))
     assert len(made) == len(rows)
     for seed in range(4):
-        train, held_out = (
-            split_records(made, split, 1.0, 0.4, seed) for split in ("train", "validation")
-        )
-        learned, asked = (
-            {p.read_bytes() for r in side for p in r.pictures} for side in (train, held_out)
-        )
-        assert not learned & asked and len(train) + len(held_out) == len(rows)
-        texts = [{r.prefix for r in side if not r.pictures} for side in (train, held_out)]
-        assert not texts[0] & texts[1]
+        sides = [split_records(made, part, 1.0, 0.4, seed) for part in ("train", "validation")]
+        learned, asked = ({p.read_bytes() for r in side for p in r.pictures} for side in sides)
+        assert not learned & asked
+        assert sum(map(len, sides)) == len(rows)
+        learned, asked = ({r.prefix for r in side if not r.pictures} for side in sides)
+        assert not learned & asked
         # 26 groups of pictures (30, of which 4 pairs are joined) and 10 texts; 40 % of them
-        assert len({r.key for r in held_out}) >= 14
+        assert len({r.key for r in sides[1]}) >= 14
     part = split_records(made, "train", 0.5, 0.4)
     assert {r.name for r in part} < {r.name for r in split_records(made, "train", 1.0, 0.4)}
 
@@ -540,11 +502,8 @@ def test_no_picture_is_on_both_sides(tmp_path):
 def test_a_source_without_its_kind_or_records_is_refused(tmp_path):
     """Breaks when a user who gives a file is not told how to name it, or a run can learn
     nothing."""
-    (tmp_path / "own.jsonl").write_bytes(b"{\n[]")
-    refused(
-        lambda: read_examples(tmp_path / "own.jsonl"),
-        "own.jsonl: none of its 2 records",
-        "own.jsonl:1: ",
-    )
+    own = tmp_path / "own.jsonl"
+    own.write_bytes(b"{\n[]")
+    refused(lambda: read_examples(own), "own.jsonl: none of its 2 records", "own.jsonl:1: ")
     for source in ("own.jsonl", "jsonl:", "tsv:a"):
         refused(lambda source=source: read_data(source), source)

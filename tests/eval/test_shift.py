@@ -14,6 +14,7 @@ from model.attention import attention_modules
 from model.differential import graft
 from model.systems.processors import SlotProcessor
 from model.systems.wings import attach
+from tests.files import read_json
 from tests.model.test_wings import randomized
 from weights.export import companions, export_model
 from weights.load import load_model
@@ -36,12 +37,14 @@ def test_laws_are_sums_of_the_attention_weights(processor, kind):
     elif kind == "twin":
         graft(model, "twin")
     found = measure(model, processor, EXAMPLES)
-    assert found.laws.shape == (2, 4, 3) and found.shares.sum(-1) == pytest.approx([100] * 4)
+    assert found.laws.shape == (2, 4, 3)
+    assert found.shares.sum(-1) == pytest.approx([100] * 4)
     inside = SlotProcessor(processor.config, processor.tokenizer)
     batch = inside.pad([inside.row_of(1, [(EXAMPLES[0][1], None)])], [PICTURE])
     start = batch.input_ids[0].tolist().index(processor.config.image_token_id)
     assert start > 3  # the words before the picture
-    spans, maps = (slice(0, start), slice(start, start + 16), slice(start + 16, None)), []
+    spans = (slice(0, start), slice(start, start + 16), slice(start + 16, None))
+    maps = []
     for path, layer in attention_modules(model).items():
         layer.tap = maps.append if path.startswith("language_model.") else None
     with torch.no_grad():
@@ -60,7 +63,8 @@ def test_the_shift_is_one_minus_the_correlation_over_layers():
     laws[3, :, 0] = 0  # nothing before the picture
     found = Shift(laws, laws.sum(-1).mean(-1))
     expected = [1 - np.corrcoef(example[:, 0], example[:, 2])[0, 1] for example in laws[:3]]
-    assert found.each[:3] == pytest.approx(expected) and found.each[1:3] == pytest.approx([0, 2])
+    assert found.each[:3] == pytest.approx(expected)
+    assert found.each[1:3] == pytest.approx([0, 2])
     assert math.isnan(found.each[3])
 
 
@@ -68,15 +72,14 @@ def test_the_command(workplace, capsys):
     """Breaks when the command does not measure, write or tell what it says, for PaliGemma, WINGS
     and a user's file."""
     for text in ("Where is<image> the dog?", "dog<image>", "locate<image> dog", "a<image> b c"):
-        assert put_slot(text) == text and (
-            text[0] == "a" or put_slot(text.replace("<image>", "")) == text
-        )
+        assert put_slot(text) == text
+        assert text[0] == "a" or put_slot(text.replace("<image>", "")) == text
     shift.main("--model embedded --limit 3 --out plain".split())
     assert "attention shift: not defined" in capsys.readouterr().out
-    result = json.loads((workplace / "plain" / "shift.json").read_text())
-    assert (
-        result["attention_shift"] is None and result["slot"] == "first" and result["undefined"] == 3
-    )
+    result = read_json(workplace / "plain/shift.json")
+    assert result["attention_shift"] is None
+    assert result["slot"] == "first"
+    assert result["undefined"] == 3
     PICTURE.save("a.png")
     line = {"image": "a.png", "prefix": "Where is<image> the dog?", "suffix": "left"}
     lost = line | {"image": "lost.png"}  # it is left out
@@ -87,7 +90,7 @@ def test_the_command(workplace, capsys):
         companions=companions("embedded"),
     )
     shift.main("--model wings --data own.jsonl --out w".split())
-    result = json.loads((workplace / "w" / "shift.json").read_text())
+    result = read_json(workplace / "w/shift.json")
     assert (result["slot"], result["undefined"], result["prompts"]) == ("inside", 0, 1)
     assert list(result["laws_percent"][0]) == [*GROUPS]
     assert 0 <= result["attention_shift"]["low"] <= result["attention_shift"]["high"] <= 2

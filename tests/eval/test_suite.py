@@ -6,14 +6,13 @@ import shutil
 from functools import partial
 
 import pytest
-from PIL import Image
 
 from eval import suite
 from eval.vqa_scoring import answerability
 from model.config import PRESETS
 from model.systems.configs import WingsConfig
 from tests.eval.test_mmbench import BY_HAND, rows_of, write
-from tests.files import write_mmneedle, write_vqav2
+from tests.files import draw, read_json, write_json, write_mmneedle, write_vqav2
 from tests.runs import refused
 
 TABLE = "VQAv2,GQA,VizWiz,unanswerable AP,unanswerable F1,TextVQA,POPE,POPE F1,POPE P(yes),MMBench,MMNeedle".split(
@@ -29,10 +28,10 @@ def root(tmp_path_factory):
     write_mmneedle(root / "needle")
     shutil.copytree(root / "needle/val2014", root / "coco/val2014", dirs_exist_ok=True)
     (root / "needle/C").rename(root / "needle/file_to_caption.json")
-    for folder in ("vqav2", "gqa/images", "vizwiz/val", "textvqa/train_images", "pope", "mmbench"):
+    for folder in "vqav2 gqa/images vizwiz/val textvqa/train_images pope mmbench".split():
         (root / folder).mkdir(parents=True)
         for number in range(2):
-            Image.new("RGB", (20, 20), (99 * number, 0, 0)).save(root / folder / f"{number}.jpg")
+            draw(root / folder / f"{number}.jpg", (99 * number, 0, 0), size=(20, 20))
     for file in (root / "coco").glob("*.json"):
         shutil.move(file, root / "vqav2" / file.name)
     kinds = {
@@ -63,7 +62,7 @@ def root(tmp_path_factory):
         }
         files[f"pope/coco_pope_{name}"] = [line, line | {"question_id": 2}]
     for name, content in files.items():
-        (root / f"{name}.json").write_text(json.dumps(content))
+        write_json(root / f"{name}.json", content)
     write(root / "mmbench/MMBench_DEV_EN.tsv", rows_of(BY_HAND[:2]))
     return root
 
@@ -79,10 +78,12 @@ def test_the_rows_of_two_models(root, source, twin, workplace, capsys):
         *"--max-new-tokens 2 --limit 2 --adapter none".split(),
     ]
     suite.main([*flags, "--json"])
-    found, folder = json.loads(capsys.readouterr().out), workplace / "runs/eval/suite"
-    assert [*found["random"]] == TABLE and None not in found["random"].values()
-    assert found == json.loads((folder / "suite.json").read_text())
-    rows = json.loads((folder / "gqa/results.json").read_text())
+    found = json.loads(capsys.readouterr().out)
+    folder = workplace / "runs/eval/suite"
+    assert [*found["random"]] == TABLE
+    assert None not in found["random"].values()
+    assert found == read_json(folder / "suite.json")
+    rows = read_json(folder / "gqa/results.json")
     assert [set(row) for row in rows] == 2 * [{"questionId", "prediction"}]
     suite.main([*flags, "--adapter", twin, *"--tasks gqa,pope --blind --out two".split()])
     lines = capsys.readouterr().out
@@ -97,9 +98,7 @@ def test_prompts_of_the_families_and_what_is_missing(root, source, capsys, monke
     after an hour."""
     monkeypatch.setattr("eval.open.load_model", None)
     (workplace / "wings").mkdir()
-    (workplace / "wings/config.json").write_text(
-        json.dumps(WingsConfig(**vars(PRESETS["tiny"])).to_dict())
-    )
+    write_json(workplace / "wings/config.json", WingsConfig(**vars(PRESETS["tiny"])).to_dict())
     short = "Answer the question using a single word or phrase."
     unsure = "When the provided information is insufficient, respond with 'Unanswerable'."
     llava = (

@@ -17,7 +17,6 @@ from eval.systems.text.corpus import (
     EOS,
     HELD_OUT,
     SPLITS,
-    Corpus,
     kept_corpus,
     open_corpus,
     read_texts,
@@ -30,10 +29,11 @@ from tests.files import prose
 from tests.runs import refused
 from train.systems import text as training
 
-RECORD, QUESTION = r"«(\w+)=(\w)»", r"«(\w+)\?»«(\w)»"
+RECORD = r"«(\w+)=(\w)»"
+QUESTION = r"«(\w+)\?»«(\w)»"
 
 
-def decode(corpus: Corpus, ids) -> str:
+def decode(corpus, ids):
     return corpus.tokenizer.decode([int(token) for token in ids])
 
 
@@ -41,14 +41,20 @@ def test_a_corpus_is_the_text_token_by_token(text_folder, corpus):
     """Breaks when the tokenizer loses a character, documents run together, or held-out text is
     learned from."""
     texts = {str(path): path.read_text() for path in text_folder.iterdir()}
-    parts, seen = split(texts), []
+    parts = split(texts)
+    seen = []
     for name, documents in parts.items():
-        ids, starts = corpus.ids[name].tolist(), corpus.starts[name].tolist()
-        assert starts[0] == 0 and starts[-1] == len(ids)
+        ids = corpus.ids[name].tolist()
+        starts = corpus.starts[name].tolist()
+        assert starts[0] == 0
+        assert starts[-1] == len(ids)
         for document, (start, end) in zip(documents, itertools.pairwise(starts), strict=True):
-            assert ids[end - 1] == EOS and decode(corpus, ids[start : end - 1]) == texts[document]
+            assert ids[end - 1] == EOS
+            assert decode(corpus, ids[start : end - 1]) == texts[document]
             seen.append(document)
-    assert list(parts) == list(SPLITS) and all(parts.values()) and sorted(seen) == sorted(texts)
+    assert list(parts) == list(SPLITS)
+    assert all(parts.values())
+    assert sorted(seen) == sorted(texts)
     strange = "a\tb\r\n\n   é 漢字 x_12\n«Lisbon?»"
     assert corpus.tokenizer.decode(corpus.tokenizer.encode(strange)) == strange
     assert corpus.tokenizer.encode(strange, out_type=str)[-4:] == ["1", "2", "\n", "«Lisbon?»"]
@@ -71,11 +77,9 @@ def test_a_corpus_is_made_once(text_folder, tmp_path):
     assert torch.equal(open_corpus(tmp_path, [text_folder], 512).ids["test"], first.ids["test"])
     (tmp_path / "all.txt").write_text(prose(1, 200))  # one file is cut into documents
     texts = read_texts([tmp_path / "all.txt"])
-    assert (
-        len(texts) == HELD_OUT
-        and "".join(texts.values()) == prose(1, 200)
-        and all(split(texts).values())
-    )
+    assert len(texts) == HELD_OUT
+    assert "".join(texts.values()) == prose(1, 200)
+    assert all(split(texts).values())
 
 
 @pytest.mark.parametrize("number", measures.NEEDLES)
@@ -83,19 +87,23 @@ def test_a_corpus_is_made_once(text_folder, tmp_path):
 def test_a_needle_document_says_what_it_asks_for(corpus, number, depth):
     """Breaks when an answer is not in the text, another record has its key, or a place or the depth
     is another."""
-    tasks, dice = Tasks(corpus, "train"), random.Random(1)
+    tasks = Tasks(corpus, "train")
+    dice = random.Random(1)
     for _ in range(5):
         document = tasks.needles(dice, 250, number, 3, depth)
-        ids, (start, end) = document.ids, document.haystack
-        assert 150 < len(ids) <= 250 and ids[0] == BOS and ids[-1] == EOS
-        haystack, questions = decode(corpus, ids[start:end]), decode(corpus, ids[end:-1])
-        hidden, asked = re.findall(RECORD, haystack), re.findall(QUESTION, questions)
+        ids = document.ids
+        (start, end) = document.haystack
+        assert 150 < len(ids) <= 250
+        assert ids[0] == BOS
+        assert ids[-1] == EOS
+        haystack = decode(corpus, ids[start:end])
+        questions = decode(corpus, ids[end:-1])
+        hidden = re.findall(RECORD, haystack)
+        asked = re.findall(QUESTION, questions)
         keys = [city for city, _ in hidden]
-        assert (
-            len(hidden) == number
-            and len(asked) == min(3, number)
-            and questions.count("«") == 2 * len(asked)
-        )
+        assert len(hidden) == number
+        assert len(asked) == min(3, number)
+        assert questions.count("«") == 2 * len(asked)
         assert all(line[-1] == "»" for line in haystack.split("\n") if line[:1] == "«")
         assert all(keys.count(city) == 1 and (city, letter) in hidden for city, letter in asked)
         for (city, letter), needle, answer in zip(
@@ -114,36 +122,42 @@ def test_a_needle_document_says_what_it_asks_for(corpus, number, depth):
 def test_recall_asks_for_records_that_are_unique(corpus, number):
     """Breaks when keys repeat in what is asked, every answer is of the first records, or a record
     is several tokens."""
-    places, tasks = set(), Tasks(corpus, "train")
+    places = set()
+    tasks = Tasks(corpus, "train")
     assert all(len(corpus.tokenizer.encode(symbol)) == 1 for symbol in SYMBOLS)
     for seed in range(20):
         document = tasks.recall(random.Random(seed), number, 8)
         text = decode(corpus, document.ids[1:-1])
-        shown, asked = re.findall(RECORD, text), re.findall(QUESTION, text)
+        shown = re.findall(RECORD, text)
+        asked = re.findall(QUESTION, text)
         keys = [city for city, _ in shown]
-        assert len(shown) == number and len(asked) == min(number, 8) and set(keys) <= set(CITIES)
+        assert len(shown) == number
+        assert len(asked) == min(number, 8)
+        assert set(keys) <= set(CITIES)
         assert all(keys.count(city) == 1 and (city, letter) in shown for city, letter in asked)
         places |= {keys.index(city) for city, _ in asked}
-    assert (
-        len(places) > min(number - 1, 40)
-        and chance("recall", number) == 1 / number + (1 - 1 / number) / 8
-    )
+    assert len(places) > min(number - 1, 40)
+    assert chance("recall", number) == 1 / number + (1 - 1 / number) / 8
 
 
 @pytest.mark.parametrize("count", measures.EXAMPLES)
 def test_examples_decide_the_answer(corpus, count):
     """Breaks when a key has two right values, examples are right or wrong too often, or a key has
     too few of them."""
-    tasks, dice, right = Tasks(corpus, "train"), random.Random(3), []
+    tasks = Tasks(corpus, "train")
+    dice = random.Random(3)
+    right = []
     for _ in range(20):
         shown, asked = tasks.episode(dice, count)
         truth = dict(asked)
-        assert len(shown) == count and len(truth) == len(set(truth.values())) == SHOWN
+        assert len(shown) == count
+        assert len(truth) == len(set(truth.values())) == SHOWN
         assert all([key for key, _ in shown].count(key) == count // SHOWN for key in truth)
         assert {value for _, value in shown} <= set(truth.values()) <= set(LETTERS)
         right += [truth[key] == value for key, value in shown]
         text = decode(corpus, tasks.listed(shown, asked[:1]).ids[1:-1])
-        assert re.findall(RECORD, text) == shown and re.findall(QUESTION, text) == asked[:1]
+        assert re.findall(RECORD, text) == shown
+        assert re.findall(QUESTION, text) == asked[:1]
     assert abs(np.mean(right) - 0.7) < 4 * (0.21 / len(right)) ** 0.5
 
 
@@ -151,9 +165,11 @@ class Oracle(nn.Module):
     """A model that says what `next_ids`, a function of ids (B, S), tells; certain of it from the
     position `sure`."""
 
-    def __init__(self, next_ids, sure: int = 0):
+    def __init__(self, next_ids, sure=0):
         super().__init__()
-        self.next_ids, self.sure, self.weight = next_ids, sure, nn.Parameter(torch.empty(0))
+        self.next_ids = next_ids
+        self.sure = sure
+        self.weight = nn.Parameter(torch.empty(0))
 
     def forward(self, ids, positions_to_keep=None):
         logits = 100.0 * nn.functional.one_hot(self.next_ids(ids), 1024)
@@ -167,24 +183,23 @@ class Oracle(nn.Module):
 def test_likelihood_by_context(corpus):
     """Breaks when windows leave their document or overlap, or a position is counted in another
     bin."""
-    assert context_bins(100) == [(0, 16), (16, 32), (32, 64), (64, 100)] and context_bins(16) == [
-        (0, 16)
-    ]
-    places, starts, ids = (
-        windows(corpus, 64, 1000),
-        corpus.starts["test"].tolist(),
-        corpus.ids["test"].long(),
-    )
+    assert context_bins(100) == [(0, 16), (16, 32), (32, 64), (64, 100)]
+    assert context_bins(16) == [(0, 16)]
+    places = windows(corpus, 64, 1000)
+    starts = corpus.starts["test"].tolist()
+    ids = corpus.ids["test"].long()
     assert all(starts[n] <= place and place + 64 <= starts[n + 1] for place, n in places)
     assert all(b - a >= 64 for (a, _), (b, _) in itertools.pairwise(places))
-    few, tenth = windows(corpus, 64, 10), math.ceil(len(places) / 10)
-    assert len(few) <= 10 and few[0] == places[0] and few[-1] in places[-tenth:]
+    few = windows(corpus, 64, 10)
+    tenth = math.ceil(len(places) / 10)
+    assert len(few) <= 10
+    assert few[0] == places[0]
+    assert few[-1] in places[-tenth:]
     rows = iter(places)
     knows = Oracle(lambda _: ids[(place := next(rows)[0]) : place + 64][None], sure=32)
     scores = measures.nll(knows, corpus, 64, len(places))["nll"]
-    assert scores.labels[:3] == (16, 32, 64) and [*scores.groups[::3]] == [
-        document for _, document in places
-    ]
+    assert scores.labels[:3] == (16, 32, 64)
+    assert [*scores.groups[::3]] == [document for _, document in places]
     assert scores.values == pytest.approx(
         [math.log(1024), math.log(1024), 0] * len(places), abs=1e-4
     )
@@ -223,11 +238,11 @@ def test_scores_of_examples_by_order(corpus):
         )
     )
     panels = measures.examples(last_value, corpus, 512, 12)
-    accuracy, margin = panels["examples"], panels["examples-margin"]
+    accuracy = panels["examples"]
+    margin = panels["examples-margin"]
     assert [*accuracy.labels] == [count for count in measures.EXAMPLES for _ in range(12)]
-    assert 0.1 < np.mean(accuracy.values) < 0.4 and any(
-        0 < value < 1 for value in accuracy.values
-    )  # one key of four
+    assert 0.1 < np.mean(accuracy.values) < 0.4
+    assert any(0 < value < 1 for value in accuracy.values)  # one key of four
     assert [*margin.values] == [float(0 < value < 1) for value in accuracy.values]
 
 
@@ -237,7 +252,9 @@ def test_attention_shares_by_hand(differential):
     weighed by λ."""
     model: TextModel = new_model("nano", differential).eval()
     document = Document(list(range(2, 32)), [24, 28], [5, 12], (1, 20))
-    layers, maps, shares = [layer.self_attn for layer in model.language_model.layers], [], []
+    layers = [layer.self_attn for layer in model.language_model.layers]
+    maps = []
+    shares = []
     for layer in layers:
         layer.q_proj.weight.data.mul_(8)
         layer.tap = maps.append

@@ -9,6 +9,7 @@ from eval import answer, vqa
 from eval.data.records import Record, read_data
 from eval.question import question_of
 from tests.eval.test_eval_commands import FAST, count_asked, noise
+from tests.files import read_json, write_json, write_lines
 from tests.runs import refused
 
 
@@ -20,19 +21,17 @@ def test_every_question_is_scored_by_what_its_data_has(tmp_path):
         record = Record("a", "a", (), (("what?", suffix),), answers)
         return vqa.Vqa().score(question_of(record, truth=record), said)
 
-    assert score("red ", "Red") == {"exact_match": 1} and score("blue", "Red") == {"exact_match": 0}
+    assert score("red ", "Red") == {"exact_match": 1}
+    assert score("blue", "Red") == {"exact_match": 0}
     assert score("TWO", "x", ("one", "two")) == {"exact_match": 1}
     scores = score("no", "yes", ("yes",) * 9 + ("no",))
     assert scores == {"exact_match": 1, "vqa_accuracy": pytest.approx(0.3)}
-    assert score("x", "x", ("x",) * 3) == {
-        "exact_match": 1
-    }  # of two spellings the rarer one would count 0.3
+    # of two spellings the rarer one would count 0.3
+    assert score("x", "x", ("x",) * 3) == {"exact_match": 1}
     assert score("x", "x", ("x",) * 4) == {"exact_match": 1, "vqa_accuracy": 1}
-    lines = [
-        {"prefix": "what", **given}
-        for given in ({"suffix": " "}, {"answers": ["", ""]}, {"answers": ["a", ""]})
-    ]
-    (tmp_path / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "own.jsonl").write_text("""{"prefix": "what", "suffix": " "}
+{"prefix": "what", "answers": ["", ""]}
+{"prefix": "what", "answers": ["a", ""]}""")
     records = read_data(f"jsonl:{tmp_path / 'own.jsonl'}")
     assert sorted(len(record.turns) for record in records) == [0, 0, 1]
     assert vqa.Vqa().score(question_of(records[0], truth=records[0]), "") == {"exact_match": 0}
@@ -44,35 +43,38 @@ def test_own_examples(source, workplace, monkeypatch, capsys):
     lines = []
     for number in range(6):
         noise(90 + number).save(f"{number // 2}.png")
-        prefix = ("count cat", "count dog dog")[number % 2]
-        lines.append(
-            {"image": f"{number // 2}.png", "prefix": prefix, "suffix": "?", "type": prefix[6:9]}
-        )
+        kind = ("cat", "dog")[number % 2]
+        lines.append({"image": f"{number // 2}.png", "prefix": f"count {kind}", "type": kind})
     lines[5] |= {"image": ["link.png"]}  # another name of a picture is not another picture
     (workplace / "link.png").symlink_to("2.png")
-    (workplace / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    own = workplace / "own.jsonl"
+    write_lines(own, (line | {"suffix": "?"} for line in lines))
     flags = ["--model", source, *FAST, *"--data jsonl:own.jsonl --blind --json".split()]
-    vqa.main(flags)
-    printed, out = json.loads(capsys.readouterr().out), workplace / "runs/eval/random/vqa"
-    results = json.loads((out / "results.json").read_text())
+
+    def measured(*more):
+        vqa.main([*flags, *more])
+        return json.loads(capsys.readouterr().out)
+
+    printed = measured()
+    out = workplace / "runs/eval/random/vqa"
+    results = read_json(out / "results.json")
     assert [r["question"] for r in results] == [line["prefix"] for line in lines]
     logged = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
     said, gray = (
         {(e["answer"], int(e["id"][-1]) % 2) for e in part} for part in (logged[:6], logged[6:])
     )
-    assert len(logged) == 12 and len(gray) == 2 < len(said)  # gray: one answer a prompt
+    assert len(logged) == 12
+    assert len(gray) == 2 < len(said)  # gray: one answer a prompt
     assert printed["random"]["measures"]["exact_match"]["mean"] == 0
     assert set(printed["random"]["summary"]) == {"overall", "cat", "dog"}
     assert printed["random, blind"]["measures"]["exact_match"]["questions"] == 6
-    for line, result in zip(lines, results, strict=True):  # now every answer is right, in capitals
-        line["suffix"] = f" {result['answer'].upper()}\n"
-    (workplace / "own.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    # now every answer is right, in capitals
+    right = [f" {result['answer'].upper()}\n" for result in results]
+    write_lines(own, (line | {"suffix": said} for line, said in zip(lines, right, strict=True)))
     monkeypatch.setattr(answer, "generate", None)  # all is in the log
-    vqa.main(flags)
-    assert json.loads(capsys.readouterr().out)["random"]["measures"]["exact_match"]["mean"] == 100
-    vqa.main([*flags, "--limit", "4"])
-    (measured,) = json.loads(capsys.readouterr().out)["random"]["measures"].values()
-    assert measured["questions"] == 4
+    assert measured()["random"]["measures"]["exact_match"]["mean"] == 100
+    (of_four,) = measured("--limit", "4")["random"]["measures"].values()
+    assert of_four["questions"] == 4
 
 
 def test_official_files_without_annotations_and_with_a_broken_picture(
@@ -89,28 +91,24 @@ def test_official_files_without_annotations_and_with_a_broken_picture(
     asked = [
         {"image_id": n // 2 + 1, "question": f"What is {n}?", "question_id": n} for n in range(6)
     ]
-    (tmp_path / "Q").write_text(json.dumps({"data_subtype": "val2014", "questions": asked}))
-    flags = (
-        f"--model {source} --questions {tmp_path}/Q --images {tmp_path} --out {tmp_path}/out".split()
-        + FAST
-    )
-    vqa.main(flags)
+    write_json(tmp_path / "Q", {"data_subtype": "val2014", "questions": asked})
+    out = tmp_path / "out"
+    flags = f"--model {source} --questions {tmp_path}/Q --images {tmp_path} --out {out}".split()
+
+    def ids():
+        return [r["question_id"] for r in read_json(out / "results.json")]
+
+    vqa.main([*flags, *FAST])
     printed, report = capsys.readouterr()
-    assert (
-        "nothing is scored" in printed
-        and "left out 2 of 6 questions" in report
-        and paths[1].name in report
-    )
-    assert [r["question_id"] for r in json.loads((tmp_path / "out/results.json").read_text())] == [
-        0,
-        1,
-        4,
-        5,
-    ]
+    assert "nothing is scored" in printed
+    assert "left out 2 of 6 questions" in report
+    assert paths[1].name in report
+    assert ids() == [0, 1, 4, 5]
     paths[1].write_bytes(whole)
     sizes = count_asked(monkeypatch)
-    vqa.main(flags)
-    assert sum(sizes) == 2 and len(json.loads((tmp_path / "out/results.json").read_text())) == 6
+    vqa.main([*flags, *FAST])
+    assert sum(sizes) == 2
+    assert len(ids()) == 6
 
 
 def test_what_cannot_be_asked(workplace):

@@ -2,7 +2,6 @@
 refuses."""
 
 import copy
-import json
 import warnings
 
 import peft
@@ -27,18 +26,20 @@ from lora.adapter import (
 )
 from model import cpu
 from model.differential import graft, new_parameters
+from tests.files import read_json, write_json
 from tests.reference import batch, hf_forward, hf_model, ours, relative_error
-from tests.runs import refused
+from tests.runs import assert_same_tensors, refused
+from train.optim import trainable
 
 EXACT = 1e-6
 # fp32 rounding of weights or updates by themselves, amplified by the reference's sharp attention
 ROUNDED = 2e-5
 SENSITIVE = 4  # times `sensitivity`: the largest ratio found is 0.8
-SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+SEVEN = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 DECODER_LAYER = "language_model.layers.0."
 
 
-def randomize(model, seed: int = 0, std: float = 0.2):
+def randomize(model, seed=0, std=0.2):
     """Give every parameter of the adapter a value that matters: B starts at zero, where half of the
     mistakes hide."""
     generator = torch.Generator().manual_seed(seed)
@@ -91,23 +92,20 @@ def sensitivity(theirs, inputs, logits, gradients):
     No computation in fp32 can be expected to be nearer, on any processor and with any number of
     threads.
     """
-    changes = []
+    of_all = []
+    by_name = {name: [] for name in gradients}
     for seed in range(3):
-        moved, generator = copy.deepcopy(theirs), torch.Generator().manual_seed(seed)
+        moved = copy.deepcopy(theirs)
+        generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in moved.parameters():
-                parameter.mul_(
-                    1 + (torch.rand(parameter.shape, generator=generator) * 2 - 1) * 2**-23
-                )
+                drawn = torch.rand(parameter.shape, generator=generator) * 2 - 1
+                parameter.mul_(1 + drawn * 2**-23)
         of_logits, of_gradients = peft_gradients(moved, inputs)
-        by_name = {
-            name: relative_error(of_gradients[name], gradient)
-            for name, gradient in gradients.items()
-        }
-        changes.append((relative_error(of_logits, logits), by_name))
-    return max(c[0] for c in changes), {
-        name: max(c[1][name] for c in changes) for name in gradients
-    }
+        of_all.append(relative_error(of_logits, logits))
+        for name, gradient in gradients.items():
+            by_name[name].append(relative_error(of_gradients[name], gradient))
+    return max(of_all), {name: max(errors) for name, errors in by_name.items()}
 
 
 @pytest.fixture(scope="module")
@@ -180,10 +178,8 @@ def test_what_peft_saved_computes_the_same_here(tmp_path, generation, name):
     }
     assert {"model." + path for path in paths} == wrapped
     with cpu.using("torch"):  # the functions that transformers calls
-        logits, (reference, gradients) = (
-            valid(mine(**inputs), inputs),
-            peft_gradients(theirs, inputs),
-        )
+        logits = valid(mine(**inputs), inputs)
+        (reference, gradients) = peft_gradients(theirs, inputs)
     assert relative_error(reference, valid(hf_forward(hf, inputs), inputs)) > 1e-2
     of_logits, of_gradients = sensitivity(theirs, inputs, reference, gradients)
     bound = EXACT if name == "the paper's scale" else SENSITIVE * of_logits
@@ -223,10 +219,8 @@ def test_what_is_saved_here_computes_the_same_in_peft(tmp_path, generation):
     assert sorted(wrapped) == sorted("model." + path for path in lora_layers(mine))
     assert relative_error(valid(mine(**inputs), inputs), of_peft(theirs, inputs)) <= ROUNDED
     config = theirs.peft_config["default"]
-    assert (
-        config.base_model_name_or_path == "google/paligemma-3b-pt-224"
-        and config.lora_dropout == 0.1
-    )
+    assert config.base_model_name_or_path == "google/paligemma-3b-pt-224"
+    assert config.lora_dropout == 0.1
 
 
 BEFORE_4_52 = {
@@ -256,7 +250,9 @@ def test_files_of_older_transformers(tmp_path, hf, inputs, model, rename):
 def test_one_layer_is_pefts_with_dropout_too():
     """Breaks when the draw of A, the scale, or the place of dropout (x of the update, never the
     base) differs."""
-    base, x, outputs = nn.Linear(24, 40), torch.randn(3, 5, 24), []
+    base = nn.Linear(24, 40)
+    x = torch.randn(3, 5, 24)
+    outputs = []
     config = peft.LoraConfig(r=4, lora_alpha=6, lora_dropout=0.5)
     for make in (
         lambda: LoRALinear(base, r=4, alpha=6, dropout=0.5),
@@ -267,51 +263,40 @@ def test_one_layer_is_pefts_with_dropout_too():
         assert torch.equal(layer(x), base(x)), "B is zero, and dropout does not touch the base"
         a, b = (parameter for name, parameter in layer.named_parameters() if "lora_" in name)
         b.data.normal_()
-        outputs.append((a, b, layer(x), layer(x), layer.eval()(x)))
-    (a, b, *mine), (*drawn, first, second, whole) = outputs
-    assert torch.equal(a, drawn[0]) and torch.equal(b, drawn[1]) and not torch.equal(first, second)
-    assert all(
-        relative_error(y, theirs) <= EXACT
-        for y, theirs in zip(mine, (first, second, whole), strict=True)
-    )
+        outputs.append([a, b, layer(x), layer(x), layer.eval()(x)])
+    mine, theirs = outputs
+    assert torch.equal(mine[0], theirs[0])
+    assert torch.equal(mine[1], theirs[1])
+    assert not torch.equal(theirs[2], theirs[3])
+    for y, expected in zip(mine[2:], theirs[2:], strict=True):
+        assert relative_error(y, expected) <= EXACT
 
 
 def test_targets_are_matched_as_in_peft(model):
     """Breaks when targets are matched otherwise than PEFT does: endings at dots, or a regex over
     the whole path."""
-    layers = adapter.free_layers(model)
     decoder = [f"language_model.layers.{n}.self_attn.q_proj" for n in range(3)]
     tower = [f"vision_tower.encoder.layers.{n}.self_attn.q_proj" for n in range(2)]
-    endings = ["layers.1.self_attn.q_proj", "model." + decoder[0]]
+    in_decoder = [p for p in adapter.free_layers(model) if p.startswith("language_model.layers.")]
+    seven = [path for path in in_decoder if path.split(".")[-1] in SEVEN]
     for targets, paths in (
         (["q_proj"], decoder + tower),
         (r"language_model\..*\.q_proj", decoder),
         (r"model\.language_model\..*\.q_proj", decoder),
-        (endings, [*decoder[:2], tower[1]]),
-        (
-            DECODER_TARGETS,
-            [
-                p
-                for p in layers
-                if p.startswith("language_model.layers.") and p.split(".")[-1] in SEVEN
-            ],
-        ),
+        (["layers.1.self_attn.q_proj", "model." + decoder[0]], [*decoder[:2], tower[1]]),
+        (DECODER_TARGETS, seven),
     ):
         assert sorted(inject(copy.deepcopy(model), targets, 2, 4)) == sorted(paths)
-    refusals = (
+    for targets, r, says in (
         (["embed_tokens"], 2, "match no free"),
         ("(", 2, "expression"),
         (["q_proj"], 0, "r 0"),
-    )
-    for targets, r, says in (
-        *refusals,
-        (r".*\.layers\.\d+\.self", 2, "match no free"),
-    ):  # a beginning
+        (r".*\.layers\.\d+\.self", 2, "match no free"),  # a beginning
+    ):
         refused(lambda targets=targets, r=r: inject(model, targets, r, 4), says)
     inject(model, DECODER_TARGETS, 2, 4)
-    refused(
-        lambda: inject(model, r"language_model\..*", 2, 4), "match no free"
-    )  # neither a base nor LoRA's own
+    # neither a base nor LoRA's own
+    refused(lambda: inject(model, r"language_model\..*", 2, 4), "match no free")
 
 
 @pytest.mark.long
@@ -322,14 +307,19 @@ def test_merge_and_unmerge(hf, inputs, dtype):
     model = ours(hf, dtype=dtype)
     inject(model, SEVEN, r=4, alpha=6)
     randomize(model)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def state():
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    before = state()
     logits = model(**inputs)
     merge(model)
-    once = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    once = state()
     merge(model)
+    assert_same_tensors(state(), once)
     assert once.keys() == before.keys(), "the kept weights are not part of the state"
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, once[name]) and tensor.dtype == before[name].dtype, name
+    for name, tensor in once.items():
+        assert tensor.dtype == before[name].dtype, name
         if not name.endswith("base_layer.weight"):
             assert torch.equal(tensor, before[name]), name
             continue
@@ -339,34 +329,31 @@ def test_merge_and_unmerge(hf, inputs, dtype):
         # half a unit in the last place, plus what the product in fp32 leaves: rounding twice would
         # exceed it
         bound = torch.finfo(dtype).eps / 2 * exact.abs() + 1e-6 * delta.abs().max()
-        assert ((tensor.double() - exact).abs() <= bound).all() and not torch.equal(
-            tensor, before[name]
-        ), name
+        assert ((tensor.double() - exact).abs() <= bound).all(), name
+        assert not torch.equal(tensor, before[name]), name
     if dtype != torch.bfloat16:  # whose rounding this model's sharp attention blows up
         assert relative_error(valid(model(**inputs), inputs), valid(logits, inputs)) <= ROUNDED
     for _ in range(2):
         adapter.unmerge(model)
-        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        assert_same_tensors(state(), before)
     assert torch.equal(model(**inputs), logits)
     merge(model)
     adapter.unmerge(model.to(torch.float16))  # the kept weights are of the dtype before
-    state = {name: tensor.half() for name, tensor in before.items()}
-    assert all(
-        t.dtype == torch.float16 and torch.equal(t, state[name])
-        for name, t in model.state_dict().items()
-    )
+    assert_same_tensors(state(), {name: tensor.half() for name, tensor in before.items()})
 
 
 @pytest.mark.parametrize("is_merged", [False, True])
 def test_unload(inputs, model, is_merged):
     """Breaks when a layer of LoRA stays, or the base is not what it was, to the bit."""
-    before, names = model(**inputs), list(model.state_dict())
+    before = model(**inputs)
+    names = list(model.state_dict())
     randomize(model) if inject(model, SEVEN, r=4, alpha=6) else None
     if is_merged:
         merge(model)
     assert not torch.equal(model(**inputs), before)
     adapter.unload(model)
-    assert list(model.state_dict()) == names and torch.equal(model(**inputs), before)
+    assert list(model.state_dict()) == names
+    assert torch.equal(model(**inputs), before)
     graft(model, "twin")
     refused(lambda: adapter.unload(model), "graft")
 
@@ -386,12 +373,14 @@ def test_merge_of_grafts(inputs, model, kind):
     graft(model, kind)
     shared = {"twin": ["q_proj", "k_proj"], "v2": ["q_proj"]}.get(kind, [])
     inject(model, [name for name in SEVEN if name not in shared], 2, 4)
-    logits, apart = randomize(model)(**inputs), copy.deepcopy(model)
+    logits = randomize(model)(**inputs)
+    apart = copy.deepcopy(model)
     merge(model)
     assert all(layer.merged for layer in lora_layers(model).values())
     assert relative_error(valid(model(**inputs), inputs), valid(logits, inputs)) <= ROUNDED
     for name in shared:
-        inject(other := copy.deepcopy(apart), [name], 2, 4)
+        other = copy.deepcopy(apart)
+        inject(other, [name], 2, 4)
         refused(lambda other=other: merge(other), f"self_attn.{name}", kind)
         assert not any(layer.merged for layer in lora_layers(other).values())
 
@@ -405,9 +394,8 @@ def test_disabled(kind, inputs, model):
     if kind:
         graft(model, kind)
     inject(model, ["v_proj", "o_proj"] if kind else SEVEN, 4, 8, dropout=0.5)
-    assert torch.equal(model(**inputs), base) and not any(
-        module.training for module in model.modules()
-    )
+    assert torch.equal(model(**inputs), base)
+    assert not any(module.training for module in model.modules())
     for change in (randomize, merge):
         change(model)
         logits = model(**inputs)
@@ -444,32 +432,26 @@ def test_saved_and_loaded_here_is_the_same_to_the_bit(tmp_path, hf, inputs, mode
     inject(model, ["v_proj"], r=5, alpha=1, dropout=0.25)
     inject(model, ["k_proj", "fc2"], r=2, alpha=90, dropout=0.25)
     randomize(model)  # of several entries of metadata the order would be random
-    assert (
-        len(
-            {
-                save(model, tmp_path) or (tmp_path / adapter.TENSOR_FILE).read_bytes()
-                for _ in range(9)
-            }
-        )
-        == 1
-    )
+    saved = set()
+    for _ in range(9):
+        save(model, tmp_path)
+        saved.add((tmp_path / adapter.TENSOR_FILE).read_bytes())
+    assert len(saved) == 1
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     extra = {name for name in tensors if not name.startswith("base_model.model.")}
     assert extra == {f"differential.{name}" for name in new_parameters(model)}
     if extra:  # which PEFT would leave out; before, such a file said LORA
         with pytest.raises(KeyError, match="DIFFERENTIAL_LORA"):
             peft.PeftModel.from_pretrained(copy.deepcopy(hf), str(tmp_path))
-        config = json.loads((tmp_path / "adapter_config.json").read_text())
-        (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"peft_type": "LORA"}))
+        config = read_json(tmp_path / "adapter_config.json")
+        write_json(tmp_path / "adapter_config.json", config | {"peft_type": "LORA"})
     again = ours(hf)
     assert load(again, tmp_path) == list(lora_layers(model))
     assert torch.equal(again(**inputs), model(**inputs))
     assert {layer.lora.dropout for layer in lora_layers(again).values()} == {0.25}
-    assert again.grafts == model.grafts and list(new_parameters(again)) == list(
-        new_parameters(model)
-    )
-    trainable = [name for name, p in again.named_parameters() if p.requires_grad]
-    assert trainable == [name for name, p in model.named_parameters() if p.requires_grad]
+    assert again.grafts == model.grafts
+    assert list(new_parameters(again)) == list(new_parameters(model))
+    assert list(trainable(again)) == list(trainable(model))
 
 
 @pytest.mark.long
@@ -502,7 +484,8 @@ def test_tensors_that_do_not_fit(tmp_path, hf, model):
     inject(model, DECODER_TARGETS, 2, 4)
     save(model, tmp_path, base="some/base")
     refused(lambda: load(ours(hf_model(1, seed=1)), tmp_path), "another base", "some/base")
-    path, layer = tmp_path / "adapter_model.safetensors", f"{DECODER_LAYER}self_attn."
+    path = tmp_path / "adapter_model.safetensors"
+    layer = f"{DECODER_LAYER}self_attn."
     a, b = (f"base_model.model.model.{layer}q_proj.lora_{half}.weight" for half in "AB")
     whole = load_file(path)
     for change, says in (
@@ -532,14 +515,15 @@ def test_a_regular_expression_in_an_adapter_ends(tmp_path, hf, inputs, model, na
     """Breaks when somebody's adapter takes hours to be opened, or what PEFT writes is refused."""
     theirs = peft_adapter(hf, tmp_path, target_modules=["q_proj"], rank_pattern={"q_proj": 4})
     file = tmp_path / "adapter_config.json"
-    config = json.loads(file.read_text())
+    config = read_json(file)
     for pattern in PATTERNS:
         change = {"rank_pattern": {pattern: 4}} if name == "rank" else {name: pattern}
-        file.write_text(json.dumps(config | change))
+        write_json(file, config | change)
         if name == "rank":
             refused(lambda: load(copy.deepcopy(model), tmp_path), "rank_pattern", "hours")
         else:  # the tensors say which layers carry LoRA
-            load(again := copy.deepcopy(model), tmp_path)
+            again = copy.deepcopy(model)
+            load(again, tmp_path)
     if name != "rank":
         assert relative_error(valid(again(**inputs), inputs), of_peft(theirs, inputs)) <= ROUNDED
 
@@ -560,27 +544,29 @@ def test_a_layer_in_two_spellings_is_refused(tmp_path, hf, model):
 def test_what_is_no_adapter(tmp_path, hf, model):
     """Breaks when a feature is dropped, a rank that PEFT refuses is taken, or a pickle is
     opened."""
-    refused(lambda: load(model, tmp_path), "adapter_config.json: not found")
+
+    def load_copy():
+        load(copy.deepcopy(model), tmp_path)
+
+    refused(load_copy, "adapter_config.json: not found")
     peft_adapter(hf, tmp_path, target_modules=["q_proj"])
     path = tmp_path / "adapter_config.json"
-    config = json.loads(path.read_text())
-    changes = {
-        "use_dora": True,
-        "bias": "lora_only",
-        "init_lora_weights": "olora",
-        "a_new_invention": 1,
-        "r": 8,
-    }
-    changes |= {"lora_alpha": None}
-    for name, value in (changes | {"quantized": "fp3"}).items():
-        path.write_text(json.dumps(config | {name: value}))
-        refused(
-            lambda: load(copy.deepcopy(model), tmp_path),
-            "fp3" if name == "quantized" else str(tmp_path),
-        )
-    path.write_text(json.dumps(config))
+    config = read_json(path)
+    for change in (
+        {"use_dora": True},
+        {"bias": "lora_only"},
+        {"init_lora_weights": "olora"},
+        {"a_new_invention": 1},
+        {"r": 8},
+        {"lora_alpha": None},
+    ):
+        write_json(path, config | change)
+        refused(load_copy, str(tmp_path))
+    write_json(path, config | {"quantized": "fp3"})
+    refused(load_copy, "fp3")
+    write_json(path, config)
     (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
-    refused(lambda: load(model, tmp_path), "adapter_model.safetensors: not found")
+    refused(load_copy, "adapter_model.safetensors: not found")
     refused(lambda: save(model, tmp_path), "no adapter to save")
     inject(model, ["q_proj"], 2, 4)
     refused(lambda: load(model, tmp_path), "has an adapter already")
@@ -596,16 +582,15 @@ def test_half_precision(hf, inputs):
     ):
         layer = LoRALinear(nn.Linear(24, 40, dtype=base_dtype), r=4, alpha=8)
         assert {p.dtype for p in layer.lora.parameters()} == {torch.float32}
-        with torch.no_grad():
-            layer.lora.lora_B.weight.normal_()
+        layer.lora.lora_B.weight.data.normal_()
         x = torch.randn(3, 24, dtype=base_dtype)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             y = layer(x)
             assert y.dtype == layer.base_layer(x).dtype == torch.bfloat16
-        exact = (
-            x.double() @ (layer.base_layer.weight + layer.lora.delta_weight()).double().T
-            + layer.base_layer.bias
-        )
+        weight = (layer.base_layer.weight + layer.lora.delta_weight()).double()
+        exact = x.double() @ weight.T + layer.base_layer.bias
         assert relative_error(y, exact) < 2e-2
         y.float().sum().backward()
-        assert all(p.grad.dtype == torch.float32 and p.grad.any() for p in layer.lora.parameters())
+        for parameter in layer.lora.parameters():
+            assert parameter.grad.dtype == torch.float32
+            assert parameter.grad.any()

@@ -4,7 +4,6 @@ template."""
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from transformers import AutoTokenizer
 
 from eval.ask import main
 from model.systems.chat import TextTokenizer, ask_text, load_text_tokenizer
+from tests.files import write_json
 from tests.pieces import TEXTS, language_folder
 from tests.runs import refused
 from weights.load import load_text
@@ -40,7 +40,7 @@ MARKS = {"gemma2": ["<start_of_turn>", "<end_of_turn>"], "llama": CHATML, "qwen2
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
-def folder(request, tmp_path_factory) -> Path:
+def folder(request, tmp_path_factory):
     """A random model and its tokenizer, as the hub has them."""
     kind = request.param
     folder = tmp_path_factory.mktemp("chat") / kind
@@ -56,7 +56,7 @@ def both(folder):
     return load_text_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
 
 
-def rendered(theirs, turns, **options) -> list[int]:
+def rendered(theirs, turns, **options):
     """The ids of the published template; an open turn of the model ends them."""
     texts = [
         (role, text)
@@ -98,7 +98,7 @@ def test_the_system_turn_is_the_models(folder, both, tmp_path):
     template = QWEN.replace(
         "You are a", "You are Qwen, created by Alibaba Cloud. You are a"
     ).replace("\n", "\\n")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    write_json(tmp_path / "tokenizer_config.json", {"chat_template": template})
     turns = [("a", "b"), ("c", None)]
     assert load_text_tokenizer(tmp_path).conversation(turns)[0] == rendered(
         both[1], turns, chat_template=template
@@ -110,7 +110,9 @@ def test_the_system_turn_is_the_models(folder, both, tmp_path):
 def test_what_cannot_be_asked_is_refused(both):
     """Breaks when a text forges a turn or is cut, or a model is asked in turns that it does not
     have."""
-    ours, config, tokenizer = both[0], both[0].config, both[0].tokenizer
+    ours = both[0]
+    config = both[0].config
+    tokenizer = both[0].tokenizer
     refused(
         lambda: ours.prompt(f"a {MARKS[config.text.model_type][0]} b", chat=True), "control token"
     )
@@ -124,7 +126,9 @@ def test_what_cannot_be_asked_is_refused(both):
 def test_a_language_model_is_asked_without_a_picture(folder, capsys):
     """Breaks when a prompt is not continued as the model does it, or --chat asks without the
     turns."""
-    model, tokenizer, answers = load_text(folder), load_text_tokenizer(folder), {}
+    model = load_text(folder)
+    tokenizer = load_text_tokenizer(folder)
+    answers = {}
     for flag in ("--json", "--json --chat"):
         main(f"--model {folder} --prompt dog? a --max-new-tokens 6 {flag}".split())
         answers[flag] = json.loads(capsys.readouterr().out)

@@ -31,14 +31,15 @@ def test_names_are_one_short_printable_line():
         b"bytes\xff",
         {"a": "\n"},
     ):
-        assert shown(text).isprintable() and shown(text)
-    assert (
-        shown("plain é 日本 → ½.png") == "plain é 日本 → ½.png"
-        and quoted("5") == "'5'"
-        and quoted(5) == "5"
-    )
+        assert shown(text).isprintable()
+        assert shown(text)
+    assert shown("plain é 日本 → ½.png") == "plain é 日本 → ½.png"
+    assert quoted("5") == "'5'"
+    assert quoted(5) == "5"
     text = shown("a" * 10**6 + ".png")
-    assert len(text) <= 200 and text.endswith(".png") and len(quoted("x" * 1000)) <= 80
+    assert len(text) <= 200
+    assert text.endswith(".png")
+    assert len(quoted("x" * 1000)) <= 80
 
 
 def test_what_cannot_be_read(tmp_path):
@@ -67,7 +68,8 @@ def test_what_cannot_be_read(tmp_path):
 @pytest.mark.parametrize("name", ["own.jsonl", "own.json", "own.csv"])
 def test_a_file_beyond_all_memory_is_not_read(name, tmp_path):
     """Breaks when a file of nothing, or a link to an endless one, fills the memory."""
-    huge, endless = tmp_path / name, tmp_path / f"link-{name}"
+    huge = tmp_path / name
+    endless = tmp_path / f"link-{name}"
     huge.touch()
     os.truncate(huge, 1 << 40)
     endless.symlink_to("/dev/zero")
@@ -94,9 +96,8 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
             raise error
     for bad in (tmp_path, path / "below", tmp_path / ("n" * 300), "/proc/nothing/a.txt"):
         refused(lambda bad=bad: common.write_text(bad, "text"), shown(bad))
-    assert path.read_text() == "before \\ud800" and [
-        entry.name for entry in tmp_path.iterdir()
-    ] == ["a.txt"]
+    assert path.read_text() == "before \\ud800"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a.txt"]
     with pytest.raises(UserError, match="gone: not found"), common.file_errors("gone"):
         load_file(tmp_path / "gone")  # of a library in Rust
 
@@ -133,12 +134,10 @@ def test_commands_end_in_one_line(line, capsys):
     with pytest.raises(SystemExit) as caught:
         run_command(main)
     out, err = capsys.readouterr()
-    assert (
-        caught.value.code == 2
-        and err.startswith(f"error: {line}")
-        and err.strip().isprintable()
-        and out == "half \\ud800\n"
-    )
+    assert caught.value.code == 2
+    assert err.startswith(f"error: {line}")
+    assert err.strip().isprintable()
+    assert out == "half \\ud800\n"
 
 
 def test_a_lost_stream_or_ctrl_c_leaves_no_traceback(tmp_path):
@@ -147,7 +146,7 @@ def test_a_lost_stream_or_ctrl_c_leaves_no_traceback(tmp_path):
     (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
     start = "from model.common import UserError, run_command\ndef main():\n    print('x')\n"
 
-    def run(*arguments, **streams) -> tuple[int, str]:
+    def run(*arguments, **streams):
         environment = os.environ | {"PYTHONUNBUFFERED": "", "PYTHONPATH": str(tmp_path)}
         options = {
             "stderr": subprocess.PIPE,
@@ -166,10 +165,8 @@ def test_a_lost_stream_or_ctrl_c_leaves_no_traceback(tmp_path):
             "raise UserError": (2, 2, 2),
         }.items():
             command = "-c", f"{start}    {end}\nrun_command(main)"
-            (closed, first), (no_space, second) = (
-                run(*command, stdout=pipe),
-                run(*command, stdout=full),
-            )
+            (closed, first) = run(*command, stdout=pipe)
+            (no_space, second) = run(*command, stdout=full)
             assert (
                 closed,
                 no_space,
@@ -179,10 +176,10 @@ def test_a_lost_stream_or_ctrl_c_leaves_no_traceback(tmp_path):
                 line = ["sh", "-c", f'exec "$0" "$@" {stream}>&-', sys.executable, *command]
                 done = subprocess.run(line, capture_output=True, cwd=Path(__file__).parents[2])
                 assert done.returncode == codes[2]
-                assert done.stderr in (b"", b"error: \n") and done.stdout in (b"", b"x\n")
-            assert [first, second] == ["error: \n" * (closed == 2), second] and second.count(
-                "\n"
-            ) == (no_space == 2)
+                assert done.stderr in (b"", b"error: \n")
+                assert done.stdout in (b"", b"x\n")
+            assert [first, second] == ["error: \n" * (closed == 2), second]
+            assert second.count("\n") == (no_space == 2)
     os.close(pipe)
     for module in ("train.finetune", "eval.ask", "weights.inspect"):
         assert run("-m", module) == (-signal.SIGINT, ""), module
@@ -191,10 +188,11 @@ def test_a_lost_stream_or_ctrl_c_leaves_no_traceback(tmp_path):
 def test_a_small_model_takes_few_threads(monkeypatch):
     """Breaks when a toy takes a thread for each of many cores, the user's number is overruled, or
     idle threads wait in a loop that other work needs."""
-    small, large = nn.Linear(9, 9), nn.Linear(10**5, 10**4, device="meta")
+    small = nn.Linear(9, 9)
+    large = nn.Linear(10**5, 10**4, device="meta")
     before = torch.get_num_threads()
 
-    def taken(cores, number, model) -> int:
+    def taken(cores, number, model):
         torch.set_num_threads(cores)
         use_threads(number, model)
         return torch.get_num_threads()
@@ -202,7 +200,8 @@ def test_a_small_model_takes_few_threads(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     try:
         given = (None, large), (None, small), (3, small)
-        assert [taken(6, *flags) for flags in given] == [6, 2, 3] and taken(1, None, small) == 1
+        assert [taken(6, *flags) for flags in given] == [6, 2, 3]
+        assert taken(1, None, small) == 1
         monkeypatch.setenv("OMP_NUM_THREADS", "6")
         assert [taken(6, *flags) for flags in given] == [6, 6, 3]
     finally:

@@ -22,7 +22,8 @@ from model.systems.qmamba import QMamba
 from model.systems.wings import Wings
 from tests.reference import left_padded, randomize, relative_error, right_padded
 
-IMAGE, SLOTS = 63, 4  # a picture takes four tokens
+IMAGE = 63
+SLOTS = 4  # a picture takes four tokens
 ROWS = ((5, 6), (2, 4), (1, 5))  # tokens of prefix and suffix; the longest passes the window
 VISION = VisionConfig(20, 28, 3, 2, patch_size=14, image_size=28)
 GEMMA = TextConfig("gemma", 64, 24, 40, 3, 2, 1, head_dim=16)
@@ -48,7 +49,7 @@ WIDE = replace(VISION, image_size=42, feature_layer=-2)  # nine features for fou
 MODELS = {
     "paligemma 1": lambda: PaliGemma(BASE),
     "paligemma 2": lambda: PaliGemma(replace(BASE, text=GEMMA2)),
-    **{kind: lambda kind=kind: grafted(kind) for kind in ("shared", "split", "twin", "v2", "dex")},
+    **{kind: lambda kind=kind: grafted(kind) for kind in "shared split twin v2 dex".split()},
     "wings 1": lambda: Wings(configs.WingsConfig(**vars(BASE), rank=5, routed=False)),
     "wings 2": lambda: Wings(configs.WingsConfig(**vars(BASE), rank=5)),
     "wings on gemma 2": lambda: Wings(
@@ -67,13 +68,13 @@ MODELS = {
 }
 
 
-def grafted(kind: str) -> PaliGemma:
+def grafted(kind):
     model = PaliGemma(replace(BASE, text=GEMMA2))
     graft(model, kind)
     return model
 
 
-def text_model(differential: bool) -> TextModel:
+def text_model(differential):
     config = configs.TextModelConfig.of(replace(GEMMA2, model_type="gemma"), differential)
     model = TextModel(config)
     model.config = configs.LanguageConfig(config.text, (1,), 0)  # it has no tokens of its own
@@ -88,14 +89,14 @@ def model(request):
     return model
 
 
-def batch(model) -> dict[str, torch.Tensor | None]:
+def batch(model):
     """Left-padded rows: a picture's tokens if the model reads pictures, then prefix and suffix."""
     if vision := getattr(model.config, "vision", None):
         return left_padded(ROWS, SLOTS, vision.image_size, IMAGE)
     return left_padded(ROWS, 0, 1, IMAGE) | {"pixel_values": None}
 
 
-def alone(inputs: dict, row: int) -> dict:
+def alone(inputs, row):
     """One row without its padding."""
     valid = inputs["attention_mask"][row].bool()
     taken = {name: None if t is None else t[row : row + 1] for name, t in inputs.items()}
@@ -106,11 +107,16 @@ def test_cached_is_uncached(model):
     """Breaks when a token read with a cache, in training too, sees other keys, positions or states
     than without."""
     inputs = batch(model)
-    logits, valid = model(**inputs), inputs["attention_mask"].bool()
+    logits = model(**inputs)
+    valid = inputs["attention_mask"].bool()
     checkpoint(model, True)
-    ids, types, width = inputs["input_ids"], inputs["token_type_ids"], valid.shape[1]
+    ids = inputs["input_ids"]
+    types = inputs["token_type_ids"]
+    width = valid.shape[1]
     for parts in ((1, 1, 1, 1), (1, 3), (2, 2)):
-        cache, at, read = model.new_cache(width), 0, []
+        cache = model.new_cache(width)
+        at = 0
+        read = []
         for size in (width - 4, *parts):
             seen = {
                 "token_type_ids": types[:, : at + size],
@@ -126,7 +132,8 @@ def test_cached_is_uncached(model):
 def test_a_row_depends_on_nothing_but_itself(model):
     """Breaks when other rows, or the side of the padding, change what a row computes."""
     inputs = batch(model)
-    logits, valid = model(**inputs), inputs["attention_mask"].bool()
+    logits = model(**inputs)
+    valid = inputs["attention_mask"].bool()
     moved = right_padded(inputs)
     right = model(**moved)[moved["attention_mask"].bool()]
     assert relative_error(right, logits[valid]) <= 2e-6
@@ -152,7 +159,9 @@ def test_answers_alone_together_and_padded_on_the_right(model):
 def test_choices_are_weighed_as_if_each_were_read_alone(model):
     """Breaks when choices that share a prompt's cache move each other, or a shorter one's padding
     reaches its state."""
-    inputs, choices, pictures = batch(model), [[[5, 6], [7, 8, 9]], [[10]], [[11, 12], [13]]], ()
+    inputs = batch(model)
+    choices = [[[5, 6], [7, 8, 9]], [[10]], [[11, 12], [13]]]
+    pictures = ()
     if inputs["pixel_values"] is not None:
         pictures = model.encode_images(inputs["pixel_values"]), torch.arange(len(ROWS))
     for row, found in enumerate(
@@ -173,7 +182,7 @@ def test_choices_are_weighed_as_if_each_were_read_alone(model):
             )
 
 
-def checkpoint(model, on: bool) -> None:
+def checkpoint(model, on):
     if isinstance(model, MambaLM):
         model.backbone.checkpointing = on
     else:
@@ -183,7 +192,9 @@ def checkpoint(model, on: bool) -> None:
 @pytest.mark.long
 def test_checkpointed_gradients_are_the_same(model):
     """Breaks when recomputing activations changes what is learned, or nothing is recomputed."""
-    inputs, gradients, calls = batch(model), [], []
+    inputs = batch(model)
+    gradients = []
+    calls = []
     for on in (False, True):
         checkpoint(model, on)
         model.zero_grad()
@@ -193,7 +204,8 @@ def test_checkpointed_gradients_are_the_same(model):
         gradients.append(
             {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
         )
-    assert gradients[0].keys() == gradients[1].keys() and calls[0] < calls[1]
+    assert gradients[0].keys() == gradients[1].keys()
+    assert calls[0] < calls[1]
     assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
 
 
@@ -205,11 +217,7 @@ def test_positions_to_keep_are_rows_of_all_logits(model, monkeypatch):
         logits = model(**inputs)
         index = torch.tensor([[3, 5], [4, 10], [0, 7]])
         each = torch.stack([row[i] for row, i in zip(logits, index, strict=True)])
-        picks = [
-            (2, logits[:, -2:]),
-            (index[0], logits[:, index[0]]),
-            (index, each),
-        ]
+        picks = [(2, logits[:, -2:]), (index[0], logits[:, index[0]]), (index, each)]
         for positions, expected in picks:
             assert relative_error(model(**inputs, positions_to_keep=positions), expected) <= 2e-6
         targets = torch.tensor([[5, 6], [-100, 8], [9, 10]])
@@ -223,7 +231,7 @@ def test_positions_to_keep_are_rows_of_all_logits(model, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("rows", "n", "side"), [((3, 5), 2, 28), ((4, 4), 1, 28), ((4, 0), 2, 28), ((4, 4), 2, 42)]
+    "rows, n, side", [((3, 5), 2, 28), ((4, 4), 1, 28), ((4, 0), 2, 28), ((4, 4), 2, 42)]
 )
 def test_image_tokens_that_do_not_fit_the_pictures_are_refused(rows, n, side):
     """Breaks when a picture is read at a part of its slots, by the next row, or not at all, exit

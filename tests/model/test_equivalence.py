@@ -144,10 +144,7 @@ def test_no_position_to_keep_is_no_error(generation, learns, monkeypatch):
     monkeypatch.setattr(cpu, "MIN_WEIGHT_ELEMENTS", 0)
     hf = hf_model(generation)
     model, inputs = ours(hf, "sdpa"), batch(hf)
-    for positions, shape in (
-        (0, (2, 0)),
-        (torch.zeros(2, 0, dtype=torch.long), (2, 0)),
-    ):
+    for positions, shape in ((0, (2, 0)), (torch.zeros(2, 0, dtype=torch.long), (2, 0))):
         with torch.set_grad_enabled(learns):
             assert model(**inputs, positions_to_keep=positions).shape == (*shape, 128)
             loss = model(

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from eval.data.records import embedded_records
@@ -33,7 +33,8 @@ def onednn(monkeypatch):
     40 times faster."""
     if cpu.onednn_linear is None or not torch.backends.mkldnn.is_available():
         pytest.skip("this PyTorch has no oneDNN")
-    original, calls = cpu.onednn_linear, []
+    original = cpu.onednn_linear
+    calls = []
     monkeypatch.setattr(cpu, "MIN_OPERATIONS", 0)
     monkeypatch.setattr(cpu, "ways", frozenset(cpu.ONEDNN))
 
@@ -45,7 +46,7 @@ def onednn(monkeypatch):
     return calls
 
 
-def gradients(output: Tensor, *leaves: Tensor) -> list[Tensor]:
+def gradients(output, *leaves):
     """Of a sum that weighs every element of `output` differently."""
     weights = torch.randn(
         output.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64
@@ -57,10 +58,8 @@ def test_the_processor_chooses_and_a_typing_error_is_reported(monkeypatch):
     """Breaks when a processor gets another's products, or a misspelt way silently means
     something."""
     assert cpu.choose("AuthenticAMD", "AVX512", False) == set(cpu.ONEDNN)
-    assert (
-        cpu.choose("GenuineIntel", "AVX512", True) == {"bf16"}
-        and cpu.choose("AuthenticAMD", "AVX2", False) == set()
-    )
+    assert cpu.choose("GenuineIntel", "AVX512", True) == {"bf16"}
+    assert cpu.choose("AuthenticAMD", "AVX2", False) == set()
     assert cpu.choose("AuthenticAMD", "AVX512", True, "torch") == set()
     assert cpu.choose("", "", True, "gelu,bf16") == {"gelu", "bf16"}
     monkeypatch.setattr(cpu, "ways", cpu.choose("", "", False, "gelu,onednm"))
@@ -77,7 +76,8 @@ def test_bf16_where_the_processor_cannot_multiply_it(monkeypatch):
         (40, 96, 1000, False),
         (300, 64, 64, True),
     ):
-        x, weight = torch.randn(2, rows // 2, width).bfloat16(), torch.randn(out, width).bfloat16()
+        x = torch.randn(2, rows // 2, width).bfloat16()
+        weight = torch.randn(out, width).bfloat16()
         bias = torch.randn(out).mul(30).bfloat16() if with_bias else None
         exact = F.linear(*(None if t is None else t.double() for t in (x, weight, bias)))
         with torch.no_grad(), cpu.using("torch"):
@@ -85,18 +85,20 @@ def test_bf16_where_the_processor_cannot_multiply_it(monkeypatch):
         assert torch.equal(plain, F.linear(x, weight, bias))
         with cpu.using("bf16"):
             with torch.no_grad():
-                wide, few = linear(x, weight, bias), linear(x[:1, :7], weight, bias)
+                wide = linear(x, weight, bias)
+                few = linear(x[:1, :7], weight, bias)
             assert torch.equal(linear(x, weight.requires_grad_(), bias), plain), (
                 "gradients are those of bf16"
             )
-        assert wide.dtype == torch.bfloat16 and torch.equal(few, F.linear(x[:1, :7], weight, bias))
+        assert wide.dtype == torch.bfloat16
+        assert torch.equal(few, F.linear(x[:1, :7], weight, bias))
         # rounded once, so that nothing but a sum in the middle of two numbers of bf16 may differ
         assert (wide.double() - exact).norm() <= (1 + 1e-5) * (
             exact.bfloat16().double() - exact
         ).norm()
 
 
-@pytest.mark.parametrize(("shape", "out"), [((7, 24), 40), ((2, 5, 40), 24), ((1, 3, 2, 8), 8)])
+@pytest.mark.parametrize("shape, out", [((7, 24), 40), ((2, 5, 40), 24), ((1, 3, 2, 8), 8)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_onednn_multiplies_as_f_linear_does(shape, out, bias, onednn):
     """Breaks when x, weight or bias get another gradient, the transposed product is mixed up, or a
@@ -113,8 +115,10 @@ def test_onednn_multiplies_as_f_linear_does(shape, out, bias, onednn):
         y = linear(*leaves)
         assert relative_error(y, exact) < 1e-6
         for mine, theirs in zip(gradients(y, *leaves), gradients(exact, *leaves), strict=True):
-            assert mine.shape == theirs.shape and relative_error(mine, theirs) < 1e-6
-    assert onednn and all(onednn)
+            assert mine.shape == theirs.shape
+            assert relative_error(mine, theirs) < 1e-6
+    assert onednn
+    assert all(onednn)
 
 
 @pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "silu"])
@@ -122,12 +126,14 @@ def test_an_activation_within_the_product_is_the_activation(activation, onednn):
     """Breaks when oneDNN computes another GELU, a bias is lost, or gradients, LoRA or 8 bits are
     bypassed."""
     torch.manual_seed(0)
-    layer, x = Linear(24, 40), torch.randn(3, 5, 24)
+    layer = Linear(24, 40)
+    x = torch.randn(3, 5, 24)
     exact = ACTIVATIONS[activation](
         F.linear(x.double(), layer.weight.double(), layer.bias.double())
     )
     learned = activated(layer, x, activation)
-    assert learned.requires_grad and relative_error(learned, exact) < 1e-6
+    assert learned.requires_grad
+    assert relative_error(learned, exact) < 1e-6
     adapted = LoRALinear(layer, 2, 4.0)
     nn.init.normal_(adapted.lora.lora_B.weight)
     called = []
@@ -136,10 +142,8 @@ def test_an_activation_within_the_product_is_the_activation(activation, onednn):
         assert relative_error(activated(layer, x, activation), exact) < 1e-6
         assert bool(called) == (activation == "silu")  # the fused product does not call the layer
         expected = ACTIVATIONS[activation](adapted(x))
-        assert (
-            torch.equal(activated(adapted, x, activation), expected)
-            and relative_error(expected, exact) > 1e-2
-        )
+        assert torch.equal(activated(adapted, x, activation), expected)
+        assert relative_error(expected, exact) > 1e-2
 
 
 @pytest.mark.long
@@ -150,7 +154,8 @@ def test_few_rows_are_multiplied_the_other_way_round(shape, monkeypatch):
     monkeypatch.setattr(cpu, "MIN_WEIGHT_ELEMENTS", 0)
     monkeypatch.setattr(cpu, "ways", frozenset({"reversed"}))
     torch.manual_seed(0)
-    rows, bias = torch.Size(shape[:-1]).numel(), torch.randn(40)
+    rows = torch.Size(shape[:-1]).numel()
+    bias = torch.randn(40)
     for x in (
         torch.randn(shape),
         torch.randn(*shape[:-1], 48)[..., ::2],
@@ -162,7 +167,8 @@ def test_few_rows_are_multiplied_the_other_way_round(shape, monkeypatch):
                 assert cpu.is_reversed(x, weight, None) == (rows <= 4)
                 assert not cpu.is_reversed(x, weight, bias)
                 y = linear(x, weight)
-            assert y.is_contiguous() and y.shape == (*shape[:-1], 40)
+            assert y.is_contiguous()
+            assert y.shape == (*shape[:-1], 40)
             assert relative_error(y, F.linear(x.double(), weight.double())) < 1e-6
     torch._dynamo.reset()
     with (
@@ -174,21 +180,24 @@ def test_few_rows_are_multiplied_the_other_way_round(shape, monkeypatch):
 def test_norms_stay_in_fp32_under_autocast():
     """Breaks when a mean of squares is rounded to bf16, and every hidden state with it, because a
     product would be."""
-    norm, (_, shared) = RMSNorm(64, 1e-6), sibling("shared")
+    norm = RMSNorm(64, 1e-6)
+    (_, shared) = sibling("shared")
     for function, value in (
         (norm, torch.randn(4, 64)),
         (shared.normalise, torch.randn(2, 4, 9, 16)),
     ):
         with torch.autocast("cpu", torch.bfloat16):
             found = function(value)
-        assert found.dtype == torch.float32 and relative_error(found, function(value)) < 1e-6
+        assert found.dtype == torch.float32
+        assert relative_error(found, function(value)) < 1e-6
 
 
 @pytest.mark.parametrize("rows_at_once", [1, 5, 7, 100])
 def test_the_loss_in_chunks_is_the_loss(rows_at_once, monkeypatch):
     """Breaks when a row is lost between chunks, −100 counts, or a chunk's gradient is forgotten."""
     torch.manual_seed(0)
-    head, hidden = nn.Linear(12, 50, bias=False), torch.randn(2, 7, 12, requires_grad=True)
+    head = nn.Linear(12, 50, bias=False)
+    hidden = torch.randn(2, 7, 12, requires_grad=True)
     targets = torch.randint(0, 50, (2, 7))
     targets[0, 3:5] = targets[1, 6] = -100
     expected = F.cross_entropy(
@@ -201,11 +210,13 @@ def test_the_loss_in_chunks_is_the_loss(rows_at_once, monkeypatch):
     head.register_forward_hook(lambda module, args, out: sizes.append(len(out)))
     loss = paligemma.logits_or_loss(head, 50, hidden, targets)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert max(sizes) == min(rows_at_once, 14) and sum(sizes) == 14
+    assert max(sizes) == min(rows_at_once, 14)
+    assert sum(sizes) == 14
     for mine, theirs in zip(torch.autograd.grad(loss, leaves), whole, strict=True):
         assert torch.allclose(mine, theirs, atol=1e-6)
     nothing = paligemma.logits_or_loss(head, 50, hidden, torch.full_like(targets, -100))
-    assert nothing == 0 and not torch.autograd.grad(nothing, hidden)[0].any()
+    assert nothing == 0
+    assert not torch.autograd.grad(nothing, hidden)[0].any()
 
 
 @pytest.mark.long
@@ -244,7 +255,8 @@ def test_compiled_decoding_equals_the_plain_one_and_compiles_once(generation):
     """Breaks when the static cache shows what is not written yet, keeps an old prompt, or a length
     compiles anew."""
     torch._dynamo.reset()
-    hf, counter = hf_model(generation, num_hidden_layers=2), CompileCounter()
+    hf = hf_model(generation, num_hidden_layers=2)
+    counter = CompileCounter()
     model = ours(hf, "sdpa")
     with torch._dynamo.config.patch(recompile_limit=1):
         compiled = CompiledStep(model, bucket=64, backend=counter)
@@ -260,7 +272,8 @@ def test_compiled_decoding_equals_the_plain_one_and_compiles_once(generation):
     assert counter.frame_count == 1
     cache = compiled.cache[0].keys
     generate(model, **batch(hf, ((4, 0), (4, 0), (4, 0))), max_new_tokens=50, compiled=compiled)
-    assert compiled.cache[0].capacity == 128 and compiled.cache[0].keys is not cache  # 70 positions
+    assert compiled.cache[0].capacity == 128
+    assert compiled.cache[0].keys is not cache  # 70 positions
     generate(model, **prompt, max_new_tokens=12, compiled=compiled)
     assert compiled.cache[0].keys is cache and counter.frame_count == 2, "both sizes are kept"
 

@@ -17,11 +17,11 @@ from tests.reference import batch, hf_forward, hf_model, ours, relative_error, r
 PROMPTS = ((6, 0), (2, 0), (4, 0))
 
 
-def prompt(hf, rows=PROMPTS, seed: int = 3):
+def prompt(hf, rows=PROMPTS, seed=3):
     return batch(hf, rows, seed)
 
 
-def answered(inputs, row: int, ids) -> dict[str, torch.Tensor]:
+def answered(inputs, row, ids):
     """A row of `inputs` with an answer behind it."""
     new = {
         "input_ids": ids,
@@ -43,13 +43,16 @@ def test_greedy_equals_transformers(generation, rows):
     2's window, which counts tokens, not padding behind a prompt. transformers pads on the left
     alone."""
     hf = hf_model(generation)
-    model, inputs = ours(hf), prompt(hf, rows)
+    model = ours(hf)
+    inputs = prompt(hf, rows)
     theirs = hf.generate(**inputs, max_new_tokens=20, do_sample=False)[
         :, inputs["input_ids"].shape[1] :
     ]
     for given in (inputs, right_padded(inputs)):
-        logits, reference = model(**given), hf_forward(hf, inputs)
-        valid, of_hf = given["attention_mask"].bool(), inputs["attention_mask"].bool()
+        logits = model(**given)
+        reference = hf_forward(hf, inputs)
+        valid = given["attention_mask"].bool()
+        of_hf = inputs["attention_mask"].bool()
         assert given is inputs or len(rows) == 1 or not torch.equal(valid, of_hf)
         assert relative_error(logits[valid], reference[of_hf]) <= 1e-6
         mine = generate(model, **given, max_new_tokens=20)
@@ -82,8 +85,10 @@ def test_it_stops_when_every_row_has_ended(monkeypatch):
     """Breaks when decoding goes on after the last row's end token, or stops before every row has
     ended."""
     hf = hf_model(1)
-    model, inputs = ours(hf), prompt(hf, PROMPTS[:2])
-    eos, calls = model.config.eos_token_id, []
+    model = ours(hf)
+    inputs = prompt(hf, PROMPTS[:2])
+    eos = model.config.eos_token_id
+    calls = []
     script = iter([[5, 7], [eos, 9], [6, eos], [8, 8]])
 
     def scripted(logits, *args):
@@ -100,9 +105,11 @@ def test_memory_grows_with_what_is_generated(monkeypatch):
     """Breaks when a limit that is never reached takes its memory, or a token is lost as the cache
     grows."""
     hf = hf_model(1)
-    model, inputs = ours(hf), prompt(hf)
+    model = ours(hf)
+    inputs = prompt(hf)
     expected = generate(model, **inputs, max_new_tokens=20)
-    caches, new_cache = [], model.new_cache
+    caches = []
+    new_cache = model.new_cache
     monkeypatch.setattr(model, "new_cache", lambda n: caches.append(new_cache(n)) or caches[-1])
     monkeypatch.setattr(LayerCache, "least", 1)
     grown = generate(model, **inputs, max_new_tokens=20)
@@ -155,8 +162,10 @@ def test_extreme_temperatures_are_their_limits(temperature, top_p):
 def test_an_image_token_is_never_an_answer(temperature, monkeypatch):
     """Breaks when a row that draws <image>, which needs a picture, aborts the whole batch."""
     hf = hf_model(1)
-    model, inputs = ours(hf), prompt(hf)
-    image, head = model.config.image_token_id, model.language_model.head
+    model = ours(hf)
+    inputs = prompt(hf)
+    image = model.config.image_token_id
+    head = model.language_model.head
 
     def towards_image(hidden):
         return head(hidden).index_fill(-1, torch.tensor(image), 1e4)
@@ -168,7 +177,8 @@ def test_an_image_token_is_never_an_answer(temperature, monkeypatch):
         "generator": torch.Generator().manual_seed(0),
     }
     rows = generate(model, **inputs, max_new_tokens=12, **options)
-    assert len(rows) == 3 and all(image not in row.tolist() for row in rows)
+    assert len(rows) == 3
+    assert all(image not in row.tolist() for row in rows)
     if temperature == 0:  # and nothing else changes
         monkeypatch.setattr(
             model.language_model,
@@ -198,7 +208,8 @@ def test_a_question_with_a_mark_is_asked_as_it_is_learned(processor, monkeypatch
 def test_senseless_options_are_refused(options):
     """Breaks when a wrong option decodes something instead of saying so."""
     hf = hf_model(1)
-    model, inputs = ours(hf), prompt(hf)
+    model = ours(hf)
+    inputs = prompt(hf)
     with pytest.raises(ValueError, match="expected"):
         generate(model, **inputs, max_new_tokens=4, **options)
     with pytest.raises(
@@ -211,9 +222,12 @@ def test_senseless_options_are_refused(options):
 def test_the_repetition_penalty_is_that_of_transformers(monkeypatch):
     """Breaks when logits of either sign are changed otherwise than by transformers' processor, or a
     model that is trained from nothing, and has no stop token, cannot be asked."""
-    model, ids = new_model("nano", differential=True), torch.arange(40).view(2, 20)
+    model = new_model("nano", differential=True)
+    ids = torch.arange(40).view(2, 20)
     object.__setattr__(model.config, "repetition_penalty", 1.7)
-    valid, raw, chosen = torch.ones_like(ids), [], []
+    valid = torch.ones_like(ids)
+    raw = []
+    chosen = []
     valid[1, 0] = 0
     model.register_forward_hook(lambda module, args, logits: raw.append(logits[:, -1].clone()))
 

@@ -1,16 +1,13 @@
 """Gemma, Gemma 2, Llama, Qwen1.5 and Qwen2 as language models for text alone equal transformers'
 `*ForCausalLM`."""
 
-import json
 import shutil
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -27,6 +24,7 @@ from model.processor import Processor
 from model.registry import read_config
 from model.source import BUNDLED_FOLDER
 from model.systems.language import LanguageModel
+from tests.files import read_json, write_json
 from tests.reference import (
     outputs_by_layer,
     randomize,
@@ -69,7 +67,7 @@ ROWS = (20, 13, 1)  # tokens of each row; the longest passes the window
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
-def kind(request) -> str:
+def kind(request):
     return request.param
 
 
@@ -85,7 +83,7 @@ def hf(kind):
 
 
 @pytest.fixture(scope="module")
-def folder(hf, tmp_path_factory) -> Path:
+def folder(hf, tmp_path_factory):
     """As transformers saves it."""
     path = tmp_path_factory.mktemp("language")
     hf.save_pretrained(path)
@@ -93,24 +91,24 @@ def folder(hf, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def model(folder) -> LanguageModel:
+def model(folder):
     return opened(folder)
 
 
-def opened(folder, backend: str = "eager", **options) -> LanguageModel:
+def opened(folder, backend="eager", **options):
     model = load_text(folder, **options)
     set_attention_backend(model, backend)
     return model
 
 
-def batch(rows=ROWS) -> dict[str, Tensor]:
+def batch(rows=ROWS):
     """A left-padded batch."""
     ids = torch.randint(3, 128, (len(rows), max(rows)), generator=torch.Generator().manual_seed(1))
     valid = (torch.arange(max(rows)) >= max(rows) - torch.tensor(rows)[:, None]).long()
     return {"input_ids": ids * valid, "attention_mask": valid}
 
 
-def theirs(hf, inputs) -> Tensor:
+def theirs(hf, inputs):
     """With the positions of transformers' own `generate`: the first token's is 0."""
     positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     return hf(**inputs, position_ids=positions, use_cache=False).logits
@@ -134,10 +132,8 @@ def test_every_layer_and_the_logits(hf, model):
         for name in names:
             assert relative_error(mine[name][valid], expected[name][valid]) <= GATE, name
         logits = model(**inputs)
-        assert (
-            logits.dtype == torch.float32
-            and relative_error(logits[valid], theirs(hf, inputs)[valid]) <= GATE
-        )
+        assert logits.dtype == torch.float32
+        assert relative_error(logits[valid], theirs(hf, inputs)[valid]) <= GATE
     ids = batch(rows=(20, 20))["input_ids"]
     assert relative_error(model(ids), hf(ids).logits) <= GATE
     set_attention_backend(model, "sdpa")
@@ -154,7 +150,8 @@ def test_bf16_is_equal_to_the_bit(kind, hf, folder, monkeypatch):
         ("eager",) if kind == "gemma2" else ("eager", "sdpa")
     ):  # soft-capped logits have no fused kernel
         twin = reload_hf(hf, backend, torch.bfloat16)
-        model, inputs = opened(folder, backend, dtype=torch.bfloat16), batch()
+        model = opened(folder, backend, dtype=torch.bfloat16)
+        inputs = batch()
         valid = inputs["attention_mask"].bool()
         assert torch.equal(model(**inputs)[valid], theirs(twin, inputs)[valid].float()), backend
 
@@ -175,7 +172,8 @@ def test_gradients_and_the_loss(hf, model):
         if (
             expected[name].grad.norm() < 1e-4
         ):  # of key biases: softmax is blind to a shift, what is left is rounding
-            assert "k_proj.bias" in name and parameter.grad.norm() < 1e-3
+            assert "k_proj.bias" in name
+            assert parameter.grad.norm() < 1e-3
         else:
             assert relative_error(parameter.grad, expected[name].grad) <= 1e-5, name
 
@@ -209,7 +207,8 @@ def test_greedy_tokens_are_those_of_transformers(hf, tmp_path):
         }  # without padding
         kept |= {"attention_mask": torch.ones_like(kept["input_ids"]), "eos_token_id": 127}
         reference = hf.generate(**kept, repetition_penalty=1.7)[0, kept["input_ids"].shape[1] :]
-        assert torch.equal(row, reference) and not torch.equal(row, free[n])
+        assert torch.equal(row, reference)
+        assert not torch.equal(row, free[n])
     assert read_config(tmp_path / "config.json").repetition_penalty == 1.7
     GenerationConfig(no_repeat_ngram_size=2).save_pretrained(tmp_path)
     refused(lambda: opened(tmp_path), "generation_config.json", "no_repeat_ngram_size")
@@ -223,19 +222,20 @@ def test_greedy_tokens_are_those_of_transformers(hf, tmp_path):
     )
 
 
-def change(folder: Path, **changes) -> None:
+def change(folder, **changes):
     path = folder / "config.json"
-    raw = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({name: value for name, value in raw.items() if value is not ...}))
+    raw = read_json(path) | changes
+    write_json(path, {name: value for name, value in raw.items() if value is not ...})
 
 
 @torch.no_grad()
 def test_files_of_all_layouts_are_opened(folder, hf, tmp_path):
     """Breaks when a weight file of several, an older spelling of config.json, or a stored tied head
     is misread."""
-    several, stored = tmp_path / "several", tmp_path / "stored"
+    several = tmp_path / "several"
+    stored = tmp_path / "stored"
     hf.save_pretrained(several, max_shard_size="60KB")
-    raw = json.loads((several / "config.json").read_text())
+    raw = read_json(several / "config.json")
     rope = raw["rope_parameters"]
     is_plain = rope["rope_type"] == "default"
     older = {
@@ -245,14 +245,17 @@ def test_files_of_all_layouts_are_opened(folder, hf, tmp_path):
     }
     change(several, **older, torch_dtype=raw["dtype"], dtype=..., layer_types=...)
     model = load_model(several)
-    assert (several / INDEX_FILE).exists() and type(model) is LanguageModel
+    assert (several / INDEX_FILE).exists()
+    assert type(model) is LanguageModel
     assert torch.equal(model(**batch()), load_text(folder)(**batch()))
     shutil.copytree(folder, stored)
-    whole, embedding = load_file(folder / SINGLE_FILE), model.language_model.embed_tokens.weight
+    whole = load_file(folder / SINGLE_FILE)
+    embedding = model.language_model.embed_tokens.weight
     save_file(whole | {"lm_head.weight": embedding.clone()}, stored / SINGLE_FILE)
     change(stored, tie_word_embeddings=True)
     tied = load_text(stored).language_model
-    assert tied.lm_head is None and torch.equal(tied.embed_tokens.weight, embedding)
+    assert tied.lm_head is None
+    assert torch.equal(tied.embed_tokens.weight, embedding)
 
 
 @torch.no_grad()
@@ -262,7 +265,8 @@ def test_no_stop_token(folder, tmp_path):
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").unlink()
     change(tmp_path, eos_token_id=None)
-    model, (ids, valid) = load_text(tmp_path), batch(rows=(7,)).values()
+    model = load_text(tmp_path)
+    (ids, valid) = batch(rows=(7,)).values()
     assert model.config.eos_token_id == ()
     assert len(generate(model, ids, None, valid, valid, 30)[0]) == 30
 
@@ -271,11 +275,14 @@ def test_no_stop_token(folder, tmp_path):
 @torch.no_grad()
 def test_an_export_is_opened_by_transformers(hf, folder, tmp_path):
     """Breaks when the way back loses a tensor, a size, the head, an end token or the companions."""
-    inputs, model = batch(), load_text(folder)
+    inputs = batch()
+    model = load_text(folder)
     main([str(folder), str(tmp_path), "--max-shard-gb", "0.0001"])
-    assert (tmp_path / INDEX_FILE).exists() and load_text(tmp_path).config == model.config
+    assert (tmp_path / INDEX_FILE).exists()
+    assert load_text(tmp_path).config == model.config
     again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    assert type(again) is type(hf) and torch.equal(theirs(again, inputs), theirs(hf, inputs))
+    assert type(again) is type(hf)
+    assert torch.equal(theirs(again, inputs), theirs(hf, inputs))
     kept = {
         name: value
         for name, value in hf.config.to_dict().items()

@@ -21,7 +21,8 @@ from tests.reference import hf_mamba, our_mamba, relative_error
 def loop(x, delta, A, B, C, state):
     """The recurrence as the paper writes it, one step after the other, in the dtype of its
     inputs."""
-    state, outputs = state.mT, []  # (B, E, N)
+    state = state.mT
+    outputs = []  # (B, E, N)
     for t in range(x.shape[1]):
         state = (
             torch.exp(delta[:, t, :, None] * A) * state
@@ -31,9 +32,7 @@ def loop(x, delta, A, B, C, state):
     return torch.stack(outputs, dim=1), state.mT
 
 
-def scan_inputs(
-    length: int, batch: int = 2, channels: int = 6, size: int = 5, scale: float = 1.0, seed: int = 0
-):
+def scan_inputs(length, batch=2, channels=6, size=5, scale=1.0, seed=0):
     """x, Δ > 0, A < 0, B, C and a first state, in fp64."""
     normal = partial(
         torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
@@ -67,13 +66,11 @@ def run_with_gradients(function, inputs, dtype):
     ]
 
 
-def errors(function, inputs, dtype=torch.float32) -> list[float]:
+def errors(function, inputs, dtype=torch.float32):
     """Of y, the last state, and the gradients of x, Δ, A, B, C and the first state, against the
     loop in fp64."""
-    mine, exact = (
-        run_with_gradients(function, inputs, dtype),
-        run_with_gradients(loop, inputs, torch.float64),
-    )
+    mine = run_with_gradients(function, inputs, dtype)
+    exact = run_with_gradients(loop, inputs, torch.float64)
     return [relative_error(a, b) for a, b in zip(mine, exact, strict=True)]
 
 
@@ -112,10 +109,11 @@ def test_the_recurrence_is_computed_in_fp32(autocast):
             selective_scan, inputs, torch.float32 if autocast else torch.bfloat16
         )
     # the gradient of a bf16 input is rounded once, at the end
-    assert max(y, last) <= 2e-6 and max(gradients) <= 2e-6 + (0.0 if autocast else 2**-8)
+    assert max(y, last) <= 2e-6
+    assert max(gradients) <= 2e-6 + (0.0 if autocast else 2**-8)
 
 
-def prompts(lengths=(9, 4, 1), seed: int = 1) -> dict[str, torch.Tensor]:
+def prompts(lengths=(9, 4, 1), seed=1):
     """A left-padded batch, with token 0 as padding and as text."""
     ids = torch.randint(
         0, 60, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed)
@@ -132,10 +130,13 @@ def test_logits_and_gradients_equal_transformers(lengths):
     """Breaks when convolution, scan, gate, norm, residual, padding or head depart from the
     published computation."""
     hf = hf_mamba()
-    model, inputs = our_mamba(hf), prompts(lengths)
+    model = our_mamba(hf)
+    inputs = prompts(lengths)
     valid = inputs["attention_mask"].bool()
-    mine, theirs = model(**inputs), hf(**inputs, use_cache=False).logits
-    assert mine.dtype == torch.float32 and relative_error(mine[valid], theirs[valid]) <= 1e-6
+    mine = model(**inputs)
+    theirs = hf(**inputs, use_cache=False).logits
+    assert mine.dtype == torch.float32
+    assert relative_error(mine[valid], theirs[valid]) <= 1e-6
     labels = torch.randint(0, 60, valid.shape, generator=torch.Generator().manual_seed(2))[valid]
     F.cross_entropy(mine[valid], labels).backward()
     F.cross_entropy(theirs[valid], labels).backward()
@@ -148,18 +149,17 @@ def test_logits_and_gradients_equal_transformers(lengths):
 def test_a_bf16_layer_rounds_only_what_it_must(monkeypatch):
     """Breaks when residual, step size, or the convolution's sum are rounded to bf16, or the norm
     rounds elsewhere."""
-    hf, inputs, seen = hf_mamba(conv_kernel=4), prompts((24, 24)), []
-    model, h = (
-        our_mamba(hf, torch.bfloat16),
-        torch.randn(2, 30, 36, generator=torch.Generator().manual_seed(0)),
-    )
-    exact, mine, theirs = (
-        hf(**inputs).logits,
-        model(**inputs),
-        hf.to(torch.bfloat16)(**inputs).logits,
-    )
+    hf = hf_mamba(conv_kernel=4)
+    inputs = prompts((24, 24))
+    seen = []
+    model = our_mamba(hf, torch.bfloat16)
+    h = torch.randn(2, 30, 36, generator=torch.Generator().manual_seed(0))
+    exact = hf(**inputs).logits
+    mine = model(**inputs)
+    theirs = hf.to(torch.bfloat16)(**inputs).logits
     assert relative_error(mine, exact) <= 1.1 * relative_error(theirs, exact)
-    layer, mixer = model.backbone.layers[0], model.backbone.layers[0].mixer
+    layer = model.backbone.layers[0]
+    mixer = model.backbone.layers[0].mixer
     mixer.dt_proj.bias -= 6.0
     monkeypatch.setattr(
         "model.systems.mamba.selective_scan",
@@ -181,12 +181,16 @@ def test_a_bf16_layer_rounds_only_what_it_must(monkeypatch):
 def test_padding_within_what_follows_changes_nothing(places):
     """Breaks when a state fades over the padding of a later part, or the last inputs before it are
     lost."""
-    model, generator = our_mamba(hf_mamba()), torch.Generator().manual_seed(5)
+    model = our_mamba(hf_mamba())
+    generator = torch.Generator().manual_seed(5)
     first, second, last = (
         torch.randint(0, 60, (1, width), generator=generator) for width in (6, 2, 3)
     )
-    ids, mask, cache = torch.full((1, 6), 9), torch.zeros(1, 6, dtype=torch.long), model.new_cache()
-    ids[:, places], mask[:, places] = second, 1
+    ids = torch.full((1, 6), 9)
+    mask = torch.zeros(1, 6, dtype=torch.long)
+    cache = model.new_cache()
+    ids[:, places] = second
+    mask[:, places] = 1
     with torch.no_grad():
         whole = model(torch.cat((first, second, last), dim=1))
         model(first, cache=cache)
@@ -199,7 +203,8 @@ def test_padding_within_what_follows_changes_nothing(places):
 def test_greedy_equals_transformers():
     """Breaks when the state after a padded prompt is not that of the tokens alone, or the stop
     differs."""
-    hf, inputs = hf_mamba(), prompts()
+    hf = hf_mamba()
+    inputs = prompts()
     theirs = hf.generate(**inputs, max_new_tokens=15, do_sample=False)[
         :, inputs["input_ids"].shape[1] :
     ]
@@ -214,7 +219,8 @@ def test_greedy_equals_transformers():
 @torch.no_grad()
 def test_memory_and_work_of_a_step_are_constant():
     """Breaks when what is remembered, or what a new token costs, grows with what has been read."""
-    model, work = our_mamba(hf_mamba()), set()
+    model = our_mamba(hf_mamba())
+    work = set()
     for tokens in (1, 10, 300):
         cache = model.new_cache(tokens + 1)
         model(torch.ones(1, tokens, dtype=torch.long), cache=cache)
@@ -238,10 +244,12 @@ def test_initialization_is_the_published_one():
     assert abs(model.embeddings.weight.std().item() - 0.02) < 1e-3
     for mixer in (layer.mixer for layer in model.layers):
         steps = F.softplus(mixer.dt_proj.bias)
-        assert 0.99e-3 < steps.min() < 1.3e-3 and 0.08 < steps.max() < 0.101
+        assert 0.99e-3 < steps.min() < 1.3e-3
+        assert 0.08 < steps.max() < 0.101
         assert abs(steps.log().mean().item() - math.log(0.01)) < 0.4  # log-uniform
         assert torch.allclose(-mixer.A_log.exp(), -torch.arange(1.0, 17).expand(128, 16))
-        assert (mixer.D == 1).all() and (mixer.conv1d.bias == 0).all()
+        assert (mixer.D == 1).all()
+        assert (mixer.conv1d.bias == 0).all()
         bounds = {
             mixer.in_proj: 64**-0.5,
             mixer.x_proj: 128**-0.5,

@@ -11,7 +11,6 @@ import pickle
 import random
 import shutil
 from functools import partial
-from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -24,14 +23,16 @@ import model.images as images_module
 from model.boxes import parse_boxes
 from model.config import PRESETS, PaliGemmaConfig, TextConfig, VisionConfig
 from model.images import load_image, to_pixels
-from model.processor import Batch, Processor, load_tokenizer
+from model.processor import Processor, load_tokenizer
 from model.source import BUNDLED_FOLDER, resolve
 from model.tokenizer import LOCATIONS
-from tests.files import picture
+from tests.files import picture, read_json, write_json
 from tests.pieces import SENTENCES, gemma_tokenizer, train_pieces
 from tests.runs import refused
 
-TOKENS, SIDE, SIDES = 16, 56, {"height": 56, "width": 56}
+TOKENS = 16
+SIDE = 56
+SIDES = {"height": 56, "width": 56}
 SYMBOLS = ["<mask>", "\n", "\n\n", "▁▁", "▁▁▁", *LOCATIONS]
 TEXTS = """answer en where is the cow standing?|caption en|  two leading spaces, and a trailing one |ends in a newline
 |two
@@ -42,7 +43,7 @@ TEXTS = [*TEXTS[:-1], "<loc0100><loc0000><loc1023><loc0512> cat ; <seg007>", "x"
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     """A model folder as Processor.from_source takes it: config.json and tokenizer.model."""
     folder = tmp_path_factory.mktemp("model")
     train_pieces(folder / "tokenizer", SENTENCES * 3, 1600, SYMBOLS)
@@ -60,27 +61,26 @@ def folder(tmp_path_factory) -> Path:
         ),
         image_token_id=pieces,
     )
-    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    write_json(folder / "config.json", config.to_dict())
     return folder
 
 
 @pytest.fixture(scope="session")
-def processor(folder) -> Processor:
+def processor(folder):
     return Processor.from_source(folder)
 
 
 @pytest.fixture(scope="session")
-def hf(folder) -> PaliGemmaProcessor:
+def hf(folder):
     pictures = SiglipImageProcessorPil(size=SIDES)
     pictures.image_seq_length = TOKENS
     return PaliGemmaProcessor(pictures, gemma_tokenizer(folder / "tokenizer.model", SYMBOLS))
 
 
-def assert_same_batch(batch: Batch, expected) -> None:
-    for name in ("input_ids", "token_type_ids", "attention_mask", "labels", "pixel_values"):
-        assert getattr(batch, name).dtype == expected[name].dtype and torch.equal(
-            getattr(batch, name), expected[name]
-        )
+def assert_same_batch(batch, expected):
+    for name in "input_ids token_type_ids attention_mask labels pixel_values".split():
+        assert getattr(batch, name).dtype == expected[name].dtype
+        assert torch.equal(getattr(batch, name), expected[name])
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -118,9 +118,11 @@ def test_rows_of_several_pictures_equal_transformers(processor, hf, mark):
 def test_layout_by_hand(processor):
     """Breaks when a part of the sequence moves: image, bos, prompt and newline | answer, eos; and
     turns after them."""
-    encode, config = processor.tokenizer.encode, processor.config
+    encode = processor.tokenizer.encode
+    config = processor.config
     batch = processor([picture(), None], ["caption en"] * 2, ["a cow"] * 2)
-    prompt, answer = [2, *encode("caption en\n")], [*encode("a cow"), 1]
+    prompt = [2, *encode("caption en\n")]
+    answer = [*encode("a cow"), 1]
     assert (
         batch.input_ids[1].tolist() == [0] * TOKENS + prompt + answer
     )  # text alone, padded before bos
@@ -128,11 +130,10 @@ def test_layout_by_hand(processor):
     ids, types, learned = processor.row_of(
         2, [("one <image> two\n<image>", "a cow"), ("caption en", None)]
     )
-    first, later = (
-        [config.image_token_id] * 2 * TOKENS + [2, *encode("one two\n")],
-        encode("caption en\n"),
-    )
-    assert ids == first + answer + later and types == [0] * len(first) + [1] * len(answer + later)
+    first = [config.image_token_id] * 2 * TOKENS + [2, *encode("one two\n")]
+    later = encode("caption en\n")
+    assert ids == first + answer + later
+    assert types == [0] * len(first) + [1] * len(answer + later)
     assert learned == [0] * len(first) + [1] * len(answer) + [0] * len(later)
 
 
@@ -162,7 +163,8 @@ def test_random_text_encodes_as_transformers_does(processor, hf):
             == hf.tokenizer.decode([*ids, 1], skip_special_tokens=True)
             == text
         )
-    ids, pieces = processor.encode("a cow"), processor.tokenizer.vocab_size()
+    ids = processor.encode("a cow")
+    pieces = processor.tokenizer.vocab_size()
     noisy = [0, 2, pieces, *ids[:1], 3, pieces + 5, -100, *ids[1:], 1, *ids]
     assert processor.decode(noisy) == processor.decode(torch.tensor(noisy)) == "a cow"
 
@@ -188,11 +190,9 @@ def test_a_picture_given_twice_is_opened_once(processor, tmp_path, monkeypatch):
     )
     path = tmp_path / "a.png"
     picture(seed=1).save(path)
-    same, equal, processor = (
-        picture(),
-        picture(),
-        pickle.loads(pickle.dumps(processor)),
-    )  # for a DataLoader's workers
+    same = picture()
+    equal = picture()
+    processor = pickle.loads(pickle.dumps(processor))  # for a DataLoader's workers
     batch = processor([[same, path], None, same, str(path), equal], ["x"] * 5)
     assert len(opened) == len(batch.pixel_values) == 3
     assert batch.image_index.tolist() == [0, 1, 0, 1, 2]
@@ -208,7 +208,8 @@ def test_boxes_by_hand():
     text = (
         "<loc0256><loc0000><loc0512><loc1023> brown cow ; <loc0000><loc0512><loc1023><loc0768>dog"
     )
-    cow, dog = (0.0, 256.0, 2046.0, 512.0), (1024.0, 0.0, 1536.0, 1023.0)
+    cow = (0.0, 256.0, 2046.0, 512.0)
+    dog = (1024.0, 0.0, 1536.0, 1023.0)
     assert parse_boxes(text, 2046, 1023) == [("brown cow", cow), ("dog", dog)]
     box = "<loc0001><loc0002><loc0003>"
     for text, labels in (
@@ -249,7 +250,7 @@ FOREIGN = [
 ]
 
 
-@pytest.mark.parametrize(("file", "change", "part"), FOREIGN)
+@pytest.mark.parametrize("file, change, part", FOREIGN)
 def test_folders_that_hold_no_processor(folder, tmp_path, file, change, part):
     """Breaks when a missing or foreign tokenizer, or other pixels in training, are found out only
     by bad answers."""
@@ -257,7 +258,7 @@ def test_folders_that_hold_no_processor(folder, tmp_path, file, change, part):
     if change is None:
         (tmp_path / file).unlink()
     else:
-        raw = json.loads((folder / file).read_text()) if file == "config.json" else {}
+        raw = read_json(folder / file) if file == "config.json" else {}
         (tmp_path / file).write_text(
             json.dumps(raw | change) if isinstance(change, dict) else change
         )
@@ -279,9 +280,8 @@ def test_what_is_asked_of_the_hub(folder, processor, monkeypatch):
     assert Processor.from_source("some/model", revision="v1").config == processor.config
     refused(lambda: Processor.from_source("embedded", revision="v1"), "--revision v1", "embedded")
     (*given, names), *_ = asked
-    assert given == ["some/model", "v1"] and not [
-        name for name in names if "safetensors" in name or "*" in name
-    ]
+    assert given == ["some/model", "v1"]
+    assert not [name for name in names if "safetensors" in name or "*" in name]
     refused(lambda: resolve("some/model", ["config.json"], "v9"), "some/model: ", "offline")
     for source in (
         "./none/at/all",
@@ -292,11 +292,9 @@ def test_what_is_asked_of_the_hub(folder, processor, monkeypatch):
         "\x1b[2J/x",
     ):
         refused(lambda source=source: resolve(source, ["*"]))
-    assert (
-        resolve(folder, ["*"]) == folder
-        and resolve("embedded", ["*"]) == BUNDLED_FOLDER
-        and len(asked) == 2
-    )
+    assert resolve(folder, ["*"]) == folder
+    assert resolve("embedded", ["*"]) == BUNDLED_FOLDER
+    assert len(asked) == 2
 
 
 @pytest.mark.weights
@@ -308,7 +306,8 @@ def test_ids_of_the_published_tokenizer():
     """Breaks when the tokenizer's settings are overridden: ids written down from Gemma's published
     model."""
     processor = Processor.from_source(os.environ["PALIGEMMA_WEIGHTS"])
-    assert processor.encode("\n") == [108] and processor.encode("a\n\n") == [235250, 109]
+    assert processor.encode("\n") == [108]
+    assert processor.encode("a\n\n") == [235250, 109]
     assert processor.encode("answer en where is the cow?\n") == [
         13072,
         659,

@@ -42,7 +42,7 @@ def randomized(module):
     return module
 
 
-def projector(**changes) -> QMambaProjector:
+def projector(**changes):
     return randomized(QMambaProjector(replace(CONFIG, projector=replace(PROJECTOR, **changes))))
 
 
@@ -50,13 +50,14 @@ FEATURES = torch.randn(2, 16, VISION.hidden_size, generator=torch.Generator().ma
 
 
 @pytest.mark.parametrize(
-    ("queries", "keys"), [(1, 9), (3, 8), (16, 16), (256, 729), (512, 729), (729, 729)]
+    "queries, keys", [(1, 9), (3, 8), (16, 16), (256, 729), (512, 729), (729, 729)]
 )
 def test_the_mask_shares_out_the_keys(queries, keys):
     """Breaks when a key is seen twice or never, or spans are not contiguous, in order, and as equal
     as can be."""
     mask = local_mask(queries, keys)
-    assert (mask.sum(0) == 1).all() and (mask.long().argmax(0).diff() >= 0).all()
+    assert (mask.sum(0) == 1).all()
+    assert (mask.long().argmax(0).diff() >= 0).all()
     assert mask.sum(1).tolist() == [
         keys // queries + (query < keys % queries) for query in range(queries)
     ]
@@ -68,15 +69,17 @@ def test_the_mask_of_the_paper():
     drawn = ["xxx......", "...xx....", ".....xx..", ".......xx"]
     assert local_mask(4, 9).tolist() == [[cell == "x" for cell in row] for row in drawn]
     assert local_mask(256, 729).sum(1).tolist() == [3] * 217 + [2] * 39
-    assert QMambaConfig().num_image_tokens == 256 and QMambaConfig().vision.num_image_tokens == 729
+    assert QMambaConfig().num_image_tokens == 256
+    assert QMambaConfig().vision.num_image_tokens == 729
     assert ProjectorConfig().mixers == MambaConfig()  # the default projector takes mamba-130m
 
 
-def by_other_hands(module: QMambaProjector, x: Tensor) -> Tensor:
+def by_other_hands(module, x):
     """The paper's equations in fp64, over transformers' mixer and torch's attention, filled with
     our weights."""
     config = module.config
-    width, heads = config.hidden_size, config.num_attention_heads
+    width = config.hidden_size
+    heads = config.num_attention_heads
     sizes = transformers.MambaConfig(
         hidden_size=width, state_size=config.state_size, num_hidden_layers=1
     )
@@ -146,15 +149,16 @@ def test_projector_equals_the_equations(changes, backend):
 def test_projectors_without_queries():
     """Breaks when a feature is lost, the parts are not those of a projector with queries, or tokens
     do not fit."""
-    x, whole = FEATURES, fresh_projector(CONFIG, 3)
+    x = FEATURES
+    whole = fresh_projector(CONFIG, 3)
     for kind in ("connector", "linear"):
         config = replace(CONFIG, projector=replace(PROJECTOR, projector=kind))
         module = fresh_projector(config, 3)
-        out, read = module(x), whole.connector(whole.vision_norm(whole.vision_proj(x)))
+        out = module(x)
+        read = whole.connector(whole.vision_norm(whole.vision_proj(x)))
         expected = whole.output(read) if kind == "connector" else F.linear(x, *module.parameters())
-        assert (
-            relative_error(out, expected) <= 1e-6 and config.num_image_tokens == out.shape[1] == 16
-        )
+        assert relative_error(out, expected) <= 1e-6
+        assert config.num_image_tokens == out.shape[1] == 16
 
 
 @pytest.mark.parametrize("layer", [-2, 0, 1])
@@ -186,11 +190,13 @@ def test_features_are_those_of_the_layer_asked_for(layer):
 def test_pictures_take_their_places():
     """Breaks when the projector's queries are not read at the image tokens, in order, unscaled, row
     by row."""
-    whole, inputs = randomized(QMamba(CONFIG)).eval(), left_padded(((6, 0), (3, 0)), 5, 60, IMAGE)
+    whole = randomized(QMamba(CONFIG)).eval()
+    inputs = left_padded(((6, 0), (3, 0)), 5, 60, IMAGE)
     with torch.no_grad():
         queries = whole.multi_modal_projector(whole.vision_tower(inputs["pixel_values"]))
         x = whole.language_model.embeddings(inputs["input_ids"].clamp(max=58))
-        x[0, :5], x[1, 3:8] = queries[0], queries[1]
+        x[0, :5] = queries[0]
+        x[1, 3:8] = queries[1]
         expected = whole.language_model.head(whole.language_model(x, inputs["attention_mask"]))
         valid = inputs["attention_mask"].bool()
         assert relative_error(whole(**inputs)[valid], expected[valid]) <= 1e-6
@@ -200,9 +206,11 @@ def test_pictures_take_their_places():
 def test_every_part_learns():
     """Breaks when a part is cut off from the loss, or a fresh model does not learn to tell two
     pictures apart."""
-    whole, inputs = initialize_qmamba(QMamba(CONFIG)), left_padded(((2, 0), (2, 0)), 5, 60, IMAGE)
+    whole = initialize_qmamba(QMamba(CONFIG))
+    inputs = left_padded(((2, 0), (2, 0)), 5, 60, IMAGE)
     inputs["input_ids"][:, -2:] = torch.tensor([[7, 8], [7, 9]])  # the same question, other answers
-    optimizer, losses = torch.optim.AdamW(whole.parameters(), lr=1e-2), []
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    losses = []
     for _ in range(40):
         loss = F.cross_entropy(whole(**inputs)[:, -2], inputs["input_ids"][:, -1])
         optimizer.zero_grad()
@@ -216,7 +224,8 @@ def test_every_part_learns():
             ):  # softmax is blind to a shift of all keys
                 assert parameter.grad.any(), name
         optimizer.step()
-    assert losses[0] > 3 and losses[-1] < 0.1
+    assert losses[0] > 3
+    assert losses[-1] < 0.1
 
 
 def test_initialization_is_reproducible_and_of_unit_size():

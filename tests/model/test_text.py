@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
 from model.config import TextConfig
@@ -17,7 +17,8 @@ from tests.reference import relative_error
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
-HIDDEN, THETA = 48, 10000.0
+HIDDEN = 48
+THETA = 10000.0
 SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads".split()
 SIZES += ["head_dim", "rms_norm_eps"]
 # heads share key heads, so that a wrong pairing of maps shows
@@ -27,7 +28,7 @@ PLAIN = TextConfig(
 
 
 @torch.no_grad()
-def stirred(differential=True) -> TextModel:
+def stirred(differential=True):
     """Weights that show mistakes: λ and every norm off their start, attention far from uniform."""
     model = TextModel(TextModelConfig.of(PLAIN, differential)).eval()
     for name, parameter in model.named_parameters():
@@ -39,7 +40,7 @@ def stirred(differential=True) -> TextModel:
     return model
 
 
-def ids(rows=2, width=13) -> Tensor:
+def ids(rows=2, width=13):
     return torch.randint(0, 64, (rows, width), generator=torch.Generator().manual_seed(5))
 
 
@@ -59,7 +60,7 @@ def test_the_model_is_transformers_diffllama():
     )
     reference = DiffLlamaForCausalLM(config).eval()
 
-    def parted(weight: Tensor) -> Tensor:
+    def parted(weight):
         """Rows (pairs · 2 · d) in our order to (2 · pairs · d), theirs: first halves, then second
         halves."""
         return weight.unflatten(0, (-1, 2, 8)).transpose(0, 1).flatten(0, 2)
@@ -92,33 +93,26 @@ def test_twins_have_equal_parameters():
             models = [
                 TextModel(TextModelConfig.of(plain, differential)) for differential in (False, True)
             ]
-        sizes, config = (
-            [sum(p.numel() for p in model.parameters()) for model in models],
-            models[1].config.text,
-        )
+        sizes = [sum(p.numel() for p in model.parameters()) for model in models]
+        config = models[1].config.text
         assert sizes[0] < sizes[1] < 1.01 * sizes[0], preset
         if preset in ("830m", "1.4b", "2.8b", "6.8b", "13.1b"):  # as the paper counts them
             assert sizes[0] == pytest.approx(
                 float(preset[:-1]) * {"m": 1e6, "b": 1e9}[preset[-1]], rel=0.02
             )
-        assert (
-            config.num_attention_heads * 2 == plain.num_attention_heads
-            and config.head_dim == 2 * plain.head_dim
-        )
-        assert (
-            config.intermediate_size == int(8 / 3 * config.hidden_size)
-            and config.hidden_activation == "silu"
-        )
+        assert config.num_attention_heads * 2 == plain.num_attention_heads
+        assert config.head_dim == 2 * plain.head_dim
+        assert config.intermediate_size == int(8 / 3 * config.hidden_size)
+        assert config.hidden_activation == "silu"
 
 
 def test_twins_start_from_the_same_weights():
     """Breaks when models of one seed differ in more than attention, two seeds are equal, or λ_init
     is of no layer."""
-    model, plain = new_model("tiny", True, seed=3), new_model("tiny", False, seed=3).state_dict()
-    attention, differential = (
-        [layer.self_attn for layer in model.language_model.layers],
-        model.state_dict(),
-    )
+    model = new_model("tiny", True, seed=3)
+    plain = new_model("tiny", False, seed=3).state_dict()
+    attention = [layer.self_attn for layer in model.language_model.layers]
+    differential = model.state_dict()
     assert all(type(one) is Split and one.rope_pairs == "fresh" for one in attention)
     assert [one.lambda_init for one in attention] == pytest.approx(
         [0.2, 0.3555, 0.4707, 0.5561], abs=1e-4
@@ -145,7 +139,7 @@ def test_gradients_start_at_the_plain_models_scale():
             )
             .norm()
             .item()
-            for part in ("q_proj", "k_proj", "v_proj", "o_proj", "mlp", "embed")
+            for part in "q_proj k_proj v_proj o_proj mlp embed".split()
         }
     ratios = {part: norms[True][part] / norms[False][part] for part in norms[True]}
     # measured: 1.2, 0.76, 1.04, 2.1; without the factor 1.5, 0.63; without the norm 0.6 and 1.05
@@ -162,7 +156,8 @@ def test_a_packed_document_is_the_document_alone(differential):
     what one means."""
     model = stirred(differential)
     documents = torch.tensor([[0] * 5 + [1] * 6 + [2] * 2, [7] * 9 + [1] * 4])
-    logits, changed = model(ids(), documents=documents), ids().clone()
+    logits = model(ids(), documents=documents)
+    changed = ids().clone()
     changed[0, 5:11] = (changed[0, 5:11] + 1) % 64  # all of document 1
     moved = (model(changed, documents=documents) - logits).abs().amax(-1) > 0
     assert moved.tolist() == [[False] * 5 + [True] * 6 + [False] * 2, [False] * 13]

@@ -5,7 +5,6 @@ import json
 import random
 import shutil
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.tokenizer import LOCATIONS, find_tokenizer, load_tokenizer
+from tests.files import read_json, write_json
 from tests.pieces import SENTENCES, gemma_tokenizer, texts, train_pieces
 from tests.runs import refused
 
@@ -38,14 +38,14 @@ RUNS = [
 ]
 
 
-def gemma(folder: Path) -> GemmaTokenizer:
+def gemma(folder):
     """Gemma's settings, and its published vocabulary's way with byte 9, whose piece is a tab in
     place of <0x09>."""
     file = train_pieces(folder / "drawn", SENTENCES * 3, 1900, [*RESERVED, *RUNS, *LOCATIONS])
     return gemma_tokenizer(file, [*RESERVED, *RUNS], {"<0x09>": "\t"})
 
 
-def learned(folder: Path) -> GemmaTokenizer:
+def learned(folder):
     """Merges that the package `tokenizers` has learned, and added tokens with a space, found before
     and after them."""
     learner = tokenizers.Tokenizer(
@@ -80,29 +80,31 @@ def learned(folder: Path) -> GemmaTokenizer:
 
 
 @pytest.fixture(scope="module", params=[gemma, learned])
-def folder(request, tmp_path_factory) -> Path:
+def folder(request, tmp_path_factory):
     """What PaliGemmaProcessor.save_pretrained of transformers 5 writes, and a config.json."""
     folder = tmp_path_factory.mktemp("processor")
     pictures = SiglipImageProcessorPil(size={"height": 28, "width": 28})
     pictures.image_seq_length = 4
     tokenizer = request.param(tmp_path_factory.mktemp("pieces"))
     PaliGemmaProcessor(pictures, tokenizer).save_pretrained(folder)
-    raw = json.loads((BUNDLED_FOLDER / "config.json").read_text())
+    raw = read_json(BUNDLED_FOLDER / "config.json")
     raw["vision_config"] |= {"image_size": 28, "patch_size": 14}
     raw["image_token_index"] = tokenizer.convert_tokens_to_ids("<image>")
     raw["text_config"]["vocab_size"] = len(tokenizer) + 8
-    (folder / "config.json").write_text(json.dumps(raw))
+    write_json(folder / "config.json", raw)
     return folder
 
 
 def test_any_text_has_the_ids_of_transformers_and_any_ids_the_text(folder):
     """Breaks when a tab, an emoji, an added token, a run of spaces or a byte is read or written
     otherwise."""
-    ours, theirs = load_tokenizer(folder / "tokenizer.json"), AutoTokenizer.from_pretrained(folder)
+    ours = load_tokenizer(folder / "tokenizer.json")
+    theirs = AutoTokenizer.from_pretrained(folder)
     theirs.add_bos_token = False
     for text in texts(3000, list(theirs.get_vocab())):
         assert ours.encode(text) == theirs(text, add_special_tokens=False)["input_ids"], repr(text)
-    draw, byte = random.Random(1), ours.piece_to_id("<0x00>")
+    draw = random.Random(1)
+    byte = ours.piece_to_id("<0x00>")
     for _ in range(2000):
         ids = [
             draw.choice([draw.randrange(ours.vocab_size()), byte + draw.randrange(256)])
@@ -114,14 +116,10 @@ def test_any_text_has_the_ids_of_transformers_and_any_ids_the_text(folder):
 def test_a_batch_equals_that_of_transformers(folder):
     """Breaks when a folder with tokenizer.json alone does not open, or its rows differ from
     PaliGemmaProcessor's."""
-    pictures, theirs = (
-        [np.zeros((28, 28, 3), np.uint8)] * 3,
-        PaliGemmaProcessor.from_pretrained(folder),
-    )
-    prompts, answers = (
-        ["caption en", "two  lines\n", "<b> ▁▁ \t\t cow"],
-        ["a cow", "dog\n\n", "日本語 🐮"],
-    )
+    pictures = [np.zeros((28, 28, 3), np.uint8)] * 3
+    theirs = PaliGemmaProcessor.from_pretrained(folder)
+    prompts = ["caption en", "two  lines\n", "<b> ▁▁ \t\t cow"]
+    answers = ["a cow", "dog\n\n", "日本語 🐮"]
     options = {"return_tensors": "pt", "padding": "longest", "padding_side": "left"}
     expected = theirs(text=prompts, images=pictures, suffix=answers, **options)
     assert torch.equal(
@@ -129,7 +127,7 @@ def test_a_batch_equals_that_of_transformers(folder):
     )
 
 
-def saved(folder: Path, change=lambda tokenizer: None) -> Path:
+def saved(folder, change=lambda tokenizer: None):
     """The embedded tokenizer as transformers saves it, changed, with tokenizer.model beside it."""
     tokenizer = AutoTokenizer.from_pretrained(BUNDLED_FOLDER, tokenizer_class="GemmaTokenizer")
     change(tokenizer)
@@ -138,13 +136,13 @@ def saved(folder: Path, change=lambda tokenizer: None) -> Path:
     return folder
 
 
-def rename(folder: Path) -> None:
+def rename(folder):
     """Give a piece of tokenizer.json another name, as is done with <unused0> of Gemma."""
-    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw = read_json(folder / "tokenizer.json")
     raw["model"]["vocab"]["<brand>"] = raw["model"]["vocab"].pop("<loc1023>")
     for token in raw["added_tokens"]:
         token["content"] = token["content"].replace("<loc1023>", "<brand>")
-    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    write_json(folder / "tokenizer.json", raw)
     (folder / "tokenizer_config.json").unlink()
 
 
@@ -158,7 +156,8 @@ def test_a_token_that_tokenizer_model_lacks_is_not_lost(is_renamed, tmp_path):
     ours = load_tokenizer(find_tokenizer(tmp_path))
     for text in ("a <brand> dog", "<brand>", "x<brand>y <loc0007>"):
         ids = theirs(text, add_special_tokens=False)["input_ids"]
-        assert ours.encode(text) == ids and theirs.convert_tokens_to_ids("<brand>") in ids
+        assert ours.encode(text) == ids
+        assert theirs.convert_tokens_to_ids("<brand>") in ids
         assert ours.decode(ids) == theirs.decode(ids)
 
 
@@ -175,9 +174,9 @@ def test_tokens_that_only_a_file_beside_names_are_refused(tmp_path):
     for name in ("tokenizer.model", "tokenizer.json"):
         for file, (agreeing, other) in beside.items():
             shutil.copy(BUNDLED_FOLDER / name, tmp_path)
-            (tmp_path / file).write_text(json.dumps(agreeing))
+            write_json(tmp_path / file, agreeing)
             assert load_tokenizer(tmp_path / name).encode("dog")
-            (tmp_path / file).write_text(json.dumps(other))
+            write_json(tmp_path / file, other)
             refused(lambda name=name: load_tokenizer(tmp_path / name), file, "<")
             (tmp_path / file).unlink()
 
@@ -194,10 +193,10 @@ TEMPLATE = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tok
 WORDS = {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100, "unk_token": "[UNK]"}
 
 
-def changed(folder: Path, **parts) -> Path:
+def changed(folder, **parts):
     """The embedded tokenizer.json with other parts."""
-    raw = json.loads((BUNDLED_FOLDER / "tokenizer.json").read_text())
-    (folder / "tokenizer.json").write_text(json.dumps(raw | parts))
+    raw = read_json(BUNDLED_FOLDER / "tokenizer.json")
+    write_json(folder / "tokenizer.json", raw | parts)
     return folder / "tokenizer.json"
 
 
@@ -207,7 +206,7 @@ def test_a_tokenizer_that_fails_at_its_first_text_is_refused(tmp_path):
     for part, steps in (*LONGER.items(), ("normalizer", {"type": "Prepend", "prepend": "a" * 200})):
         file = changed(tmp_path, **{part: steps})
         refused(lambda file=file: load_tokenizer(file), "longer")
-    vocabulary = json.loads((BUNDLED_FOLDER / "tokenizer.json").read_text())["model"]["vocab"]
+    vocabulary = read_json(BUNDLED_FOLDER / "tokenizer.json")["model"]["vocab"]
     for kind in ("WordPiece", "WordLevel"):
         model = {"type": kind, "vocab": vocabulary, **WORDS}
         refused(lambda model=model: load_tokenizer(changed(tmp_path, model=model)), "[UNK]")

@@ -17,24 +17,27 @@ from model.differential import graft
 from model.generate import generate
 from model.paligemma import PaliGemma, initialize
 from model.systems.configs import WingsConfig
-from model.systems.wings import OCTAVES, Learner, LearnerInput, Router, Wings, attach, route
+from model.systems.wings import OCTAVES, Learner, LearnerInput, Router, attach, route
 from tests.reference import set_attention_backend
 from tests.runs import refused, stage_settings
 from train.model import load_start, open_model
 from weights.export import export_model
 from weights.load import load_model
 
-IMAGE, SLOTS, HIDDEN, HEADS = 59, 4, 24, 2  # a picture takes four tokens
+IMAGE = 59
+SLOTS = 4
+HIDDEN = 24
+HEADS = 2  # a picture takes four tokens
 TEXT = TextConfig("gemma", 64, HIDDEN, 40, 3, HEADS, 1, head_dim=16)
 BASE = PaliGemmaConfig(VisionConfig(20, 28, 2, 2, patch_size=14, image_size=28), TEXT, IMAGE)
 
 
-def base(seed: int = 0) -> PaliGemma:
+def base(seed=0):
     return initialize(PaliGemma(BASE), seed).eval()
 
 
 @torch.no_grad()
-def randomized(model, seed: int = 1):
+def randomized(model, seed=1):
     """Every learner and router with weights that matter."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -47,18 +50,20 @@ def randomized(model, seed: int = 1):
     return model
 
 
-def wings(routed: bool = True) -> Wings:
+def wings(routed=True):
     return randomized(attach(base(), 5, routed=routed))
 
 
-def batch(rows=((2, 1, 3), (0, 0, 4), (0, 1, 2))) -> dict[str, torch.Tensor]:
+def batch(rows=((2, 1, 3), (0, 0, 4), (0, 1, 2))):
     """Left-padded rows of (text before, pictures, text after) in tokens."""
-    generator, width = torch.Generator().manual_seed(2), max(a + SLOTS * n + b for a, n, b in rows)
+    generator = torch.Generator().manual_seed(2)
+    width = max(a + SLOTS * n + b for a, n, b in rows)
     ids = torch.randint(3, IMAGE, (len(rows), width), generator=generator)
     valid = torch.zeros_like(ids)
     for row, (before, pictures, after) in enumerate(rows):
         start = width - before - SLOTS * pictures - after
-        ids[row, :start], valid[row, start:] = 0, 1
+        ids[row, :start] = 0
+        valid[row, start:] = 1
         ids[row, start + before : width - after] = IMAGE
     pixels = (
         torch.rand(sum(pictures for _, pictures, _ in rows), 3, 28, 28, generator=generator) * 2 - 1
@@ -75,8 +80,10 @@ def batch(rows=((2, 1, 3), (0, 0, 4), (0, 1, 2))) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("routed", [False, True])
 def test_no_query_has_a_gradient_from_what_comes_after_it(routed):
     """Breaks when a learner, the router or the mask lets a token see a later one, or padding."""
-    model, inputs = wings(routed), batch()
-    decoder, valid = model.language_model, inputs["attention_mask"].bool()
+    model = wings(routed)
+    inputs = batch()
+    decoder = model.language_model
+    valid = inputs["attention_mask"].bool()
     types = (inputs["input_ids"] != IMAGE).long()
     x = torch.randn(*valid.shape, HIDDEN, generator=torch.Generator().manual_seed(3))
     for query in range(x.shape[1]):
@@ -91,7 +98,9 @@ def test_no_query_has_a_gradient_from_what_comes_after_it(routed):
 def test_text_alone_has_no_visual_part():
     """Breaks when the visual learner adds anything where no picture has been seen: text-only rows,
     text before it."""
-    model, inputs, outputs = wings(), batch(), []
+    model = wings()
+    inputs = batch()
+    outputs = []
     for layer in model.language_model.layers:
         layer.self_attn.visual.register_forward_hook(
             lambda module, args, output: outputs.append(output)
@@ -119,13 +128,12 @@ def rotated(vectors, positions):
 def test_a_learner_equals_the_formula_written_out():
     """Breaks when the residual 1 + W, the scale, RoPE's true positions, the mask or W_o are not
     LoRRA's."""
-    generator, width = torch.Generator().manual_seed(5), HIDDEN // HEADS
+    generator = torch.Generator().manual_seed(5)
+    width = HIDDEN // HEADS
     learner = randomized(Learner(HIDDEN, HEADS, 5)).double()
     h, x = (torch.randn(1, n, HIDDEN, generator=generator, dtype=torch.float64) for n in (5, 3))
-    at, of_keys = (
-        torch.tensor([1, 2, 5, 6, 9]),
-        torch.tensor([2, 4, 6]),
-    )  # the first query sees no key
+    at = torch.tensor([1, 2, 5, 6, 9])
+    of_keys = torch.tensor([2, 4, 6])  # the first query sees no key
     mask = of_keys <= at[:, None]
     # RoPE's angles are fp32 in the model: the keys' and queries' turns agree to its rounding alone
     result = learner(
@@ -135,7 +143,9 @@ def test_a_learner_equals_the_formula_written_out():
         name: (getattr(learner, name).B.weight @ getattr(learner, name).A.weight).T
         for name in "qkvo"
     }
-    q, k, v = h[0] + h[0] @ matrix["q"], x[0] + x[0] @ matrix["k"], x[0] + x[0] @ matrix["v"]
+    q = h[0] + h[0] @ matrix["q"]
+    k = x[0] + x[0] @ matrix["k"]
+    v = x[0] + x[0] @ matrix["v"]
     heads = []
     for part in (slice(head * width, (head + 1) * width) for head in range(HEADS)):
         weights = (
@@ -152,7 +162,8 @@ def test_a_learner_equals_the_formula_written_out():
 def test_the_start_is_the_base(routed):
     """Breaks when a learner has a bias or another rank, or learners or routers move a logit before
     they learn."""
-    plain, inputs = base(), batch()
+    plain = base()
+    inputs = batch()
     model = attach(plain, 5, routed=routed)
     assert (
         sum(p.numel() for p in model.language_model.layers[0].self_attn.visual.parameters())
@@ -161,27 +172,29 @@ def test_the_start_is_the_base(routed):
     a = torch.cat(
         [p.flatten() for name, p in model.named_parameters() if name.endswith(".A.weight")]
     )
-    assert abs(a.mean()) < 2e-3 and abs(a.std() - 0.02) < 1e-3
+    assert abs(a.mean()) < 2e-3
+    assert abs(a.std() - 0.02) < 1e-3
     for each in (plain, model):  # a router needs the weights: its main attention is never fused
         set_attention_backend(each, "eager" if routed else "sdpa")
-    causal, valid = torch.ones_like(inputs["token_type_ids"]), inputs["attention_mask"].bool()
+    causal = torch.ones_like(inputs["token_type_ids"])
+    valid = inputs["attention_mask"].bool()
     assert torch.equal(model(**inputs)[valid], plain(**inputs | {"token_type_ids": causal})[valid])
 
 
 def test_stage_2_starts_where_stage_1_ended(tmp_path):
     """Breaks when routing halves what the visual learners learned, or a folder forgets a learner,
     router or size."""
-    first, inputs = wings(routed=False), batch()
+    first = wings(routed=False)
+    inputs = batch()
     set_attention_backend(first, "eager")
-    logits, valid = first(**inputs), inputs["attention_mask"].bool()
+    logits = first(**inputs)
+    valid = inputs["attention_mask"].bool()
     second = route(first)
     set_attention_backend(second, "eager")
-    assert torch.equal(second(**inputs)[valid], logits[valid]) and torch.equal(
-        first(**inputs), logits
-    )
-    assert second.config.routed and {n for n, _ in second.named_parameters()} > {
-        n for n, _ in first.named_parameters()
-    }
+    assert torch.equal(second(**inputs)[valid], logits[valid])
+    assert torch.equal(first(**inputs), logits)
+    assert second.config.routed
+    assert {n for n, _ in second.named_parameters()} > {n for n, _ in first.named_parameters()}
     export_model(randomized(second, seed=7), tmp_path / "model")
     again = load_model(tmp_path / "model")
     assert again.config == second.config == WingsConfig(**vars(BASE), rank=5)
@@ -193,7 +206,9 @@ def test_stage_2_starts_where_stage_1_ended(tmp_path):
 
 def test_what_a_layer_adds_is_the_routed_sum():
     """Breaks when a learner is left out, added twice, or weighed by the other's weight."""
-    model, inputs, seen = wings(), batch(), {}
+    model = wings()
+    inputs = batch()
+    seen = {}
     attention = model.language_model.layers[1].self_attn
     for name in ("visual", "textual", "router", "o_proj"):
         attention.get_submodule(name).register_forward_hook(
@@ -213,13 +228,12 @@ def test_what_a_layer_adds_is_the_routed_sum():
 def test_a_router_reads_octaves_of_distance():
     """Breaks when a row of attention is not summed as documented: by distance, apart for pictures
     and text."""
-    router, size = randomized(Router()), 20
+    router = randomized(Router())
+    size = 20
     weights = torch.rand(1, HEADS, size, size, generator=torch.Generator().manual_seed(4)).tril()
-    columns, decoder, at = (
-        torch.tensor([[3, 4, 5, 6, 1 << 40]]),
-        wings().language_model,
-        torch.arange(1, 21)[None],
-    )
+    columns = torch.tensor([[3, 4, 5, 6, 1 << 40]])
+    decoder = wings().language_model
+    at = torch.arange(1, 21)[None]
     result = router(weights, decoder.bucket(at, at, columns))
     for i in range(size):
         pooled = torch.zeros(2 * OCTAVES)
@@ -245,16 +259,17 @@ def test_a_batch_of_text_alone_gives_every_parameter_a_gradient():
 def test_what_a_cache_keeps():
     """Breaks when a picture's keys change after the first call, or the caches have room for tokens
     that never come."""
-    model, inputs = wings(), batch(((2, 1, 6), (0, 0, 9), (0, 1, 5)))
-    ids, types, valid = inputs["input_ids"], inputs["token_type_ids"], inputs["attention_mask"]
+    model = wings()
+    inputs = batch(((2, 1, 6), (0, 0, 9), (0, 1, 5)))
+    ids = inputs["input_ids"]
+    types = inputs["token_type_ids"]
+    valid = inputs["attention_mask"]
     cache = model.new_cache(ids.shape[1])
     model(ids[:, :-3], inputs["pixel_values"], types[:, :-3], valid[:, :-3], cache=cache)
     pictures = cache[0].visual.keys.clone()
     model(ids[:, -3:], None, types, valid, cache=cache)
-    assert (
-        torch.equal(cache[0].visual.keys, pictures)
-        and cache[0].visual.length == cache[0].visual.capacity == SLOTS
-    )
+    assert torch.equal(cache[0].visual.keys, pictures)
+    assert cache[0].visual.length == cache[0].visual.capacity == SLOTS
     assert cache[0].textual.length == cache[0].textual.capacity == 9  # of the row of text alone
     refused(
         lambda: generate(model, **inputs, max_new_tokens=2, compiled=CompiledStep(model)),
@@ -266,7 +281,8 @@ def test_what_a_cache_keeps():
 def test_each_stage_trains_its_parts(tmp_path):
     """Breaks when a stage trains the vision tower, forgets a part, has another rate than the paper,
     or comes first."""
-    projector, rest = r"multi_modal_projector\..*", r"language_model\..*"
+    projector = r"multi_modal_projector\..*"
+    rest = r"language_model\..*"
     visual = r"language_model\.layers\.\d\.self_attn\.visual\..*"
     export_model(attach(load_model("embedded"), 4), tmp_path / "model")
     stages = (
@@ -286,7 +302,8 @@ def test_each_stage_trains_its_parts(tmp_path):
             for pattern, rate in wanted.items()
             if re.fullmatch(pattern, name)
         }
-        assert rates == pytest.approx(expected) and model.config.routed == (stage == 2)
+        assert rates == pytest.approx(expected)
+        assert model.config.routed == (stage == 2)
         assert {group["weight_decay"] for group in optimizer.param_groups} == {
             (1e-9, 1e-8)[stage - 1]
         }

@@ -1,9 +1,7 @@
 """WINGS on a language model that has read text alone: a random Qwen2 or Llama and a random SigLIP
 of transformers."""
 
-import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from PIL import Image
 from model.processor import Processor, processor_for
 from model.systems.wings import route
 from model.tokenizer import load_tokenizer
+from tests.files import draw, write_lines
 from tests.pieces import qwen_tokenizer
 from tests.reference import set_attention_backend
 from tests.runs import stage_settings
@@ -33,9 +32,10 @@ SYSTEM = {"qwen2": "You are a helpful assistant.", "llama": "You are a parrot."}
 
 
 @pytest.fixture(scope="module", params=SYSTEM)
-def parts(request, tmp_path_factory) -> Path:
+def parts(request, tmp_path_factory):
     """text/, siglip/, and own.jsonl with a picture and a row of text alone."""
-    folder, tokenizer = tmp_path_factory.mktemp("parts"), qwen_tokenizer()
+    folder = tmp_path_factory.mktemp("parts")
+    tokenizer = qwen_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     if request.param == "llama":
         tokenizer.chat_template = f"<|im_start|>system\n{SYSTEM['llama']}<|im_end|>\n"
@@ -59,7 +59,7 @@ def parts(request, tmp_path_factory) -> Path:
     }  # 16 patches, and a rest of 4 pixels
     siglip = transformers.SiglipConfig(vision_config=vision, text_config=SIZES | {"vocab_size": 50})
     transformers.SiglipModel(siglip).save_pretrained(folder / "siglip")
-    Image.new("RGB", (40, 20), (200, 30, 90)).save(folder / "a.png")
+    draw(folder / "a.png", (200, 30, 90), size=(40, 20))
     said = zip(("human", "gpt") * 2, ("What is<image> it?", "a box", "Sure?", "yes"), strict=True)
     rows = [
         {"prefix": "Hello?", "suffix": "hi"},
@@ -68,22 +68,22 @@ def parts(request, tmp_path_factory) -> Path:
     rows.append(
         {"image": "a.png", "conversations": [{"from": role, "value": text} for role, text in said]}
     )
-    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(folder / "own.jsonl", rows)
     return folder
 
 
-def flags(parts: Path, more: str = "") -> list[str]:
+def flags(parts, more=""):
     """The flags of stage 1."""
     base = f"--stage 1 --r 4 --base {parts}/siglip --option language_model={parts}/text"
     return f"{base} --data jsonl:{parts}/own.jsonl {more}".split()
 
 
-def opened(parts: Path, more: str = ""):
+def opened(parts, more=""):
     return open_model(stage_settings("wings", *flags(parts, more)), torch.device("cpu"))[0].eval()
 
 
-def reader(parts: Path, model) -> Processor:
-    return processor_for(model.config, load_tokenizer(parts / "text" / "tokenizer.json"))
+def reader(parts, model):
+    return processor_for(model.config, load_tokenizer(parts / "text/tokenizer.json"))
 
 
 @torch.no_grad()
@@ -91,8 +91,10 @@ def reader(parts: Path, model) -> Processor:
 def test_the_start_is_the_language_model(parts, dtype):
     """Breaks when a picture's parts move a logit of text alone before they have learned anything,
     in either stage."""
-    text, ids = load_text(parts / "text", dtype), torch.randint(0, 256, (2, 11))
-    first, valid = opened(parts).to(dtype), torch.ones_like(ids)
+    text = load_text(parts / "text", dtype)
+    ids = torch.randint(0, 256, (2, 11))
+    first = opened(parts).to(dtype)
+    valid = torch.ones_like(ids)
     valid[0, :4] = 0
     for model in (first, route(first)):
         for each in (model, text):
@@ -106,7 +108,8 @@ def test_the_start_is_the_language_model(parts, dtype):
 def test_a_conversation_is_laid_out_and_learned_as_released(parts):
     """Breaks when a picture is elsewhere in a turn, or another token is learned; the turns:
     test_chat.py."""
-    model, theirs = opened(parts), transformers.AutoTokenizer.from_pretrained(parts / "text")
+    model = opened(parts)
+    theirs = transformers.AutoTokenizer.from_pretrained(parts / "text")
     image = model.config.image_token_id
     ids, _, learned = reader(parts, model).row_of(
         1, [("What is<image> it?", "a box"), ("Sure?", "yes")]
@@ -128,7 +131,8 @@ def test_a_conversation_is_laid_out_and_learned_as_released(parts):
 def test_pictures_are_padded_to_squares(parts):
     """Breaks when a picture is stretched."""
     pixels = reader(parts, opened(parts)).pixels(Image.new("RGB", (120, 60), (255, 255, 255)))
-    assert pixels.shape == (3, 60, 60) and (pixels[:, 20:40] == 1).all()
+    assert pixels.shape == (3, 60, 60)
+    assert (pixels[:, 20:40] == 1).all()
     assert ((pixels[:, [0, 5, 54, 59]] - (127 / 127.5 - 1)).abs() < 1e-6).all()
 
 
@@ -138,26 +142,26 @@ def test_both_stages_are_trained_and_opened_elsewhere(parts, tmp_path):
     to answer."""
     small = "--steps 2 --step-batch 2 --batch-size 2 --device cpu --lr 0.01 --eval-every 0".split()
     wings.main([*flags(parts), *small, "--no-evaluate", "--out", str(tmp_path / "1")])
-    model, moved = load_model(tmp_path / "1" / "model"), tmp_path / "moved"
+    model = load_model(tmp_path / "1/model")
+    moved = tmp_path / "moved"
     for name, tensor in load_text(parts / "text").state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor), name
     assert model.language_model.layers[0].self_attn.visual.o.B.weight.any()
-    shutil.move(tmp_path / "1" / "model", moved)
+    shutil.move(tmp_path / "1/model", moved)
     second = f"--stage 2 --base {moved} --data jsonl:{parts}/own.jsonl --out {tmp_path}/2".split()
     wings.main([*second, *small, "--evaluate", "--eval-data", f"jsonl:{parts}/own.jsonl"])
-    again = load_model(tmp_path / "2" / "model")
-    assert (
-        again.config.routed
-        and again.config.chat
-        and Processor.from_source(tmp_path / "2" / "model").texts
-    )
+    again = load_model(tmp_path / "2/model")
+    assert again.config.routed
+    assert again.config.chat
+    assert Processor.from_source(tmp_path / "2/model").texts
 
 
 @torch.no_grad()
 def test_a_router_counts_distances_from_the_token_itself(parts):
     """Breaks when queries and keys count positions from different numbers, as PaliGemma and
     language models do."""
-    model, valid = route(opened(parts)), torch.ones(1, 5, dtype=torch.bool)
+    model = route(opened(parts))
+    valid = torch.ones(1, 5, dtype=torch.bool)
     buckets = model.language_model.geometry(torch.randn(1, 5, 24), valid, valid.long())[0].buckets
     assert buckets[0, 4].tolist() == [2, 2, 1, 1, 0]  # distances 4 to 0, by octave
 

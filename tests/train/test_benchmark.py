@@ -1,7 +1,6 @@
 """The benchmark: both sides do the same work, each in a process of its own, and ratios follow from
 times."""
 
-import json
 from contextlib import nullcontext
 from importlib import metadata
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 from model.common import UserError, run_command
+from tests.files import read_json
 from train.benchmark.__main__ import Process, Work, main, write_folder
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "tokens": 6, "compiled": False}
@@ -49,7 +49,8 @@ def test_both_sides_do_the_same_work_apart(sides, tmp_path):
     """Breaks when sides have other weights, inputs or adapters, or a setting of ours can reach the
     peer."""
     write_folder("embedded", tmp_path / "model", torch.float32)
-    settings, numbers = SETTINGS | {"folder": str(tmp_path / "model"), "quantize": None}, {}
+    settings = SETTINGS | {"folder": str(tmp_path / "model"), "quantize": None}
+    numbers = {}
     opened = [side.ask("open", **settings) for side in sides.values()]
     assert opened[0]["weights"] == pytest.approx(
         opened[1]["weights"], rel=1e-3
@@ -70,25 +71,18 @@ def test_both_sides_do_the_same_work_apart(sides, tmp_path):
             for answer in of_side
         )
     assert numbers["prefill"][0] == pytest.approx(numbers["prefill"][1], abs=1e-4)
-    assert numbers["eval"][0] == numbers["eval"][1] and len({*numbers["eval"][0]}) > 3
-    assert (
-        numbers["decode"][0] == numbers["decode"][1]
-        and len(numbers["decode"][0]) == 2 * 2 * SETTINGS["tokens"]
-    )
+    assert numbers["eval"][0] == numbers["eval"][1]
+    assert len({*numbers["eval"][0]}) > 3
+    assert numbers["decode"][0] == numbers["decode"][1]
+    assert len(numbers["decode"][0]) == 2 * 2 * SETTINGS["tokens"]
     # B = 0 at first: the second loss is the first that depends on LoRA
     assert numbers["train"][0] == pytest.approx(numbers["train"][1], abs=1e-5)
     assert numbers["train"][0][0] != numbers["train"][0][1]
     imported = [{*of_side[-1]["imports"]} for of_side in answers]
-    assert {"model", "lora", "weights", "eval"} <= imported[0] and not {
-        "transformers",
-        "peft",
-    } & imported[0]
-    assert {"transformers", "peft"} <= imported[1] and not {
-        "model",
-        "lora",
-        "weights",
-        "eval",
-    } & imported[1]
+    assert {"model", "lora", "weights", "eval"} <= imported[0]
+    assert not {"transformers", "peft"} & imported[0]
+    assert {"transformers", "peft"} <= imported[1]
+    assert not {"model", "lora", "weights", "eval"} & imported[1]
     sides["ours"].ask("open", **settings | {"quantize": "int8"})
     sides["ours"].ask("prepare", work="train", batch=2)
     assert sides["ours"].ask("run")["numbers"] == pytest.approx(numbers["train"][0][:1], rel=0.02)
@@ -102,7 +96,7 @@ def test_the_command_writes_its_report_or_one_line(sides, tmp_path, capfd, monke
     with monkeypatch.context() as patch:
         patch.setattr("train.benchmark.__main__.Process", lambda name: nullcontext(sides[name]))
         main(command)
-    result = json.loads((tmp_path / "report.json").read_text())
+    result = read_json(tmp_path / "report.json")
     assert {
         "base",
         "dtype",
@@ -114,17 +108,17 @@ def test_the_command_writes_its_report_or_one_line(sides, tmp_path, capfd, monke
         "peft",
     } <= result.keys()
     (row,) = result["rows"]
-    assert len(row["seconds"]) == 1 and min(row["seconds"]) > [0, 0] and row["same"] == [2, 2]
+    assert len(row["seconds"]) == 1
+    assert min(row["seconds"]) > [0, 0]
+    assert row["same"] == [2, 2]
     assert "| load, batch 1 |" in (tmp_path / "report.md").read_text()
     (tmp_path / "peft.py").write_text("raise RuntimeError('broken')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     capfd.readouterr()
     with pytest.raises(SystemExit) as ended, Process("peer") as peer:
         run_command(lambda: peer.ask("hello"))
-    assert ended.value.code == 2 and capfd.readouterr() == (
-        "",
-        "error: peer: RuntimeError: broken\n",
-    )
+    assert ended.value.code == 2
+    assert capfd.readouterr() == ("", "error: peer: RuntimeError: broken\n")
     monkeypatch.setattr(
         metadata, "version", lambda package: metadata.distribution("no such package")
     )

@@ -13,9 +13,8 @@ def test_the_bound_is_that_of_the_sharpest_map_allowed():
     position."""
     x, right = built.draw(4000, seed=5)
     marked = x[:, :-1, built.CLASSES]
-    assert torch.equal(marked.sum(1), torch.ones(4000)) and torch.equal(
-        x[:, -1, :-1], torch.zeros(4000, 9)
-    )
+    assert torch.equal(marked.sum(1), torch.ones(4000))
+    assert torch.equal(x[:, -1, :-1], torch.zeros(4000, 9))
     classes = x[:, :-1, : built.CLASSES]
     assert torch.equal(classes[marked.bool()].argmax(-1), right)
     logits = 2 * marked - 1  # 1 at the mark, −1 elsewhere: all that the soft cap allows
@@ -40,16 +39,21 @@ def test_two_maps_beat_the_bound_and_one_does_not(tmp_path, monkeypatch):
             * sum(built.make(Job(kind, (), rate, 0), tmp_path)["scores"]["test"]["built"])
             / built.TESTS
         )
-    assert 60 < accuracy["softmax"] < 88 and accuracy["twin"] > 99 and accuracy["split"] > 99
+    assert 60 < accuracy["softmax"] < 88
+    assert accuracy["twin"] > 99
+    assert accuracy["split"] > 99
 
 
 def test_seeds_learn_from_examples_of_their_own(tmp_path, monkeypatch):
     """Breaks when runs share examples, or learn those that are tested."""
-    seeds, draw = [], built.draw
+    seeds = []
+    draw = built.draw
     monkeypatch.setattr(
         built, "draw", lambda rows, seed, *others: seeds.append(seed) or draw(rows, seed, *others)
     )
     for seed in (0, 1):
         built.make(Job("softmax", (("steps", 3),), 0.01, seed), tmp_path)
-    learned, tested = seeds[:3] + seeds[5:8], {*seeds[3:5]}
-    assert len({*learned} - tested) == 6 and tested == {*seeds[8:]}
+    learned = seeds[:3] + seeds[5:8]
+    tested = {*seeds[3:5]}
+    assert len({*learned} - tested) == 6
+    assert tested == {*seeds[8:]}

@@ -10,14 +10,14 @@ from tests.runs import refused
 from train import chart
 
 
-def where(image, color=figures.SERIES[0]) -> list[tuple[float, float]]:
+def where(image, color=figures.SERIES[0]):
     """(x, y) in points of the pixels of `color`, sorted by x."""
     y, x = np.nonzero((np.asarray(image) == color).all(axis=-1))
     return sorted(zip(x / figures.DENSITY, y / figures.DENSITY, strict=True))
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "marks"),
+    "low, high, marks",
     [
         (1, 1499, [0, 500, 1000, 1500]),
         (-1.9, 2.7, [-2, -1, 0, 1, 2, 3]),
@@ -42,9 +42,8 @@ def test_chart_puts_points_where_the_axes_say():
     """Breaks when the y axis is upside down, a curve is not where its points are, a run of 320
     steps ends before the axis does, or a NaN is drawn."""
     points = where(chart.line_chart({"loss": [(0, 0), (10, 5)]}))
-    assert points[0] == pytest.approx((66, 348), abs=2) and points[-1] == pytest.approx(
-        (658, 18), abs=2
-    )
+    assert points[0] == pytest.approx((66, 348), abs=2)
+    assert points[-1] == pytest.approx((658, 18), abs=2)
     steps = [(step, step) for step in range(320)]
     assert where(chart.line_chart({"loss": steps}))[-1][0] == pytest.approx(658, abs=2)
     assert chart.axis([0, 319], 0, 319, tight=True)[0] == [0, 100, 200, 300]

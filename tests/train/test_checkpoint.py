@@ -1,6 +1,5 @@
 """A checkpoint is whole or not there, and holds all that the next step depends on."""
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tests.files import read_json, write_json
 from tests.runs import WORLD, refused
 from train.checkpoint import (
     Best,
@@ -23,14 +23,14 @@ from train.checkpoint import (
 from train.optim import OPTIMIZERS, MuonAdamW, Rule, make_adamw, parameter_groups
 
 
-def make(seed: int = 0, optimizer=make_adamw):
+def make(seed=0, optimizer=make_adamw):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     rules = [Rule(["0.weight", "0.bias"], 0.1), Rule(["2.weight"], 0.01)]
     return model, optimizer(parameter_groups(model, rules), betas=(0.9, 0.98))
 
 
-def step(model, optimizer, number: int = 0) -> None:
+def step(model, optimizer, number=0):
     torch.manual_seed(number)
     model(torch.randn(16, 4)).square().mean().backward()
     optimizer.step()
@@ -88,7 +88,7 @@ def test_state_that_does_not_fit_is_one_line(name, tmp_path):
     digests = {
         file.name: file_digest(file) for file in folder.iterdir() if file.name != "manifest.json"
     }
-    (folder / "manifest.json").write_text(json.dumps(digests))
+    write_json(folder / "manifest.json", digests)
     refused(lambda: load_checkpoint(tmp_path, newest_progress(tmp_path), optimizer), "step-1")
 
 
@@ -132,6 +132,4 @@ def test_the_newest_are_kept_in_numeric_order(tmp_path):
                 tmp_path, Progress(step=number, samples=keep), model, optimizer, WORLD, keep=keep
             )
         assert [path.name for path in checkpoints(tmp_path)] == kept
-    assert (
-        json.loads((tmp_path / "checkpoints/step-10/state.json").read_text())["samples"] == 1
-    )  # written again
+    assert read_json(tmp_path / "checkpoints/step-10/state.json")["samples"] == 1  # written again

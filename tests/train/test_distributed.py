@@ -1,9 +1,7 @@
 """Several processes: their checkpoints resume in any number, and together they answer what one
 would."""
 
-import json
 import shutil
-from pathlib import Path
 from threading import Barrier, Thread
 from types import SimpleNamespace
 
@@ -16,8 +14,8 @@ from eval.data import scenes
 from eval.data.records import embedded_records
 from eval.question import Question
 from model.processor import Processor
-from tests.files import write_vqav2
-from tests.runs import WORLD, metrics, refused, torchrun, words
+from tests.files import read_json, write_vqav2
+from tests.runs import WORLD, assert_same_tensors, metrics, refused, torchrun, words
 from train import finetune
 from train.data.batches import Order
 from train.distributed import World, ask_together, joined_world
@@ -46,14 +44,16 @@ def spread_run(tmp_path_factory):
 def test_a_spread_run_goes_on_with_as_many_processes(spread_run, tmp_path):
     """Breaks when a spread checkpoint loses a part or a moment, or another number of processes
     would read other batches."""
-    whole, cut = metrics(spread_run), tmp_path / "cut"
+    whole = metrics(spread_run)
+    cut = tmp_path / "cut"
     shutil.copytree(
         spread_run, cut, ignore=shutil.ignore_patterns("step-4", "model", "summary.json")
     )
     refused(lambda: finetune.main(["--resume", str(cut)]), "2 processes, this call 1")
     torchrun(2, "--resume", cut)
     resumed = metrics(cut)
-    assert resumed[:2] == whole[:2] and len(resumed) == len(whole) == 4
+    assert resumed[:2] == whole[:2]
+    assert len(resumed) == len(whole) == 4
     for before, after in zip(whole, resumed, strict=True):
         assert after["loss"] == pytest.approx(before["loss"], rel=2e-6)
         assert after["gradient_norm"] == pytest.approx(before["gradient_norm"], rel=1e-4)
@@ -66,15 +66,13 @@ def test_a_spread_run_goes_on_with_as_many_processes(spread_run, tmp_path):
         torch.allclose(tensor, models[1][name], rtol=1e-3, atol=1e-4)
         for name, tensor in models[0].items()
     )
-    first, second = (
-        json.loads((folder / "summary.json").read_text()) for folder in (spread_run, cut)
-    )
+    first, second = (read_json(folder / "summary.json") for folder in (spread_run, cut))
     assert first["held_out"]["after"] == pytest.approx(second["held_out"]["after"], rel=1e-4)
-    assert first["samples"] == second["samples"] == 42 and first["before"]["vqa"] is not None
+    assert first["samples"] == second["samples"] == 42
+    assert first["before"]["vqa"] is not None
     best = load_model(cut / "best").state_dict()
-    assert second["held_out"]["best_step"] == 4 and all(
-        torch.equal(best[name], models[1][name]) for name in best
-    )
+    assert second["held_out"]["best_step"] == 4
+    assert_same_tensors(best, models[1])
 
 
 @pytest.mark.long
@@ -85,7 +83,8 @@ def test_a_spread_checkpoint_is_parts_without_pickles(spread_run):
     assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}
     first, second = sorted(path.stat().st_size for path in folder.glob("*.safetensors"))
     assert second < 1.2 * first
-    name, rows = "language_model.embed_tokens.weight", 0
+    name = "language_model.embed_tokens.weight"
+    rows = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             rows += file.get_slice(name).get_shape()[0]
@@ -95,10 +94,7 @@ def test_a_spread_checkpoint_is_parts_without_pickles(spread_run):
 # Steps
 
 
-@pytest.mark.parametrize(
-    ("flags", "rows"),
-    [("--recipe paper-2", 4), ("--recipe paligemma", 256)],
-)
+@pytest.mark.parametrize("flags, rows", [("--recipe paper-2", 4), ("--recipe paligemma", 256)])
 def test_a_recipe_s_step_has_as_many_rows_on_any_number_of_processes(flags, rows):
     """Breaks when more processes make a larger step: the published rate would go with another
     batch."""
@@ -106,11 +102,9 @@ def test_a_recipe_s_step_has_as_many_rows_on_any_number_of_processes(flags, rows
     for number in (1, 2, 4, 8, 16, 64):
         if number <= rows:
             size, micro_batches = step_layout(settings, number)
-            assert (
-                size * micro_batches == rows
-                and micro_batches % number == 0
-                and size <= settings.batch_size
-            )
+            assert size * micro_batches == rows
+            assert micro_batches % number == 0
+            assert size <= settings.batch_size
     for number in (3, 24, 2 * rows):
         refused(lambda number=number: step_layout(settings, number), f"--step-batch {rows}")
 
@@ -122,7 +116,8 @@ def test_a_step_is_what_the_flags_say(processor):
         2,
         6,
     )
-    settings, records = parse(words("--recipe paper-1"))[0], embedded_records(("vqa",), count=8)
+    settings = parse(words("--recipe paper-1"))[0]
+    records = embedded_records(("vqa",), count=8)
     Order(records, processor, settings, World(0, 2, WORLD.device))
 
 
@@ -132,11 +127,11 @@ def test_a_step_is_what_the_flags_say(processor):
 class OneOfTwo(World):
     """A process of two, which is a thread: `gather` exchanges lists in memory."""
 
-    def meet(self, barrier: Barrier, values: list) -> "OneOfTwo":
+    def meet(self, barrier, values):
         object.__setattr__(self, "exchange", (barrier, values))
         return self
 
-    def gather(self, value) -> list:
+    def gather(self, value):
         barrier, values = self.exchange
         barrier.wait()
         values[self.rank] = value
@@ -144,9 +139,11 @@ class OneOfTwo(World):
         return list(values)
 
 
-def as_two(work) -> list:
+def as_two(work):
     """`work(world)` of both."""
-    barrier, values, results = Barrier(2, timeout=60), [None, None], [None, None]
+    barrier = Barrier(2, timeout=60)
+    values = [None, None]
+    results = [None, None]
     worlds = [OneOfTwo(rank, 2, WORLD.device).meet(barrier, values) for rank in range(2)]
     threads = [
         Thread(target=lambda world=world: results.__setitem__(world.rank, work(world)))
@@ -159,7 +156,7 @@ def as_two(work) -> list:
     return results
 
 
-def questions(folder: Path) -> list[Question]:
+def questions(folder):
     """Free and multiple-choice ones on seven pictures, one of which cannot be read."""
     for number in range(6):
         scenes.sample("vqa", "test", 32 * number).image.save(folder / f"{number}.png")
@@ -180,14 +177,17 @@ def questions(folder: Path) -> list[Question]:
 def test_two_processes_answer_as_one(tmp_path):
     """Breaks when a question is answered twice, by nobody, or in another's place, or its problem is
     not told to all."""
-    asked, limits = questions(tmp_path), {"max_new_tokens": 4, "batch_size": 4}
+    asked = questions(tmp_path)
+    limits = {"max_new_tokens": 4, "batch_size": 4}
 
-    def answers(ask, *world, **options) -> list:
-        model, processor = load_model("embedded"), Processor.from_source("embedded")
+    def answers(ask, *world, **options):
+        model = load_model("embedded")
+        processor = Processor.from_source("embedded")
         return ask(*world, model, processor, asked, **limits, **options)
 
     expected = answers(ask_all, left_out={})
-    assert len(set(expected)) > 6 and expected.count(None) == 3
+    assert len(set(expected)) > 6
+    assert expected.count(None) == 3
     assert as_two(lambda world: answers(ask_together, world)) == [expected] * 2
 
 
@@ -208,14 +208,14 @@ def test_a_broken_environment_is_one_line(given, monkeypatch):
 def test_all_processes_end_at_a_loss_that_is_not_finite():
     """Breaks when only the process that meets it ends, and the others wait, or report no record."""
 
-    def problem(world: World) -> str:
-        losses, micros = (
-            [1.0, [1.0, float("nan")][world.rank]],
-            [SimpleNamespace(names=(f"{n}{world.rank}",)) for n in "ab"],
-        )
+    def problem(world):
+        losses = [1.0, [1.0, float("nan")][world.rank]]
+        micros = [SimpleNamespace(names=(f"{n}{world.rank}",)) for n in "ab"]
         with pytest.raises(Diverged) as raised:
             check_loss(float("nan"), losses, 7, micros, world, 1.0)
         return str(raised.value)
 
     first, second = as_two(problem)
-    assert first == second and first.startswith("step 7: ") and "nan on b1" in first
+    assert first == second
+    assert first.startswith("step 7: ")
+    assert "nan on b1" in first

@@ -18,12 +18,11 @@ def test_the_text_base_learns_causally_and_is_made_once(processor, tmp_path, mon
     there is made again."""
     monkeypatch.setattr(text, "ROWS", 4)
     micro = text.sentences(1, 3, processor)
-    assert micro.batch.token_type_ids.all() and len(micro.names) == 4
+    assert micro.batch.token_type_ids.all()
+    assert len(micro.names) == 4
     made = text.make_text_base(3, tmp_path / "made", steps=2).state_dict()
-    again, fresh = (
-        text.make_text_base(4, tmp_path / "made"),
-        initialize(PaliGemma(PRESETS["tiny"]), 3),
-    )
+    again = text.make_text_base(4, tmp_path / "made")
+    fresh = initialize(PaliGemma(PRESETS["tiny"]), 3)
     assert all(torch.equal(made[name], tensor) for name, tensor in again.state_dict().items())
     fresh.vision_tower.load_state_dict(load_model("embedded").vision_tower.state_dict())
     changed = {

@@ -3,8 +3,10 @@ work of one."""
 
 import json
 import os
+import re
 import signal
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from unittest.mock import Mock
 
 import numpy as np
@@ -17,9 +19,19 @@ from eval.data.records import embedded_records
 from lora import adapter
 from model.differential import KINDS
 from model.generate import ask
-from tests.files import write_vqav2
+from tests.files import draw, read_json, write_lines, write_vqav2
 from tests.killed_runs import kill_often
-from tests.runs import QUICK, SERVER, WORLD, metrics, refused, run, torchrun, words
+from tests.runs import (
+    QUICK,
+    SERVER,
+    WORLD,
+    assert_same_tensors,
+    metrics,
+    refused,
+    run,
+    torchrun,
+    words,
+)
 from train import finetune
 from train import model as systems
 from train.data.batches import collate
@@ -38,10 +50,11 @@ def test_every_variant_trains_and_is_opened_again(kind, tmp_path):
     """Breaks when a variant cannot be trained by the command, or its run folder does not give the
     trained model."""
     losses = run("--steps 6 --lr 1e-2 --attention", kind, out=tmp_path / "run")
-    assert len(losses) == 6 and all(0 < record["loss"] < 20 for record in losses)
+    assert len(losses) == 6
+    assert all(0 < record["loss"] < 20 for record in losses)
     model = load_model("tiny")
     adapter.load(model, tmp_path / "run")
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    summary = read_json(tmp_path / "run/summary.json")
     assert summary["trainable_parameters"] == sum(p.numel() for p in trainable(model).values())
 
 
@@ -51,7 +64,7 @@ SECOND = "mu q2.lora_A.weight q2.lora_B.weight k2.lora_A.weight k2.lora_B.weight
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("flags", "linears", "names"),
+    "flags, linears, names",
     [
         ("--attention softmax", 7, ""),
         ("--attention shared", 7, LAMBDAS),
@@ -66,23 +79,20 @@ def test_the_trainable_set_by_name(flags, linears, names, processor):
     """Breaks when LoRA's injection freezes λ, μ or a norm, as in the published code, or a base
     weight learns, or the vision tower keeps activations for a backward pass."""
     model, optimizer = open_model(parse(words(QUICK, flags))[0], WORLD.device)
-    lora = {name for name in trainable(model) if ".lora.lora_" in name}
+    learned = trainable(model).keys()
+    lora = {name for name in learned if ".lora.lora_" in name}
     assert len(lora) == 4 * linears * 2  # layers, linears, A and B
-    rest = {name.partition("language_model.layers.")[2] for name in trainable(model).keys() - lora}
-    assert {name.split("self_attn.")[-1].split("mlp.")[-1] for name in rest} == set(names.split())
-    decayed = {
-        name for group in optimizer.param_groups if group["weight_decay"] for name in group["names"]
-    }
-    assert not [
-        name for name in decayed if name.endswith(("mu", "subln.weight")) or "lambda_" in name
-    ]
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(trainable(model))
+    rest = {re.split(r"self_attn\.|mlp\.", name)[-1] for name in learned - lora}
+    assert rest == set(names.split())
+    for group in optimizer.param_groups:
+        for name in group["names"]:
+            is_bare = name.endswith(("mu", "subln.weight")) or "lambda_" in name
+            assert not (is_bare and group["weight_decay"]), name
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(learned)
     micro = collate(embedded_records(count=2), processor)
     assert not model.encode_images(micro.batch.pixel_values).requires_grad
     systems.supervised_loss(model, micro).backward()
-    assert {name for name, p in model.named_parameters() if p.grad is not None} <= set(
-        trainable(model)
-    )
+    assert {name for name, p in model.named_parameters() if p.grad is not None} <= learned
 
 
 @pytest.mark.long
@@ -96,7 +106,8 @@ def test_full_fine_tuning_writes_a_model(tmp_path, monkeypatch):
         run("--recipe own --steps 2", out=tmp_path / "run")
     finetune.main(["--resume", str(tmp_path / "run")])
     assert (tmp_path / "run/summary.json").exists()
-    before, after = load_model("tiny").state_dict(), load_model(tmp_path / "run/model").state_dict()
+    before = load_model("tiny").state_dict()
+    after = load_model(tmp_path / "run/model").state_dict()
     assert sum(not torch.equal(before[name], after[name]) for name in before) > 0.9 * len(before)
 
 
@@ -106,58 +117,54 @@ def test_vqav2_is_trained_on_and_evaluated(tmp_path, capsys):
     on."""
     write_vqav2(tmp_path / "vqav2")
     flags = f"--data vqav2:{tmp_path}/vqav2 --recipe paper-1 --validation 0.2 --fraction 1 --answers sampled --evaluate"
-    assert (
-        len(run(flags, "--per-picture 2 --batch-size 4", out=tmp_path / "run")) == 12
-    )  # 16 pictures of 3 questions
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["held_out"]["examples"] == 12 and summary["before"]["needle"] is None
+    logged = run(flags, "--per-picture 2 --batch-size 4", out=tmp_path / "run")
+    assert len(logged) == 12  # 16 pictures of 3 questions
+    summary = read_json(tmp_path / "run/summary.json")
+    assert summary["held_out"]["examples"] == 12
+    assert summary["before"]["needle"] is None
     assert summary["held_out"]["after"]["vqa_accuracy"] == summary["after"]["vqa"] is not None
-    assert (
-        json.loads((tmp_path / "run/adapter_config.json").read_text())["prompt"]
-        == "answer {question}"
-    )
+    assert read_json(tmp_path / "run/adapter_config.json")["prompt"] == "answer {question}"
     assert "--prompt 'answer Where is the dog?'" in capsys.readouterr().out
 
 
 @pytest.mark.long
 def test_recipes_are_table_1():
     """Breaks when a row of the paper's Table 1 is run with other settings than it states."""
-    rows = {name: parse(["--recipe", name])[0] for name in RECIPES if name.startswith("paper")}
-    assert {
-        name: (s.attention, s.feed_forward, s.lr, s.r, s.alpha, s.weight_decay)
-        for name, s in rows.items()
-    } == {
-        "paper-1": ("softmax", "mlp", 4e-4, 32, 64, 1e-9),
-        "paper-2": ("shared", "swiglu-new", 4e-4, 32, 64, 1e-9),
-        "paper-3": ("softmax", "mlp", 2e-5, 16, 32, 1e-8),
-        "paper-4": ("shared", "mlp", 2e-5, 32, 64, 1e-8),
-        "paper-5": ("split", "swiglu-new", 2e-5, 32, 64, 1e-8),
+    names = "attention feed_forward lr r alpha weight_decay".split()
+    table = {
+        "paper-1": ["softmax", "mlp", 4e-4, 32, 64, 1e-9],
+        "paper-2": ["shared", "swiglu-new", 4e-4, 32, 64, 1e-9],
+        "paper-3": ["softmax", "mlp", 2e-5, 16, 32, 1e-8],
+        "paper-4": ["shared", "mlp", 2e-5, 32, 64, 1e-8],
+        "paper-5": ["split", "swiglu-new", 2e-5, 32, 64, 1e-8],
     }
-    others = {(s.step_batch, s.warmup, s.schedule, s.beta2, s.dropout) for s in rows.values()}
-    assert others == {(4, 50, "linear", 0.98, 0.1)}
+    assert [name for name in RECIPES if name.startswith("paper")] == [*table]
+    for recipe, row in table.items():
+        s = parse(["--recipe", recipe])[0]
+        assert [getattr(s, name) for name in names] == row
+        assert (s.step_batch, s.warmup, s.schedule) == (4, 50, "linear")
+        assert (s.beta2, s.dropout) == (0.98, 0.1)
     assert parse(words("--recipe paper-1 --lr 1"))[0].lr == 1
 
 
 # From Python
 
 
-def shade(number: int) -> dict:
+def shade(number):
     """An example as of a data set of Hugging Face, which has None for what is absent."""
-    answers = {
-        "suffix": "dark" if number < 10 else "light",
-        "answers": ["dim", "dim"] if number < 3 else None,
-    }
     return {
         "image": Image.new("RGB", (9, 6), (12 * number, 0, 200)),
         "prefix": "how light",
-    } | answers
+        "suffix": "dark" if number < 10 else "light",
+        "answers": ["dim", "dim"] if number < 3 else None,
+    }
 
 
 class Shades:
     def __len__(self):
         return 20
 
-    def __getitem__(self, number: int) -> dict:
+    def __getitem__(self, number):
         return shade(number) | {"image": np.asarray(shade(number)["image"])}
 
 
@@ -168,13 +175,15 @@ def test_examples_of_a_program_are_those_of_a_file(tmp_path):
     the one whose answers were scored."""
     lines = []
     for number in range(20):
-        shade(number)["image"].save(tmp_path / f"{number}.png")
-        lines.append(
-            {name: value for name, value in shade(number).items() if value}
-            | {"image": f"{number}.png"}
-        )
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:7]))
+        line = shade(number)
+        line.pop("image").save(tmp_path / f"{number}.png")
+        given = {name: value for name, value in line.items() if value}
+        lines.append(given | {"image": f"{number}.png"})
+    files = {
+        "data": f"jsonl:{write_lines(tmp_path / 'a.jsonl', lines)}",
+        "eval_data": f"jsonl:{write_lines(tmp_path / 'b.jsonl', lines[:7])}",
+        "out": tmp_path / "command",
+    }
     given = {"data": Shades(), "eval_data": [shade(number) for number in range(7)]}
     settings = {
         "base": "tiny",
@@ -183,61 +192,48 @@ def test_examples_of_a_program_are_those_of_a_file(tmp_path):
         "recipe": "lora",
         "steps": 6,
         "lr": 0.02,
+        "eval_every": 3,
+        "checkpoint_every": 2,
     }
-    settings |= {"eval_every": 3, "checkpoint_every": 2}
-    files = {
-        "data": f"jsonl:{tmp_path}/a.jsonl",
-        "eval_data": f"jsonl:{tmp_path}/b.jsonl",
-        "out": tmp_path / "command",
-    }
-    finetune.main(
-        [w for name, value in (settings | files).items() for w in (flag_name(name), str(value))]
-    )
+    flags = []
+    for name, value in (settings | files).items():
+        flags += [flag_name(name), str(value)]
+    finetune.main(flags)
+    call = tmp_path / "call"
     with pytest.raises(KeyboardInterrupt):
         stops = Mock(side_effect=[None] * 4 + [KeyboardInterrupt])
-        finetune.finetune(
-            **given, **settings, out=str(tmp_path / "call"), resume=None, on_log=stops
-        )
-    folder, logged = {"resume": tmp_path / "call"}, []
-    refused(
-        lambda: finetune.main(["--resume", f"{tmp_path}/call"]),
-        "python:eval_data",
-        "finetune(resume=",
-    )
+        finetune.finetune(**given, **settings, out=str(call), resume=None, on_log=stops)
+    resumed = partial(finetune.finetune, resume=call)
+    refused(lambda: finetune.main(["--resume", str(call)]), "python:eval_data", "finetune(resume=")
     changed = [shade(number) | {"image": shade(max(1, number))["image"]} for number in range(20)]
-    refused(lambda: finetune.finetune(**given | {"data": changed}, **folder), "the records")
-    refused(
-        lambda: finetune.finetune(data=given["data"], resume=tmp_path / "command"), "from files"
-    )
+    refused(lambda: resumed(**given | {"data": changed}), "the records")
+    refused(lambda: resumed(data=given["data"], resume=tmp_path / "command"), "from files")
     refused(lambda: finetune.finetune(**given, **settings, metrics={"AP": max}), "metrics: AP")
-    metric = {
-        "of light": lambda answers, truths: (
-            truths.count("light") + truths.count(["dim", "dim"]) / 100
-        )
-    }
-    done = finetune.finetune(
-        **given, **folder, on_log=lambda *pair: logged.append(pair), metrics=metric
-    )
-    rows = [{name: v for name, v in row.items() if name != "of light"} for row in metrics(done.run)]
+
+    def of_light(answers, truths):
+        return truths.count("light") + truths.count(["dim", "dim"]) / 100
+
+    on_log = Mock()
+    done = resumed(**given, on_log=on_log, metrics={"of light": of_light})
+    logged = [call.args for call in on_log.call_args_list]
+    rows = metrics(done.run)
+    for row in rows:
+        row.pop("of light", None)
     assert rows == metrics(tmp_path / "command")
-    assert done.history[4:] == [record for _, record in logged] and [
-        step for step, _ in logged
-    ] == [4, 5]
+    assert done.history[4:] == [record for _, record in logged]
+    assert [step for step, _ in logged] == [4, 5]
     assert done.summary["held_out"]["after"]["of light"] == logged[-1][1]["of light"] == 0.03
     rows = [json.loads(line) for line in (done.run / "answers.jsonl").read_text().splitlines()]
     column = "after" if done.summary["held_out"]["best_step"] == 6 else "best"
-    asked = ask(
-        done.model,
-        done.processor,
-        [e["image"] for e in given["eval_data"]],
-        [r["question"] for r in rows],
-    )
-    assert [said[: len(row[column])] for said, row in zip(asked, rows, strict=True)] == [
-        row[column] for row in rows
-    ]
-    assert rows[0]["name"] == "eval_data[0]" and rows[0][column] != rows[0]["before"]
+    pictures = [example["image"] for example in given["eval_data"]]
+    asked = ask(done.model, done.processor, pictures, [row["question"] for row in rows])
+    for said, row in zip(asked, rows, strict=True):
+        assert said[: len(row[column])] == row[column]
+    assert rows[0]["name"] == "eval_data[0]"
+    assert rows[0][column] != rows[0]["before"]
     first = json.loads((tmp_path / "command/answers.jsonl").read_text().splitlines()[0])
-    assert rows[0]["images"] == [] and first["images"] == [f"{tmp_path}/0.png"]  # for the page
+    assert rows[0]["images"] == []
+    assert first["images"] == [f"{tmp_path}/0.png"]  # for the page
 
 
 # Interruptions
@@ -259,7 +255,8 @@ def whole(tmp_path_factory):
 def test_resumed_metrics_are_equal_to_the_bit(number, whole, tmp_path, monkeypatch, capsys):
     """Breaks when a state that the next step depends on is lost, or a signal loses steps or has
     another exit code."""
-    loss, calls = systems.supervised_loss, []
+    loss = systems.supervised_loss
+    calls = []
 
     def interrupted(*args):
         calls.append(1)
@@ -269,24 +266,20 @@ def test_resumed_metrics_are_equal_to_the_bit(number, whole, tmp_path, monkeypat
             os.kill(os.getpid(), number)
         return loss(*args)
 
+    cut = tmp_path / "cut"
     with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, SystemExit)) as ended:
         patch.setattr(systems, "supervised_loss", interrupted)
-        run(TWELVE, out=tmp_path / "cut")
-    assert (
-        number is None
-        or ended.value.code == 128 + number
-        and f"--resume {tmp_path}" in capsys.readouterr().err
-    )
-    saved = sorted(path.name for path in (tmp_path / "cut/checkpoints").iterdir())
-    assert saved == (["step-4"] if number is None else ["step-4", "step-7"])
-    finetune.main(["--resume", str(tmp_path / "cut")])
-    assert metrics(tmp_path / "cut") == metrics(whole)
-    ours, theirs = (
-        load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "cut", whole)
-    )
-    assert ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name], theirs[name]) for name in theirs
-    )
+        run(TWELVE, out=cut)
+    saved = ["step-4"]
+    if number is not None:
+        assert ended.value.code == 128 + number
+        assert f"--resume {tmp_path}" in capsys.readouterr().err
+        saved += ["step-7"]
+    assert sorted(path.name for path in (cut / "checkpoints").iterdir()) == saved
+    finetune.main(["--resume", str(cut)])
+    assert metrics(cut) == metrics(whole)
+    file = "adapter_model.safetensors"
+    assert_same_tensors(load_file(cut / file), load_file(whole / file))
 
 
 @pytest.mark.long
@@ -297,7 +290,8 @@ def test_kill_9_at_any_moment(tmp_path):
         1, SERVER
     ) as pool:  # it has no threads, and its children are forked from it
         steps, equal = pool.submit(kill_often, tmp_path, 16).result()
-    assert equal and len(steps) >= 4  # it died in different places
+    assert equal
+    assert len(steps) >= 4  # it died in different places
 
 
 # Several processes
@@ -309,34 +303,33 @@ def test_two_processes_do_the_work_of_one(shard, tmp_path):
     """Breaks when gradients have the wrong weight or are exchanged before the last of a step's
     micro-batches, or processes read the same data."""
     flags = "--steps 4 --dropout 0 --clip 0.5 --seed 3 --checkpoint-every 2 --step-batch 8"
-    alone = run(
-        flags, out=tmp_path / "alone"
-    )  # four micro-batches of two rows; on two processes two each
+    # four micro-batches of two rows; on two processes two each
+    alone = run(flags, out=tmp_path / "alone")
     torchrun(2, QUICK, flags, shard, "--out", tmp_path / "pair")
     for one, two in zip(alone, metrics(tmp_path / "pair"), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], rel=5e-5)
         assert two["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-3)
-    models = [load_model("tiny") for _ in range(2)]
-    for model, name in zip(models, ("alone", "pair"), strict=True):
+    learned = []
+    for name in ("alone", "pair"):
+        model = load_model("tiny")
         adapter.load(model, tmp_path / name)
-    for name, parameter in trainable(models[0]).items():
-        assert torch.allclose(parameter, trainable(models[1])[name], rtol=1e-3, atol=2e-4), name
+        learned.append(trainable(model))
+    for name, parameter in learned[0].items():
+        assert torch.allclose(parameter, learned[1][name], rtol=1e-3, atol=2e-4), name
 
 
 # Mistakes and bad records
 
 
-def write_own(folder, count: int, broken: int) -> str:
+def write_own(folder, count, broken):
     """The --data of `count` pictures, the first of which are `broken`."""
+    rows = []
     for number in range(count):
-        Image.new("RGB", (8, 8)).save(folder / f"{number}.png")
+        file = draw(folder / f"{number}.png")
         if number < broken:
-            (folder / f"{number}.png").write_bytes(b"broken")
-    lines = [
-        {"image": f"{number}.png", "prefix": "what", "suffix": "a dog"} for number in range(count)
-    ]
-    (folder / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return f"--data jsonl:{folder}/own.jsonl --validation 0"
+            file.write_bytes(b"broken")
+        rows.append({"image": file.name, "prefix": "what", "suffix": "a dog"})
+    return f"--data jsonl:{write_lines(folder / 'own.jsonl', rows)} --validation 0"
 
 
 @pytest.mark.parametrize("flags", ["--recipe lora", "--full --attention softmax --optimizer muon"])
@@ -346,19 +339,22 @@ def test_a_step_without_a_usable_record_changes_nothing(flags, tmp_path, capsys)
     saved = "--epochs 1 --checkpoint-every 1 --keep 9 --batch-size 1 --weight-decay 0.1 --seed 1"
     logged = run(write_own(tmp_path, 4, 1), saved, flags, out=tmp_path / "run")
     (empty,) = [record["step"] for record in logged if "loss" not in record]
-    assert len(logged) == 4 and empty > 0 and logged[empty]["lr"] > 0
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert summary["empty_steps"] == 1 and "1 step had no usable record" in capsys.readouterr().out
+    assert len(logged) == 4
+    assert empty > 0
+    assert logged[empty]["lr"] > 0
+    summary = read_json(tmp_path / "run/summary.json")
+    assert summary["empty_steps"] == 1
+    assert "1 step had no usable record" in capsys.readouterr().out
     for file in ("trainable.safetensors", "optimizer.safetensors"):
         before, after = (
             load_file(tmp_path / f"run/checkpoints/step-{n}" / file) for n in (empty, empty + 1)
         )
-        assert all(torch.equal(before[name], after[name]) for name in after)
+        assert_same_tensors(before, after)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("flags", "named"),
+    "flags, named",
     [
         ("--data imagenet", "imagenet"),
         ("--option mew=1", "mew"),

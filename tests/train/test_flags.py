@@ -2,7 +2,6 @@
 config.json."""
 
 import dataclasses
-import json
 import re
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import pytest
 
 from eval import ask
 from model.config import PRESETS
+from tests.files import write_json
 from tests.runs import refused, words
 from train import finetune
 from train.flags import flag_name, from_values
@@ -37,13 +37,13 @@ def test_patience_needs_evaluations():
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    "change, named",
     [({"r": "16"}, "--r"), ({"option": [1]}, "--option"), ({"rate": 1}, "config.json")],
 )
 def test_a_run_s_config_is_checked_field_by_field(change, named, tmp_path):
     """Breaks when an edited config.json ends in a traceback, or in a run with other settings than
     it says."""
-    (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(Settings()) | change))
+    write_json(tmp_path / "config.json", dataclasses.asdict(Settings()) | change)
     refused(lambda: finetune.main(["--resume", str(tmp_path)]), str(tmp_path), named)
     (tmp_path / "config.json").write_text("{")
     refused(lambda: finetune.main(["--resume", str(tmp_path)]), str(tmp_path))
@@ -76,14 +76,14 @@ def test_a_base_of_published_size_has_defaults_of_its_own(tmp_path, capsys):
         ("paligemma2-3b-224", "one-gpu"),
         ("mini", ""),
     ):  # a folder is known by its config.json
-        (tmp_path / "config.json").write_text(json.dumps(PRESETS[name].to_dict()))
+        write_json(tmp_path / "config.json", PRESETS[name].to_dict())
         assert chosen(f"--base {tmp_path}")[0] == recipe
     finetune.print_recipe(parse(words("--base paligemma-3b-224 --lr 0.5"))[0])
     assert capsys.readouterr().out.count("0.5") == 1
 
 
 @pytest.mark.parametrize(
-    ("command", "flags", "near"),
+    "command, flags, near",
     [
         (finetune, "--lrr 1", "--lr"),
         (finetune, "--batch_size=3 --seed 1", "--batch-size"),
@@ -97,8 +97,11 @@ def test_a_typo_in_a_flag_is_one_line_with_the_nearest(command, flags, near, cap
     with pytest.raises(SystemExit) as caught:
         command.main(flags.split(" "))
     first, usage, *more = capsys.readouterr().err.splitlines()
-    assert caught.value.code == 2 and first.isprintable() and usage.startswith("usage: ")
-    assert first.startswith("error: ") and (f"did you mean {near}?" in first) == bool(near)
+    assert caught.value.code == 2
+    assert first.isprintable()
+    assert usage.startswith("usage: ")
+    assert first.startswith("error: ")
+    assert (f"did you mean {near}?" in first) == bool(near)
     assert command is not finetune or not more
 
 
@@ -113,7 +116,8 @@ def test_a_typo_does_not_wait_for_several_gpus():
     code = "import sys, train.finetune; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     slow = {"torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"}
-    assert "torch" in done.stdout.split() and not slow & {*done.stdout.split()}
+    assert "torch" in done.stdout.split()
+    assert not slow & {*done.stdout.split()}
 
 
 def test_help_shows_what_own_pictures_take(capsys):
@@ -127,7 +131,9 @@ def test_help_shows_what_own_pictures_take(capsys):
     for name in ("own", "one-gpu"):
         for field, value in RECIPES[name].items():
             assert f";{name}:{value}" in helps[flag_name(field)]
-    assert "{," not in text and "(default: None)" not in text and "(default: ())" not in text
+    assert "{," not in text
+    assert "(default: None)" not in text
+    assert "(default: ())" not in text
 
 
 def test_help_has_groups():

@@ -22,7 +22,7 @@ from train.optim import (
 from train.settings import parse
 
 
-def small_model() -> nn.ModuleDict:
+def small_model():
     scale = nn.ParameterDict({"mu": nn.Parameter(torch.ones(1))})
     return nn.ModuleDict({"tower": nn.Linear(3, 3), "head": nn.Linear(3, 2), "scale": scale})
 
@@ -58,7 +58,7 @@ def test_rates_and_decay_reach_only_their_group():
 
 
 @pytest.mark.parametrize(
-    ("kind", "left"), [("adamw", 0.95**2), ("adam", 0.8004468), ("radam", 0.95**2)]
+    "kind, left", [("adamw", 0.95**2), ("adam", 0.8004468), ("radam", 0.95**2)]
 )
 def test_decay_is_a_part_of_the_gradient_in_adam_alone(kind, left):
     """Breaks when an optimizer is another, or gets other betas: 1 with a decay of 0.5, two steps
@@ -70,9 +70,8 @@ def test_decay_is_a_part_of_the_gradient_in_adam_alone(kind, left):
     for _ in range(2):
         groups[0]["params"][0].grad = torch.zeros(1)
         optimizer.step()
-    assert groups[0]["params"][0].item() == pytest.approx(left) and optimizer.param_groups[0][
-        "betas"
-    ] == (0.8, 0.9)
+    assert groups[0]["params"][0].item() == pytest.approx(left)
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
 
 
 def test_schedules():
@@ -96,7 +95,8 @@ def test_the_rate_of_scalars_is_applied_once():
     _, optimizer = open_model(parse(words(flags))[0], torch.device("cpu"))
     rates = {name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]}
     scalars = {name for name in rates if re.fullmatch(optim.SCALARS, name)}
-    assert any("lambda_proj.weight" in name for name in scalars) and scalars != rates.keys()
+    assert any("lambda_proj.weight" in name for name in scalars)
+    assert scalars != rates.keys()
     assert rates == {name: pytest.approx(0.002 if name in scalars else 0.01) for name in rates}
 
 
@@ -139,7 +139,8 @@ def test_muon_computes_in_the_precision_of_the_weights(shape):
     optimizer = MuonAdamW(
         parameter_groups(nn.ParameterDict({"a": matrix}), [Rule(["a"], 1.0)]), (0.9, 0.98), 1.0
     )
-    mean, expected = torch.zeros(shape).double(), torch.zeros(shape).double()
+    mean = torch.zeros(shape).double()
+    expected = torch.zeros(shape).double()
     for _ in range(3):
         matrix.grad = torch.randn(shape)
         mean = 0.95 * mean + 0.05 * matrix.grad.double()

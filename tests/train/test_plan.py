@@ -39,7 +39,8 @@ from train.plan import (
 from train.settings import parse, step_layout
 from train.systems.qmamba import TINY
 
-CPU, META = torch.device("cpu"), torch.device("meta")
+CPU = torch.device("cpu")
+META = torch.device("meta")
 QUICK = "--device cpu --base tiny --samples 16 --batch-size 8 "
 SMALL = replace(
     PRESETS["tiny"],
@@ -61,7 +62,7 @@ def first_batch(settings, model):
     return max(open_sample(order, settings), key=lambda micro: micro.batch.input_ids.numel())
 
 
-def measured_peak(settings) -> int:
+def measured_peak(settings):
     """Bytes of the weights, and the peak of what PyTorch allocates in two whole steps beside
     them."""
     model, optimizer = open_model(settings, CPU)
@@ -77,7 +78,9 @@ def measured_peak(settings) -> int:
                 del loss
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-    events, live, peak = profiled.profiler.kineto_results.events(), 0, 0
+    events = profiled.profiler.kineto_results.events()
+    live = 0
+    peak = 0
     # Within it oneDNN takes a workspace that grows with threads and differs between processors, and
     # is no tensor.
     convolutions = [
@@ -93,7 +96,7 @@ def measured_peak(settings) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("sizes", "flags"),
+    "sizes, flags",
     [
         ({}, "--attention twin --dropout 0.1"),
         (
@@ -126,7 +129,8 @@ def test_memory_is_what_steps_allocate(sizes, flags, monkeypatch):
     cost = row.checkpointed if settings.checkpointing else row.plain
     monkeypatch.setattr(mamba, "selective_scan", partial(scan.selective_scan, chunk=scan.GPU_SIZE))
     assert cost.memory == pytest.approx(measured_peak(settings), rel=0.01)
-    assert row.checkpointed.memory <= row.plain.memory and row.checkpointed.flops > row.plain.flops
+    assert row.checkpointed.memory <= row.plain.memory
+    assert row.checkpointed.flops > row.plain.flops
     assert row.plain.gradients == 4 * row.trained
     assert row.plain.moments == 8 * row.trained or settings.optimizer == "muon"
 
@@ -148,7 +152,8 @@ def test_operations_are_those_that_pytorch_counts(monkeypatch):
         supervised_loss(model, micro).backward()
     # the fused kernel computes the maps once more in its backward pass: in the last layer at the
     # kept positions
-    (rows, length), text = micro.batch.input_ids.shape, SMALL.text
+    (rows, length) = micro.batch.input_ids.shape
+    text = SMALL.text
     queries = length + micro.positions.shape[1]
     assert (
         flops
@@ -169,7 +174,8 @@ def test_a_plan_opens_headers_and_a_sample_and_trains_nothing(tmp_path, monkeypa
     Path("vqav2/train2014/COCO_train2014_000000000003.jpg").unlink()
     finetune.main([*flags.split(), "--plan", "--gpu", "A100"])
     printed = "".join(capsys.readouterr().out.split(" "))
-    assert "|embedded-softmax|344,064|4|60|15|" in printed and "1×A100" in printed
+    assert "|embedded-softmax|344,064|4|60|15|" in printed
+    assert "1×A100" in printed
     assert {path.name for path in Path().iterdir()} == {"vqav2"}
     refused(lambda: plan(parse(f"{flags} --max-bad 2".split())[0]), "3 of the first")
 

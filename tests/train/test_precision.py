@@ -36,7 +36,8 @@ def test_trained_weights_are_in_fp32_on_a_gpu(run, monkeypatch, tmp_path):
         export_model(open_model(first, WORLD.device)[0], tmp_path / "model")
         settings = stage_settings(run, f"--stage 2 --base {tmp_path}/model")
     learned = trainable(open_model(settings, WORLD.device)[0])
-    assert learned and all(parameter.dtype == torch.float32 for parameter in learned.values())
+    assert learned
+    assert all(parameter.dtype == torch.float32 for parameter in learned.values())
 
 
 def test_a_sharded_model_reads_bf16_and_keeps_fp32(tmp_path):
@@ -58,7 +59,7 @@ def test_a_sharded_model_reads_bf16_and_keeps_fp32(tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=5e-3)
 
 
-def fit_small(run, steps: int, loss, **settings) -> None:
+def fit_small(run, steps, loss, **settings):
     """Train a small model in `run`, from its newest checkpoint on, by one row a step, which is its
     number."""
     torch.manual_seed(0)
@@ -81,10 +82,8 @@ def test_the_gradient_scaler_is_restored(tmp_path):
     for name, steps in (("cut", 3), ("cut", 4), ("whole", 4)):
         fit_small(tmp_path / name, steps, loss, autocast="fp16")
     cut, whole = (newest_progress(tmp_path / name).scaler for name in ("cut", "whole"))
-    assert (
-        whole["scale"] < torch.amp.GradScaler("cpu").state_dict()["scale"]
-        and whole["_growth_tracker"] == 2
-    )
+    assert whole["scale"] < torch.amp.GradScaler("cpu").state_dict()["scale"]
+    assert whole["_growth_tracker"] == 2
     assert cut == whole
 
 

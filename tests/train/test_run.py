@@ -2,23 +2,20 @@
 step is taken."""
 
 import errno
-import json
 import os
 import shutil
 import signal
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
-from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from eval.data.records import Record
 from model.source import BUNDLED_FOLDER
-from tests.runs import SERVER, metrics, refused, words
+from tests.files import draw, write_lines
+from tests.runs import SERVER, assert_same_tensors, metrics, refused, words
 from train import finetune
 from train.checkpoint import file_digest
 from train.run import data_fingerprints, lock_folder
@@ -31,12 +28,12 @@ FLAGS = "--base base --data jsonl:data.jsonl --validation 0 --epochs 2 --no-eval
 FLAGS = f"{FLAGS} --checkpoint-every 2 --keep 3"
 
 
-def train(*arguments) -> None:
+def train(*arguments):
     finetune.main(words(*arguments))
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory) -> Path:
+def template(tmp_path_factory):
     """A folder with a base, data, and a finished run `run` of 6 steps; paths are relative to it."""
     folder = tmp_path_factory.mktemp("template")
     export_model(
@@ -44,11 +41,11 @@ def template(tmp_path_factory) -> Path:
     )
     lines = []
     for number in range(6):
-        Image.new("RGB", (8, 8), (number * 20, 0, 0)).save(folder / f"{number}.bmp")
+        draw(folder / f"{number}.bmp", (number * 20, 0, 0))
         lines.append(
             {"image": f"{number}.bmp", "prefix": "caption en", "suffix": f"picture {number}"}
         )
-    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(folder / "data.jsonl", lines)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         train(FLAGS, "--out run")
@@ -56,7 +53,7 @@ def template(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def run(template, tmp_path, monkeypatch) -> Path:
+def run(template, tmp_path, monkeypatch):
     """A copy of the run, cut after step 4 of 6, in the working folder."""
     shutil.copytree(template, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "run/checkpoints/step-6")
@@ -65,11 +62,11 @@ def run(template, tmp_path, monkeypatch) -> Path:
     return Path("run")
 
 
-def contents(run: Path) -> dict[str, bytes]:
+def contents(run):
     return {str(path): path.read_bytes() for path in sorted(run.rglob("*")) if path.is_file()}
 
 
-def edit(file: str, old: str, new: str):
+def edit(file, old, new):
     Path(file).write_text(Path(file).read_text().replace(old, new))
 
 
@@ -82,9 +79,7 @@ def zero_base():
 
 CHANGES = {
     "records": lambda: edit("data.jsonl", "picture 3", "picture 4"),
-    "pictures": lambda: Image.new("RGB", (8, 8), (140, 0, 0)).save(
-        "3.bmp"
-    ),  # of the same size in bytes
+    "pictures": lambda: draw("3.bmp", (140, 0, 0)),  # of the same size in bytes
     "base": zero_base,
     "--lr": lambda: edit("run/config.json", '"lr": 0.0015', '"lr": 0.5'),
 }
@@ -100,7 +95,8 @@ def test_what_has_changed_is_named_and_can_be_allowed(named, run, capsys):
     )  # which changes nothing that is learned
     before = contents(run)
     message = refused(lambda: train("--resume run"), "--resume run", named, "--allow-changed")
-    assert "--workers" not in message and contents(run) == before
+    assert "--workers" not in message
+    assert contents(run) == before
     train("--resume run --allow-changed")
     assert named in capsys.readouterr().err
     train("--resume run")  # what was allowed is the run's from then on
@@ -115,14 +111,15 @@ def test_fingerprints_see_answers_files_and_their_ends(tmp_path):
     (tmp_path / "0000").write_bytes(bytes(5 << 18))
     paths = tuple(sorted(tmp_path.iterdir()))
 
-    def seen(answers=("a", "b"), sampled=True, shown=paths) -> tuple:
+    def seen(answers=("a", "b"), sampled=True, shown=paths):
         return tuple(
             data_fingerprints([Record("r", "k", shown, (("q", "a"),), answers, sampled)]).values()
         )
 
     records, pictures = seen()
     for other in (seen(("a", "c")), seen(sampled=False)):
-        assert other[0] != records and other[1] == pictures
+        assert other[0] != records
+        assert other[1] == pictures
     assert seen(("a", "c"), sampled=False) == seen(sampled=False)
     assert seen(shown=paths[::-1]) == (records, pictures)  # sorted
     for place, content in (
@@ -132,14 +129,17 @@ def test_fingerprints_see_answers_files_and_their_ends(tmp_path):
         (1, b"xx"),
     ):
         paths[place].write_bytes(content)
-        assert seen()[0] == records and seen()[1] != pictures
+        assert seen()[0] == records
+        assert seen()[1] != pictures
         pictures = seen()[1]
     whole = file_digest(paths[0])  # as a checkpoint's, to the middle
     paths[0].write_bytes(bytes(3 << 18) + b"y" + bytes((3 << 18) - 2) + b"y")
-    assert file_digest(paths[0]) != whole and seen()[1] == pictures
+    assert file_digest(paths[0]) != whole
+    assert seen()[1] == pictures
 
 
-STEP_2, STEP_4 = Path("run/checkpoints/step-2"), Path("run/checkpoints/step-4")
+STEP_2 = Path("run/checkpoints/step-2")
+STEP_4 = Path("run/checkpoints/step-4")
 DAMAGES = {
     "no optimizer": ("optimizer.safetensors", lambda file: file.unlink()),
     "weights of step 2": (
@@ -174,9 +174,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(name, run, tem
     ours, whole = (
         load_file(folder / "run/adapter_model.safetensors") for folder in (Path(), template)
     )
-    assert all(torch.equal(ours[name], whole[name]) for name in whole) and metrics(run) == metrics(
-        template / "run"
-    )
+    assert_same_tensors(ours, whole)
+    assert metrics(run) == metrics(template / "run")
 
 
 @pytest.mark.parametrize("damage", ["lost", "cut", "changed", "all lost"])
@@ -194,7 +193,7 @@ def test_damaged_metrics_are_named_before_training(damage, run, monkeypatch):
     assert contents(run) == before
 
 
-def hold(folder: Path, pipe: Connection) -> None:
+def hold(folder, pipe):
     with lock_folder(folder):
         pipe.send("held")
         pipe.recv()
@@ -242,7 +241,7 @@ def test_a_run_that_learns_nothing_leaves_no_folder(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("place", "said", "is_kept"), [("load_start", "nothing", False), ("write_trained", "new", True)]
+    "place, said, is_kept", [("load_start", "nothing", False), ("write_trained", "new", True)]
 )
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_before_or_after_the_steps_is_said(
@@ -258,7 +257,8 @@ def test_a_signal_before_or_after_the_steps_is_said(
     monkeypatch.setattr(finetune, place, stopped)
     with pytest.raises(SystemExit) as ended:
         train(FLAGS, "--epochs 1 --out new")
-    assert ended.value.code == 128 + number and Path("new").exists() == is_kept
+    assert ended.value.code == 128 + number
+    assert Path("new").exists() == is_kept
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 

@@ -1,10 +1,9 @@
 """`--show-batch`: what it prints is what is learned, for every kind of data and every system."""
 
-import json
-
 import pytest
 from PIL import Image
 
+from tests.files import draw, write_json
 from train import finetune
 from train.systems import qmamba, wings
 
@@ -12,7 +11,7 @@ from train.systems import qmamba, wings
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
-    Image.new("RGB", (9, 9), (200, 0, 0)).save(folder / "a.png")
+    draw(folder / "a.png", (200, 0, 0), size=(9, 9))
     turns = [
         ("human", "Where is <image>\nthe dog?"),
         ("gpt", "top left"),
@@ -23,9 +22,7 @@ def own(tmp_path_factory):
         "image": "a.png",
         "conversations": [{"from": role, "value": text} for role, text in turns],
     }
-    (folder / "own.json").write_text(
-        json.dumps([talk, {"image": "gone.png", "prefix": "a", "suffix": "b"}])
-    )
+    write_json(folder / "own.json", [talk, {"image": "gone.png", "prefix": "a", "suffix": "b"}])
     return folder / "own.json"
 
 
@@ -35,7 +32,7 @@ PICTURE_INSIDE = f"<bos>Where is [picture 1]↵the dog?↵{REST}"
 
 
 @pytest.mark.parametrize(
-    ("flags", "row", "tokens"),
+    "flags, row, tokens",
     [
         ("", PICTURE_FIRST, "80 tokens, 5"),
         ("--recipe lora", PICTURE_FIRST, "32 tokens, 5"),
@@ -52,7 +49,8 @@ def test_a_batch_is_shown_as_it_is_learned(flags, row, tokens, own, tmp_path, mo
     more = f"--data jsonl:{own} --batch-size 2 --device cpu --show-batch sheet.png"
     command.main([*more.split(), *flags])
     printed = capsys.readouterr().out
-    assert "left out own.json[1]: " in printed and f"   {row}\n" in printed
+    assert "left out own.json[1]: " in printed
+    assert f"   {row}\n" in printed
     assert f": {tokens} of them learned" in printed
     assert [path.name for path in tmp_path.iterdir()] == ["sheet.png"]
     assert (200, 0, 0) in {

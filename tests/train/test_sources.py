@@ -2,46 +2,44 @@
 together."""
 
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from PIL import Image
 
-from tests.files import write_vqav2
+from tests.files import draw, write_lines, write_vqav2
 from tests.runs import WORLD, refused
 from train.data import batches
 from train.data.batches import Order
 from train.data.sources import MEMORY, example_records, read_records
+from train.flags import flag_name
 from train.settings import Settings, parse
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory):
     """Two files of 12 and 30 records, which share a picture."""
     folder = tmp_path_factory.mktemp("sources")
     for name, count in (("few", 12), ("many", 30)):
         lines = []
         for number in range(count):
-            Image.new("RGB", (8, 8), (number * 8, count, 0)).save(folder / f"{name}{number}.png")
+            draw(folder / f"{name}{number}.png", (number * 8, count, 0))
             image = f"{name}{number}.png" if number else "few0.png"
             lines.append(json.dumps({"image": image, "prefix": f"count {number}", "suffix": "1"}))
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
     return folder
 
 
-def settings(folder, *sources, **flags) -> Settings:
-    given = [
-        word for source in sources for word in ("--data", source.replace(":", f":{folder}/", 1))
-    ]
-    more = [
-        word
-        for name, value in flags.items()
-        for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    return parse([*given, *more])[0]
+def settings(folder, *sources, **more):
+    flags = []
+    for source in sources:
+        flags += ["--data", source.replace(":", f":{folder}/", 1)]
+    for name, value in more.items():
+        flags += [flag_name(name), str(value)]
+    return parse(flags)[0]
 
 
 def test_weights_are_shares_of_the_samples(folder, processor, monkeypatch):
@@ -55,7 +53,9 @@ def test_weights_are_shares_of_the_samples(folder, processor, monkeypatch):
     steps, *resumed = ([[m.names for m in step] for step in order.steps(n)] for n in (0, 1, 7, 20))
     seen = Counter(name for step in steps for names in step for name in names)
     few = {name: count for name, count in seen.items() if "few.jsonl" in name}
-    assert sum(seen.values()) == 4 * 42 and sum(few.values()) == 4 * 32 and len(few) == 12
+    assert sum(seen.values()) == 4 * 42
+    assert sum(few.values()) == 4 * 32
+    assert len(few) == 12
     for counts in (few, {name: count for name, count in seen.items() if name not in few}):
         assert max(counts.values()) - min(counts.values()) <= 1
     assert steps[:7] != steps[7:14]
@@ -65,20 +65,16 @@ def test_weights_are_shares_of_the_samples(folder, processor, monkeypatch):
 def test_each_record_of_several_sources_comes_once(folder, processor):
     """Breaks when a mixture loses or doubles a record, or records of two sources get each other's
     pictures."""
-    sources = ["jsonl:few.jsonl", "jsonl:many.jsonl"]
-    made = read_records(settings(folder, *sources, validation=0))
-    steps = [
-        micro
-        for step in Order(made, processor, Settings(batch_size=7), WORLD).steps(0)
-        for micro in step
-    ]
-    assert sorted(Counter(name for micro in steps for name in micro.names).values()) == [1] * 42
-    for micro in steps:
+    made = read_records(settings(folder, "jsonl:few.jsonl", "jsonl:many.jsonl", validation=0))
+    names = []
+    for (micro,) in Order(made, processor, Settings(batch_size=7), WORLD).steps(0):
         assert not micro.bad
+        names += micro.names
         for name, index in zip(micro.names, micro.batch.image_index, strict=True):
             pixel = ((micro.batch.pixel_values[index, :2, 0, 0] + 1) * 127.5).round().int().tolist()
             number = int(name.rpartition(":")[2]) - 1
             assert pixel == [number * 8, 30 if "many" in name and number else 12]
+    assert len({*names}) == len(names) == 42
 
 
 def test_a_picture_of_two_sources_is_on_one_side(folder):
@@ -86,14 +82,12 @@ def test_a_picture_of_two_sources_is_on_one_side(folder):
     asked = set()
     for seed in range(3):
         given = settings(folder, "jsonl:few.jsonl", "jsonl:many.jsonl", validation=0.5, seed=seed)
-        sides = [
-            {r.pictures[0].resolve() for r in read_records(given, split)}
-            for split in ("train", "validation")
-        ]
-        assert (
-            len(sides[0] | sides[1]) == 41 and not sides[0] & sides[1] and len(sides[1]) == 20
-        )  # or 21
-        asked |= sides[1]
+        learned = {r.pictures[0].resolve() for r in read_records(given, "train")}
+        held_out = {r.pictures[0].resolve() for r in read_records(given, "validation")}
+        assert len(learned | held_out) == 41
+        assert not learned & held_out
+        assert len(held_out) == 20  # or 21
+        asked |= held_out
     assert len(asked) > 20  # other seeds, other pictures
 
 
@@ -105,57 +99,58 @@ def test_flags_reach_the_readers(folder, tmp_path):
     flags = f"--data vqav2:{tmp_path}/a --data vqav2:{tmp_path}/b --images {tmp_path}/b"
     flags += " --answers sampled --validation 0"
     made = read_records(parse([*flags.split(), "--prompt", "say {question}"])[0])
-    assert len(made) == 24 and len({r.key for r in made}) == 8
-    assert all(
-        r.sampled and r.prefix[:8] == "say What" and r.pictures[0].parts[-3] == "b" for r in made
-    )
-    given = [
-        settings(folder, "jsonl:few.jsonl", eval_data="embedded", samples=20, seed=seed)
-        for seed in (0, 1)
-    ]
-    first, second = (read_records(of_seed, "validation") for of_seed in given)
-    assert all("/validation/" in r.name for r in first) and [r.turns for r in first] != [
-        r.turns for r in second
-    ]
+    assert len(made) == 24
+    assert len({r.key for r in made}) == 8
+    for record in made:
+        assert record.sampled
+        assert record.prefix.startswith("say What")
+        assert record.pictures[0].parts[-3] == "b"
+
+    def held_out(seed):
+        given = settings(folder, "jsonl:few.jsonl", eval_data="embedded", samples=20, seed=seed)
+        return read_records(given, "validation")
+
+    first = held_out(0)
+    assert all("/validation/" in r.name for r in first)
+    assert [r.turns for r in first] != [r.turns for r in held_out(1)]
 
 
 def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys):
     """Breaks when a part of --eval-data is kept back, something is held out beside it, or a leak
     goes unnoticed: of a picture, of its copy, of one in memory, or of a text."""
-    given = settings(
-        folder, "jsonl:few.jsonl", eval_data=f"jsonl:{folder}/many.jsonl", fraction=0.5
-    )
-    assert (len(read_records(given)), len(read_records(given, "validation"))) == (6, 30)
+    many = folder / "many.jsonl"
+    given = settings(folder, "jsonl:few.jsonl", eval_data=f"jsonl:{many}", fraction=0.5)
+    assert len(read_records(given)) == 6
+    assert len(read_records(given, "validation")) == 30
     whole = replace(given, fraction=1.0)
-    rows = [json.loads(line) for line in (folder / "many.jsonl").read_text().splitlines()]
-    for number, row in enumerate(rows[:5]):  # one is shared, four are copies
-        copied = folder / f"few{number}.png"
-        row["image"] = "few0.png" if number == 0 else f"copy{number}.png"
-        (folder / row["image"]).write_bytes(copied.read_bytes())
-    (folder / "copies.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    rows = [json.loads(line) for line in many.read_text().splitlines()]
+    for number, row in enumerate(rows[1:5], start=1):  # the first is shared, these are copies
+        row["image"] = f"copy{number}.png"
+        shutil.copy(folder / f"few{number}.png", folder / row["image"])
+    write_lines(folder / "copies.jsonl", rows)
+    text = write_lines(folder / "texts.jsonl", [{"prefix": "count", "suffix": "1"}])
+    texts = (f"jsonl:{text}",)
     images = [
         {"image": Image.open(folder / f"few{n}.png"), "prefix": "a", "suffix": "b"} for n in (0, 1)
     ]
+    names = (f"{MEMORY}data", f"{MEMORY}eval_data")
     memory = {
-        f"{MEMORY}{name}": example_records(images[n:], name, ".")
-        for n, name in enumerate(("data", "eval_data"))
+        names[0]: example_records(images, "data", "."),
+        names[1]: example_records(images[1:], "eval_data", "."),
     }
-    held = replace(whole, data=(f"{MEMORY}data",), eval_data=(f"{MEMORY}eval_data",))
-    for asked, count in (("many", 1), ("copies", 5)):
+    for change, count, warned in (
+        ({"eval_data": (f"jsonl:{many}",)}, 12, "warning: 1 of the 30 pictures"),
+        ({"eval_data": (f"jsonl:{folder}/copies.jsonl",)}, 12, "warning: 5 of the 30 pictures"),
+        ({"data": names[:1], "eval_data": names[1:]}, 2, "1 of the 1 pictures"),
+        ({"data": texts, "eval_data": texts}, 1, "1 of the 1 pictures, or texts"),
+    ):
         capsys.readouterr()
-        assert len(read_records(replace(whole, eval_data=(f"jsonl:{folder}/{asked}.jsonl",)))) == 12
-        warned = f"warning: {count} of the 30 pictures"
+        assert len(read_records(replace(whole, **change), memory=memory)) == count
         assert warned in capsys.readouterr().err
-    assert len(read_records(held, memory=memory)) == 2
-    assert "1 of the 1 pictures" in capsys.readouterr().err
-    (folder / "texts.jsonl").write_text('{"prefix": "count", "suffix": "1"}')
-    texts = (f"jsonl:{folder}/texts.jsonl",)
-    read_records(replace(whole, data=texts, eval_data=texts))
-    assert "1 of the 1 pictures, or texts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    "flags, message",
     [
         ("--data jsonl:few.jsonl@0.3", "@WEIGHT"),
         (f"--data jsonl:few.jsonl@{'9' * 400} --data jsonl:many.jsonl@1", "@WEIGHT"),
@@ -172,8 +167,8 @@ def test_wrong_sources_are_named(flags, message, folder, monkeypatch):
 def test_more_than_a_share_of_unusable_records_ends_a_run(lost, folder):
     """Breaks when a run goes on with one record of three, or stops at two."""
     rows = (folder / "few.jsonl").read_text().splitlines()[:3]
-    lines = [*rows[lost:], *[row.replace(".png", ".gif") for row in rows[:lost]]]
-    (folder / "lost.jsonl").write_text("\n".join(lines))
+    gone = [row.replace(".png", ".gif") for row in rows[:lost]]
+    (folder / "lost.jsonl").write_text("\n".join([*rows[lost:], *gone]))
     given = settings(folder, "jsonl:lost.jsonl", validation=0)
     if lost == 1:
         assert len(read_records(given)) == 3

@@ -1,6 +1,8 @@
 """The dose of noise: the bound by hand, the row without a second map, and both tasks end to end on
 tiny cells."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -16,9 +18,8 @@ from weights.load import load_model
 def test_the_bound_of_one_map_by_hand():
     """Breaks when the best map is counted as worse, or better, than it can be; e^0.5 is below 2,
     e^0.8 above."""
-    assert built.best_of_one_map(0.25, 2) == pytest.approx(
-        100 * (1 - 7 / 64), abs=0.3
-    )  # both others of one class
+    # both others of one class
+    assert built.best_of_one_map(0.25, 2) == pytest.approx(100 * (1 - 7 / 64), abs=0.3)
     assert built.best_of_one_map(0.25, 1) == built.best_of_one_map(0.4, 2) == 100
 
 
@@ -26,30 +27,33 @@ def test_the_bound_of_one_map_by_hand():
 def test_a_cap_bounds_every_weight():
     """Breaks when a decoder's layer has no cap, or another one: no visible weight is more than e^2c
     times another."""
-    model, weights = load_model("embedded").eval(), []
+    model = load_model("embedded").eval()
+    weights = []
     dose.cap_logits(model, 0.25)
     with tapped(dict.fromkeys(attention_modules(model.language_model).values(), weights.append)):
         dose.answers(model, "test", 32, torch.arange(32))
-    ratios = [
-        float(of.max(-1).values.div(of.masked_fill(of == 0, 1).min(-1).values).max())
-        for of in weights
-    ]
-    assert len(ratios) == 4 and all(1.6 < ratio <= 2.71828**0.5 + 1e-4 for ratio in ratios)
+    assert len(weights) == 4
+    for of in weights:
+        least = of.masked_fill(of == 0, 1).min(-1).values
+        assert 1.6 < (of.max(-1).values / least).max() <= 2.71828**0.5 + 1e-4
 
 
 @torch.no_grad()
 def test_shared_is_plain_attention_with_a_norm():
     """Breaks when the row without a second map is another model than `shared`: A − λ·A = (1 −
     λ)·A."""
-    model, samples = load_model("embedded").eval(), torch.arange(32)
+    model = load_model("embedded").eval()
     graft(model, "shared", seed=3)
-    assert all(0.1 < variant.coefficient().item() < 0.9 for variant in variants_of(model).values())
-    shared, _ = dose.answers(model, "test", 32, samples)
-    for variant in variants_of(model).values():
+    variants = variants_of(model).values()
+
+    def answers():
+        return dose.answers(model, "test", 32, torch.arange(32))[0]
+
+    assert all(0.1 < variant.coefficient().item() < 0.9 for variant in variants)
+    shared = answers()
+    for variant in variants:
         built.without_second_map(variant)
-    assert (
-        0 < relative_error(dose.answers(model, "test", 32, samples)[0], shared) < 1e-3
-    )  # ε in the norm
+    assert 0 < relative_error(answers(), shared) < 1e-3  # ε in the norm
 
 
 def test_a_longer_run_takes_more_steps():
@@ -62,27 +66,26 @@ def test_a_longer_run_takes_more_steps():
 @pytest.mark.long
 def test_both_tasks_from_end_to_end(tmp_path, monkeypatch, capsys):
     """Breaks when a dose is not that of its cell, or rates come from runs that are tested."""
-    tiny = {
+    for name, value in {
         "FALLING": (None, 0.5),
-        "BASE_STEPS": 2,
-        "POOL": 64,
-        "TESTS": {"validation": 32, "test": 32},
-    }
-    tiny |= {"TASKS": {"built": (20, (0.01,)), "needle": (2, (3e-3,))}, "TUNING_SEEDS": (100,)}
-    for name, value in tiny.items():
+        "BASE_STEPS": 1,
+        "BATCH": 8,
+        "POOL": 32,
+        "TESTS": {"validation": 16, "test": 16},
+        "TASKS": {"built": (4, (0.01,)), "needle": (2, (3e-3,))},
+        "TUNING_SEEDS": (100,),
+    }.items():
         monkeypatch.setattr(dose, name, value)
-    monkeypatch.setattr(
-        dose.built, "best_of_one_map", lambda cap, *_: 12.5 + cap
-    )  # test_built has the true one
-    asked, found = [], dose.found
-    monkeypatch.setattr(
-        dose, "found", lambda model, split: asked.append(split) or found(model, split)
-    )
+    # test_built has the true one
+    monkeypatch.setattr(dose.built, "best_of_one_map", lambda cap, *_: 12.5 + cap)
+    found = Mock(wraps=dose.found)
+    monkeypatch.setattr(dose, "found", found)
     command = f"--caps 0.5 --longer built --seeds 2 --jobs 1 --out {tmp_path} --rows".split()
     compare.run_study("dose", [*command, *dose.PLAIN, "plain + head norm", "v2"])
     lines = read_cells(tmp_path / "comparison.csv")
-    assert (
-        "## needle, 1 × steps" in capsys.readouterr().out and len(list(tmp_path.glob("*.png"))) == 4
-    )
+    assert "## needle, 1 × steps" in capsys.readouterr().out
+    assert len(list(tmp_path.glob("*.png"))) == 4
+    asked = [call.args[1] for call in found.call_args_list]
     assert asked.count("test") == asked.count("validation") - 2  # the base, under two caps
-    assert len({line.study for line in lines}) == 3 and {line.seed for line in lines} == {0, 1, 100}
+    assert len({line.study for line in lines}) == 3
+    assert {line.seed for line in lines} == {0, 1, 100}

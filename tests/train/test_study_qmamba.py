@@ -1,13 +1,12 @@
 """The study of Q-Mamba compares what it says: one thing changed at a time, same pictures, same
 questions."""
 
-import json
-from pathlib import Path
+from functools import cache
 
 import pytest
 import torch
 
-from tests.files import write_vqav2
+from tests.files import read_json, write_vqav2
 from tests.runs import stage_settings
 from train.studies.cells import Job
 from train.systems.studies import qmamba
@@ -23,19 +22,18 @@ def test_rows_differ_in_what_they_name_alone():
     """Breaks when a row starts from other weights than the row beside it, beyond its change."""
     names = ("from scratch", "global", "half the queries", "all queries", "connector")
     models = {name: open_row(FIRST, ROWS[name], 3) for name in names}
-    scratch, queries = models["from scratch"].state_dict(), "multi_modal_projector.queries"
+    scratch = models["from scratch"].state_dict()
+    queries = "multi_modal_projector.queries"
     for name, model in models.items():
         for key, value in model.state_dict().items():
-            assert torch.equal(value, scratch[key]) or key == queries and name != "global", (
-                name,
-                key,
-            )
+            is_same = torch.equal(value, scratch[key])
+            assert is_same or key == queries and name != "global", (name, key)
     projectors = {name: model.config.projector for name, model in models.items()}
     assert [projectors[name].queries for name in names[1:4]] == [8, 4, 16]  # of 16 features
-    assert projectors["from scratch"].local_attention and not projectors["global"].local_attention
-    assert not torch.equal(
-        open_row(FIRST, ROWS["from scratch"], 4).state_dict()[queries], scratch[queries]
-    )
+    assert projectors["from scratch"].local_attention
+    assert not projectors["global"].local_attention
+    other = open_row(FIRST, ROWS["from scratch"], 4).state_dict()
+    assert not torch.equal(other[queries], scratch[queries])
 
 
 def test_a_trained_connector_is_the_one_that_was_trained(tmp_path):
@@ -43,9 +41,8 @@ def test_a_trained_connector_is_the_one_that_was_trained(tmp_path):
     connector."""
     donor = open_row(FIRST, ROWS["connector"], 9)
     export_model(donor, tmp_path / "model")
-    model, scratch = (
-        open_row(FIRST, ROWS[name], 0, tmp_path) for name in ("local", "from scratch")
-    )
+    model = open_row(FIRST, ROWS["local"], 0, tmp_path)
+    scratch = open_row(FIRST, ROWS["from scratch"], 0, tmp_path)
     taken = ("vision_proj.", "vision_norm.", "connector.")
     for name, parameter in model.multi_modal_projector.state_dict().items():
         source = donor if name.startswith(taken) else scratch
@@ -55,20 +52,25 @@ def test_a_trained_connector_is_the_one_that_was_trained(tmp_path):
 def test_rows_need_the_models_that_they_start_from():
     """Breaks when a connector is another seed's, or a scan in one direction is of a model with
     another rate."""
-    job = Job("global", ROWS["global"], 0.5, 3)
-    assert needs(job) == [Job("connector", ROWS["connector"], 1.0, 3)]
-    forward = Job("all queries, forward", ROWS["all queries, forward"], 0.5, 3)
-    assert needs(forward) == [Job("all queries", ROWS["all queries"], 0.5, 3)]
-    assert not needs(Job("linear", ROWS["linear"], 1.0, 3))
+
+    def job(row, rate):
+        return Job(row, ROWS[row], rate, 3)
+
+    assert needs(job("global", 0.5)) == [job("connector", 1.0)]
+    assert needs(job("all queries, forward", 0.5)) == [job("all queries", 0.5)]
+    assert not needs(job("linear", 1.0))
 
 
-def study_folder(out: Path, *flags: str) -> dict[str, Path]:
+cached_sample = cache(qmamba.scenes.sample)
+
+
+def study_folder(out, *flags):
     """Run a study of one seed; the folders of its cells by row."""
     small = "--steps 1 --batch-size 4 --step-batch 4 --seeds 1 --rates 1 --jobs 1 --limit 4 --samples 40".split()
-    qmamba.main([*SMALL, *small, "--out", str(out), *flags])
-    return {
-        json.loads(file.read_text())["row"]: file.parent for file in out.glob("cells/*/cell.json")
-    }
+    with pytest.MonkeyPatch.context() as patch:  # thousands of training scenes are read again
+        patch.setattr(qmamba.scenes, "sample", cached_sample)
+        qmamba.main([*SMALL, *small, "--out", str(out), *flags])
+    return {read_json(file)["row"]: file.parent for file in out.glob("cells/*/cell.json")}
 
 
 @pytest.mark.long
@@ -78,24 +80,23 @@ def test_the_study_from_end_to_end_and_again(tmp_path):
     cells = study_folder(tmp_path)
     made = {file: file.stat().st_mtime_ns for file in tmp_path.glob("cells/*/*.json")}
     assert set(cells) == {*ROWS}
-    models = {
-        row: load_model(folder / "model") for row, folder in cells.items() if not ROWS[row].order
-    }
-    queries = {row: model.config.num_image_tokens for row, model in models.items()}
-    assert queries == {
-        "local": 8,
-        "global": 8,
-        "from scratch": 8,
-        "half the queries": 4,
-    } | dict.fromkeys(("all queries", "connector", "linear"), 16)
-    projector = models["all queries"].multi_modal_projector
-    features, read = torch.randn(1, 16, 128, generator=torch.Generator().manual_seed(0)), set()
+    queries = {}
+    for row, folder in cells.items():
+        if not ROWS[row].order:
+            model = load_model(folder / "model")
+            queries[row] = model.config.num_image_tokens
+        if row == "all queries":
+            projector = model.multi_modal_projector
+    eight = dict.fromkeys(("local", "global", "from scratch"), 8)
+    sixteen = dict.fromkeys(("all queries", "connector", "linear"), 16)
+    assert queries == eight | sixteen | {"half the queries": 4}
+    features = torch.randn(1, 16, 128, generator=torch.Generator().manual_seed(0))
+    read = set()
     for projector.connector.order in ("bidirectional", "forward", "backward"):
         read.add(projector(features).sum().item())
     assert len(read) == 3  # the order decides what Mamba reads
-    table = json.loads((tmp_path / "comparison.json").read_text())["tables"][
-        "the row that the paper compares with"
-    ]
+    tables = read_json(tmp_path / "comparison.json")["tables"]
+    table = tables["the row that the paper compares with"]
     assert {line["row"] for line in table} == {*ROWS} - {"from scratch"}
     assert study_folder(tmp_path) == cells
     assert made == {file: file.stat().st_mtime_ns for file in tmp_path.glob("cells/*/*.json")}
@@ -105,7 +106,7 @@ def test_the_study_from_end_to_end_and_again(tmp_path):
 def test_a_table_is_made_of_data_on_disk(tmp_path):
     """Breaks when a table needs the embedded scenes, or trains rows of others."""
     write_vqav2(tmp_path / "data")
-    flags = ["--data", f"vqav2:{tmp_path / 'data'}", "--validation", "0.5", "--tables", "2"]
+    flags = f"--data vqav2:{tmp_path}/data --validation 0.5 --tables 2".split()
     cells = study_folder(tmp_path / "study", *flags)
     assert set(cells) == {"local", "global", "connector"}  # whose connector the others start from
-    assert set(json.loads((cells["global"] / "cell.json").read_text())["scores"]["test"]) == {"VQA"}
+    assert set(read_json(cells["global"] / "cell.json")["scores"]["test"]) == {"VQA"}

@@ -3,6 +3,7 @@
 import itertools
 import re
 import shutil
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from model.systems.configs import BOS, EOS
 from model.systems.language import new_model
 from tests.files import prose, write_prose
 from tests.pair import in_pair
-from tests.runs import metrics, refused
+from tests.runs import assert_same_tensors, metrics, refused
 from train.systems.text import TextOrder, TextSettings, draw_documents, main, text_optimizer
 from weights.load import load_model
 
@@ -24,27 +25,26 @@ SMALL = "--preset nano --length 128 --batch-size 2 --tokens 2000 --checkpoint-ev
 def test_rows_are_full_of_whole_documents(corpus):
     """Breaks when a row has padding, a task document is cut, text crosses a file's end, or the
     curriculum is lost."""
-    tasks, kinds = Tasks(corpus, "train"), {"text": 0, "needles": 0, "examples": 0}
+    tasks = Tasks(corpus, "train")
+    kinds = Counter()
     train = corpus.tokenizer.decode(corpus.ids["train"].tolist())
     for number in range(60):
         row = draw_documents(corpus, tasks, SETTINGS, number)
         assert sum(len(document) - 1 for document in row) == SETTINGS.length
         for document in row:
             text = corpus.tokenizer.decode(document[1:])
-            kind = (
-                "text"
-                if "«" not in text
-                else "needles"
-                if re.search(r"[^»]\n", text)
-                else "examples"
-            )
+            assert document[0] == BOS
+            assert EOS not in document[1:-1]
+            if "«" not in text:
+                kinds["text"] += 1
+                assert text in train
+                continue
+            assert document[-1] == EOS
+            kind = "needles" if re.search(r"[^»]\n", text) else "examples"
             kinds[kind] += 1
-            assert document[0] == BOS and EOS not in document[1:-1]
-            assert text in train if kind == "text" else document[-1] == EOS
-            assert kind != "needles" or number >= 6, (
-                "the curriculum: 0.35 of 16 rows hold recall alone"
-            )
-    assert min(kinds.values()) > 15
+            # the curriculum: 0.35 of 16 rows hold recall alone
+            assert kind == "examples" or number >= 6
+    assert min(kinds[kind] for kind in ("text", "needles", "examples")) > 15
     for length in (64, 66, 101):  # the last example's answer and the end fit into a short row
         settings = replace(SETTINGS, length=length, needles=0.0, examples=1.0)
         assert all(
@@ -56,21 +56,19 @@ def test_targets_are_the_next_tokens_of_the_same_document(corpus):
     """Breaks when a target is of another document than its input, or a token that nothing foretells
     is learned."""
     order = TextOrder(corpus, SETTINGS)
-    rows, batch = (
-        [draw_documents(corpus, order.tasks, SETTINGS, number) for number in (3, 4)],
-        order[range(3, 5)],
-    )
-    assert batch.input_ids.tolist() == [
-        [token for document in row for token in document[:-1]] for row in rows
-    ]
-    assert batch.documents.tolist() == [
-        [n for n, document in enumerate(row) for _ in document[1:]] for row in rows
-    ]
+    batch = order[range(3, 5)]
     unforeseen = {*map(corpus.tokenizer.piece_to_id, (*RECORDS, *QUESTIONS))}
-    following = [[token for document in row for token in document[1:]] for row in rows]
-    assert batch.targets.tolist() == [
-        [-100 if t in unforeseen else t for t in row] for row in following
-    ]
+    for at, number in enumerate((3, 4)):
+        ids = []
+        documents = []
+        targets = []
+        for n, document in enumerate(draw_documents(corpus, order.tasks, SETTINGS, number)):
+            ids += document[:-1]
+            documents += [n] * (len(document) - 1)
+            targets += [-100 if token in unforeseen else token for token in document[1:]]
+        assert batch.input_ids[at].tolist() == ids
+        assert batch.documents[at].tolist() == documents
+        assert batch.targets[at].tolist() == targets
     assert batch.tokens == (batch.targets != -100).sum() < 2 * SETTINGS.length
 
 
@@ -78,12 +76,12 @@ def test_the_order_starts_anywhere(corpus):
     """Breaks when a resumed run sees other rows, or two seeds the same."""
     settings = replace(SETTINGS, step_batch=4, tokens=4 * 128 * 6)
     whole = list(TextOrder(corpus, settings).steps(0))
-    assert len(whole) == 6 == TextOrder(corpus, settings).total and all(
-        len(step) == 2 for step in whole
-    )
+    assert len(whole) == 6 == TextOrder(corpus, settings).total
+    assert all(len(step) == 2 for step in whole)
     resumed = TextOrder(corpus, settings).steps(4, workers=2)
     for ours, theirs in zip(itertools.chain(*resumed), itertools.chain(*whole[4:]), strict=True):
-        assert torch.equal(ours.input_ids, theirs.input_ids) and ours.names == theirs.names
+        assert torch.equal(ours.input_ids, theirs.input_ids)
+        assert ours.names == theirs.names
     assert not torch.equal(
         TextOrder(corpus, replace(settings, seed=1))[range(2)].input_ids, whole[0][0].input_ids
     )
@@ -93,14 +91,13 @@ def test_processes_share_the_rows_of_a_step(corpus):
     """Breaks when a row of a step is taken twice or by no process, or a process takes more than its
     share."""
     settings = replace(SETTINGS, step_batch=6)
-    steps = [
-        [m.names for m in next(TextOrder(corpus, settings, "train", rank, 2).steps(2))]
-        for rank in range(2)
-    ]
-    assert [list(map(len, micros)) for micros in steps] == [[2, 1]] * 2
-    assert [name for micros in steps for names in micros for name in names] == [
-        f"row {n}" for n in range(12, 18)
-    ]
+    names = []
+    for rank in range(2):
+        micros = next(TextOrder(corpus, settings, "train", rank, 2).steps(2))
+        assert [len(micro.names) for micro in micros] == [2, 1]
+        for micro in micros:
+            names += micro.names
+    assert names == [f"row {n}" for n in range(12, 18)]
     refused(lambda: TextOrder(corpus, settings, "train", 0, 4), "--step-batch 6: ", "4 processes")
 
 
@@ -109,7 +106,8 @@ def test_decay_leaves_norms_scalars_and_the_embedding_alone():
     model = new_model("nano", True)
     bare, decayed = text_optimizer(model, SETTINGS).param_groups
     names = dict(model.named_parameters())
-    assert {*bare["names"], *decayed["names"]} == names.keys() and bare["weight_decay"] == 0
+    assert {*bare["names"], *decayed["names"]} == names.keys()
+    assert bare["weight_decay"] == 0
     assert {*decayed["names"]} == {
         name for name in names if names[name].dim() == 2 and "embed_tokens" not in name
     }
@@ -120,7 +118,9 @@ def test_decay_leaves_norms_scalars_and_the_embedding_alone():
 def test_a_run_resumes_to_the_bit(tmp_path, kind):
     """Breaks when an interrupted run ends elsewhere than an uninterrupted one, or learns an edited
     text."""
-    text, whole, cut = write_prose(tmp_path / "text"), tmp_path / "whole", tmp_path / "cut"
+    text = write_prose(tmp_path / "text")
+    whole = tmp_path / "whole"
+    cut = tmp_path / "cut"
     main(f"{SMALL} --attention {kind} --text {text} --out {whole}".split())
     shutil.copytree(whole, cut, ignore=shutil.ignore_patterns("model", "step-8"))
     assert [step.name for step in (cut / "checkpoints").iterdir()] == [
@@ -129,9 +129,8 @@ def test_a_run_resumes_to_the_bit(tmp_path, kind):
     (text / "0.txt").write_text(prose(1000))
     main(["--resume", str(cut)])
     ours, theirs = (load_model(run / "model").state_dict() for run in (cut, whole))
-    assert ours.keys() == theirs.keys() and all(
-        torch.equal(ours[name], theirs[name]) for name in ours
-    )
+    assert ours.keys() == theirs.keys()
+    assert_same_tensors(ours, theirs)
     assert metrics(cut) == metrics(whole)
 
 

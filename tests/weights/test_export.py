@@ -4,7 +4,6 @@ tokens as here."""
 import json
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.tokenizer import load_tokenizer
+from tests.files import read_json, write_json, write_lines
 from tests.pieces import texts
 from tests.runs import refused
 from weights.card import model_card
@@ -49,7 +49,7 @@ ANSWERS = [
 ]
 
 
-def learned(model: PaliGemma, folder: Path, kind: str) -> Path:
+def learned(model, folder, kind):
     """A run whose adapter changes the answers, with a graft."""
     torch.manual_seed(0)
     graft(model, kind)
@@ -59,15 +59,13 @@ def learned(model: PaliGemma, folder: Path, kind: str) -> Path:
             torch.nn.init.normal_(parameter, std=0.05)
     adapter.save(model, folder, "embedded")
     data = {"data": ["jsonl:/home/me and/a|b.jsonl"], "tasks": "vqa"}
-    (folder / "config.json").write_text(
-        json.dumps({"base": "embedded", "r": 4, "workers": 2, **data})
-    )
-    (folder / "answers.jsonl").write_text("\n".join(map(json.dumps, ANSWERS)))
-    (folder / "summary.json").write_text(json.dumps(SUMMARY))
+    write_json(folder / "config.json", {"base": "embedded", "r": 4, "workers": 2, **data})
+    write_lines(folder / "answers.jsonl", ANSWERS)
+    write_json(folder / "summary.json", SUMMARY)
     return folder
 
 
-def random_base(folder: Path, **text) -> Path:
+def random_base(folder, **text):
     """A model of random weights with the embedded tokenizer, which may answer with any id."""
     config = PRESETS["tiny"]
     model = initialize(PaliGemma(replace(config, text=replace(config.text, **text))), seed=3)
@@ -87,7 +85,7 @@ def random_base(folder: Path, **text) -> Path:
     return folder
 
 
-def exported(case: str, tmp_path: Path) -> tuple[Path, PaliGemma]:
+def exported(case, tmp_path):
     """The exported folder, and the model that it must answer as."""
     source = tmp_path / "run"
     if case == "tuned":
@@ -99,11 +97,10 @@ def exported(case: str, tmp_path: Path) -> tuple[Path, PaliGemma]:
         weights.export.export_model(
             model, source / "model", companions=[BUNDLED_FOLDER / "tokenizer.model"]
         )
-        (source / "config.json").write_text(
-            json.dumps({"base": "embedded", "data": "embedded", "full": True})
-        )
+        write_json(source / "config.json", {"base": "embedded", "data": "embedded", "full": True})
     elif case == "embedded":
-        source, model = "embedded", load_model("embedded")
+        source = "embedded"
+        model = load_model("embedded")
     else:
         caps = {
             "attn_logit_softcapping": 50.0,
@@ -118,20 +115,22 @@ def exported(case: str, tmp_path: Path) -> tuple[Path, PaliGemma]:
     return tmp_path / "out", model
 
 
-@pytest.mark.parametrize("case", ["embedded", "tuned", "full", "random1", "random2"])
+@pytest.mark.parametrize("case", "embedded tuned full random1 random2".split())
 def test_automatic_classes_answer_as_we_do(case, tmp_path):
     """Breaks when the files beside the weights mean other pixels, ids or an end of answers to
     transformers."""
     folder, model = exported(case, tmp_path)
     theirs = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
-    prepare, ours = AutoProcessor.from_pretrained(folder), Processor.from_source(folder)
+    prepare = AutoProcessor.from_pretrained(folder)
+    ours = Processor.from_source(folder)
     # a token that the processor adds would have no row
     assert max(prepare.tokenizer.get_vocab().values()) < model.config.text.vocab_size
     pictures = [sample("vqa", "test", number).image for number in range(len(PROMPTS))]
     pictures[1] = pictures[1].resize((70, 201))
     marked = [f"<image>{prompt}" for prompt in PROMPTS]
     given = {"padding": "longest", "return_tensors": "pt"}
-    inputs, batch = prepare(images=pictures, text=marked, **given), ours(pictures, PROMPTS)
+    inputs = prepare(images=pictures, text=marked, **given)
+    batch = ours(pictures, PROMPTS)
     for name in ("pixel_values", "input_ids", "token_type_ids", "attention_mask"):
         assert torch.equal(inputs[name], getattr(batch, name)), name
     assert torch.equal(
@@ -144,10 +143,8 @@ def test_automatic_classes_answer_as_we_do(case, tmp_path):
     for row, expected in zip(new, generate(model, *prompt, 12), strict=True):
         assert row[: len(expected)].tolist() == expected.tolist()
         assert prepare.decode(row, skip_special_tokens=True) == ours.decode(expected)
-    taught, expected = (
-        prepare(images=pictures, text=marked, suffix=PROMPTS, **given),
-        ours(pictures, PROMPTS, PROMPTS),
-    )
+    taught = prepare(images=pictures, text=marked, suffix=PROMPTS, **given)
+    expected = ours(pictures, PROMPTS, PROMPTS)
     assert torch.equal(taught["labels"], expected.labels)
 
 
@@ -181,7 +178,8 @@ def test_the_best_step_of_whole_weights_has_its_run(tmp_path):
     for name in ("run", "run/best", "run/model", "alone/best"):
         (tmp_path / name).mkdir(parents=True, exist_ok=True)
         (tmp_path / name / "config.json").write_text('{"base": "google/x"}')
-    run, model = tmp_path / "run", str(tmp_path / "run/model")
+    run = tmp_path / "run"
+    model = str(tmp_path / "run/model")
     assert locate(str(run)) == locate(model) == Origin(model, "google/x", run=run)
     assert locate(str(run / "best")) == Origin(str(run / "best"), "google/x", run=run)
     alone = str(tmp_path / "alone/best")
@@ -193,11 +191,11 @@ def test_the_card_says_what_it_was_made_of(tmp_path):
     rounds twice."""
     model = load_model("embedded")
     learned(model, tmp_path / "run", "softmax")
-    (tmp_path / "run" / "best").mkdir()
+    (tmp_path / "run/best").mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
-        (tmp_path / "run" / name).rename(tmp_path / "run" / "best" / name)
-    weights.export.main([str(tmp_path / "run" / "best"), str(tmp_path / "out"), "--dtype", "fp32"])
-    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+        (tmp_path / "run" / name).rename(tmp_path / "run/best" / name)
+    weights.export.main([str(tmp_path / "run/best"), str(tmp_path / "out"), "--dtype", "fp32"])
+    card = (tmp_path / "out/README.md").read_text(encoding="utf-8")
     lines = [
         "license: apache-2.0",
         "| before | vqa | 12.5 |",
@@ -210,7 +208,8 @@ def test_the_card_says_what_it_was_made_of(tmp_path):
     ]
     for line in (*lines, "| data | jsonl:a\\|b.jsonl |"):
         assert f"\n{line}\n" in card, line
-    assert r'text="<image>Is it \"red\"?"' in card and "to its best step" in card
+    assert r'text="<image>Is it \"red\"?"' in card
+    assert "to its best step" in card
     assert "Trained from embedded on jsonl:a\\|b.jsonl to" in card
     assert not re.search(r"home|tasks|workers|dog|\| start", card)
     assert "base_model: google/x\n" in model_card(model.config, 7, "x", "google/x")
@@ -239,7 +238,7 @@ def test_no_value_of_the_card_writes_markup(tmp_path):
         "answers.jsonl": {"question": EVIL, "right": True},
     }
     for name, value in files.items():
-        (tmp_path / name).write_text(json.dumps(value))
+        write_json(tmp_path / name, value)
     for base in (EVIL, f"a/b{EVIL}", f"google/paligemma{EVIL}", "a/b\n"):
         card = model_card(PRESETS["tiny"], 7, EVIL, base, tmp_path)
         lines = card.splitlines()
@@ -247,7 +246,8 @@ def test_no_value_of_the_card_writes_markup(tmp_path):
         assert not [line for line in lines if line.startswith(("# head", "license: mit", "- x"))]
         prose = [line for line in lines if line[:1] not in "-" and "inputs" not in line]
         assert not re.search(r"(?<!\\)[`<\[]", "\n".join(prose).partition("## Use")[0])
-        assert "\u202e" not in card and "base_model" not in card
+        assert "\u202e" not in card
+        assert "base_model" not in card
 
 
 DAMAGED = [
@@ -262,7 +262,7 @@ DAMAGED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "text"), DAMAGED)
+@pytest.mark.parametrize("name, text", DAMAGED)
 def test_a_damaged_file_of_a_run_is_named(name, text, tmp_path):
     """Breaks when a run's damaged file ends its export with a traceback, or in words that do not
     say where."""
@@ -283,10 +283,11 @@ def test_a_link_hands_on_no_private_file(tmp_path):
     """Breaks when the export of somebody's folder copies what a link in it points to elsewhere, or
     one of the hub's cache is refused."""
     model = load_model("embedded")
-    cache = tmp_path / "models--a--b" / "snapshots" / "0f"
-    for folder in (cache, tmp_path / "models--a--b" / "blobs", tmp_path / "in"):
+    cache = tmp_path / "models--a--b/snapshots/0f"
+    for folder in (cache, tmp_path / "models--a--b/blobs", tmp_path / "in"):
         folder.mkdir(parents=True)
-    private, file = tmp_path / "private.json", tmp_path / "in" / "tokenizer_config.json"
+    private = tmp_path / "private.json"
+    file = tmp_path / "in/tokenizer_config.json"
     private.write_text('{"token": "secret"}')
     (tmp_path / "chain").symlink_to(private)
     for target in (private, "../private.json", "../chain", "../in/../chain"):
@@ -301,13 +302,13 @@ def test_a_link_hands_on_no_private_file(tmp_path):
     (cache / "tokenizer_config.json").symlink_to("../../blobs/5e")
     (tmp_path / "alias").symlink_to(cache)
     export_model(model, tmp_path / "hub", companions=companions(tmp_path / "alias"))
-    assert json.loads((tmp_path / "hub" / file.name).read_text()) == {"a": 1}
+    assert read_json(tmp_path / "hub" / file.name) == {"a": 1}
 
 
-def linked(folder: Path) -> Path:
+def linked(folder):
     """A run whose settings are a link to a private file."""
     (folder / "run").mkdir()
-    (folder / "run" / "config.json").symlink_to(folder / "private.json")
+    (folder / "run/config.json").symlink_to(folder / "private.json")
     return folder / "run"
 
 
@@ -317,13 +318,15 @@ def test_no_code_is_handed_on_and_all_may_read(tmp_path):
     code = {"auto_map": {"AutoTokenizer": "evil--x.Y"}, "a": "é"}
     (tmp_path / "in").mkdir()
     for name in ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json"):
-        (tmp_path / "in" / name).write_text(json.dumps(code | {"image_processor": code}))
+        write_json(tmp_path / "in" / name, code | {"image_processor": code})
     export_model(load_model("embedded"), tmp_path / "out", companions=companions(tmp_path / "in"))
     modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
     texts_ = [file.read_text() for file in (tmp_path / "out").glob("*.json")]
-    assert len(texts_) == 4 and len(modes) == 1 and not any("auto" in text for text in texts_)
+    assert len(texts_) == 4
+    assert len(modes) == 1
+    assert not any("auto" in text for text in texts_)
     plain = {"a": "é", "image_processor": {"a": "é"}}
-    assert json.loads((tmp_path / "out" / "processor_config.json").read_text()) == plain
+    assert read_json(tmp_path / "out/processor_config.json") == plain
 
 
 def test_a_merge_for_bf16_rounds_once(tmp_path):
@@ -352,10 +355,8 @@ def test_published_files_are_copied_and_nothing_is_put_beside_them(tmp_path, cap
         (tmp_path / "in" / name).write_text(text)
     weights.export.main([str(tmp_path / "in"), str(tmp_path / "out")])
     assert {name: (tmp_path / "out" / name).read_text() for name in published} == published
-    assert (
-        not (tmp_path / "out" / "preprocessor_config.json").exists()
-        and capsys.readouterr().err == ""
-    )
+    assert not (tmp_path / "out/preprocessor_config.json").exists()
+    assert capsys.readouterr().err == ""
     for name in ("tokenizer.json", "processor_config.json"):
         (tmp_path / "in" / name).unlink()
     weights.export.main([str(tmp_path / "in"), str(tmp_path / "bare")])

@@ -7,7 +7,7 @@ from torch import nn
 from weights.fingerprint import exact_fingerprint, tensor_fingerprint
 
 
-def layer() -> nn.Module:
+def layer():
     module = nn.Linear(40, 30)
     with torch.no_grad():
         module.weight.copy_(torch.arange(1200.0).view(30, 40) / 7)
@@ -24,7 +24,9 @@ def test_stored_values_stay():
 def test_every_kind_of_change_is_seen():
     """Breaks when a base in bf16 is another one for an adapter, the same for answers, or buffers
     are left out."""
-    wide, narrow, scaled = layer(), layer().bfloat16(), layer()
+    wide = layer()
+    narrow = layer().bfloat16()
+    scaled = layer()
     assert tensor_fingerprint(dict(wide.named_parameters())) == tensor_fingerprint(
         dict(narrow.named_parameters())
     )

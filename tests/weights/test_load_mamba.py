@@ -1,8 +1,5 @@
 """Published Mambas load, damaged ones are refused in one line, and their tokenizer is read."""
 
-import json
-from pathlib import Path
-
 import pytest
 import tokenizers
 import torch
@@ -12,19 +9,20 @@ from safetensors.torch import load_file, save_file
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.systems.configs import MambaConfig, ProjectorConfig, QMambaConfig
+from tests.files import write_json
 from tests.reference import hf_mamba
 from tests.runs import refused
 from weights.load import SINGLE_FILE, load_system
 
 
 @pytest.fixture
-def published(tmp_path) -> Path:
+def published(tmp_path):
     """As transformers saves it."""
     hf_mamba().save_pretrained(tmp_path / "hf")
     return tmp_path / "hf"
 
 
-def change_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
+def change_tensors(folder, changes):
     """Replace tensors, or take them away."""
     tensors = load_file(folder / SINGLE_FILE) | changes
     save_file(
@@ -48,7 +46,7 @@ TEXT = ["Is there a dog?", "  two  spaces", "yes", "naïve 北京 🦒", "a\n\nb
 
 
 @pytest.fixture(scope="module")
-def neox_file(tmp_path_factory) -> Path:
+def neox_file(tmp_path_factory):
     """A tokenizer.json of GPT-NeoX's making, learned from a few words: byte-level BPE,
     <|endoftext|> first."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -67,13 +65,13 @@ def neox_file(tmp_path_factory) -> Path:
     return path
 
 
-def folder_of(folder: Path, file: Path, vocab_size: int, image: int, **ids: int) -> Path:
+def folder_of(folder, file, vocab_size, image, **ids):
     """A Q-Mamba's folder, as far as the processor reads it."""
     text = MambaConfig(vocab_size=vocab_size, hidden_size=36, num_hidden_layers=1, **ids)
     projector = ProjectorConfig(queries=3, hidden_size=24, num_blocks=1, num_attention_heads=4)
     config = QMambaConfig(projector=projector, text=text, image_token_id=image)
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    write_json(folder / "config.json", config.to_dict())
     (folder / file.name).write_bytes(file.read_bytes())
     return folder
 
@@ -86,8 +84,10 @@ def test_the_processor_reads_with_either_tokenizer(neox_file, tmp_path):
     rows = bpe(pictures, ["Is there a dog?", "yes"], ["yes", "no dog"])
     fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(neox_file))
     for row, prefix, suffix in ((0, "Is there a dog?\n", "yes"), (1, "yes\n", "no dog")):
-        ids, types = rows.input_ids[row], rows.token_type_ids[row].bool()
-        assert ids[types].tolist() == [*fast.encode(suffix), 0] and bpe.decode(ids[types]) == suffix
+        ids = rows.input_ids[row]
+        types = rows.token_type_ids[row].bool()
+        assert ids[types].tolist() == [*fast.encode(suffix), 0]
+        assert bpe.decode(ids[types]) == suffix
         assert ids[~types & rows.attention_mask[row].bool()].tolist() == [303] * 3 + [
             0
         ] + fast.encode(prefix)

@@ -37,7 +37,7 @@ def inputs():
 
 
 @torch.no_grad()
-def move(model) -> None:
+def move(model):
     """Give what is trained values that matter."""
     for parameter in trainable(model).values():
         parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
@@ -45,7 +45,7 @@ def move(model) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "columns"), [(96, 200), (1, 7), (300, 2048), (64, 63)])
+@pytest.mark.parametrize("rows, columns", [(96, 200), (1, 7), (300, 2048), (64, 63)])
 def test_nf4_is_that_of_bitsandbytes(rows, columns, dtype):
     """Breaks when a code, a nibble, a block, a scale or the table of scales is another than
     theirs."""
@@ -60,7 +60,8 @@ def test_nf4_is_that_of_bitsandbytes(rows, columns, dtype):
     layer = Nf4Linear(linear)
     assert torch.equal(packing.dynamic_table(), state.state2.code)
     assert torch.equal(layer.weight[: packed.numel()], packed.flatten())
-    assert torch.equal(layer.nested_scale, state.state2.absmax) and layer.offset == state.offset
+    assert torch.equal(layer.nested_scale, state.state2.absmax)
+    assert layer.offset == state.offset
     # theirs looks scales up in bins, so that one beside the middle of two entries may get the other
     between = (layer.table[layer.scale.int()] + layer.table[state.absmax.int()]) / 2
     largest = torch.stack([block.abs().max() for block in weight.float().flatten().split(64)])
@@ -83,21 +84,19 @@ def test_each_weight_is_off_by_at_most_half_a_step_of_its_channel():
     linear.weight[7, 3] = (
         -40 * linear.weight[7].abs().max()
     )  # one that towers above its channel, and is negative
-    layer, largest = Int8Linear(linear), linear.weight.abs().amax(1)
+    layer = Int8Linear(linear)
+    largest = linear.weight.abs().amax(1)
     error = (
         (layer.weight.double() * layer.scale.double()[:, None] - linear.weight.double())
         .abs()
         .amax(1)
     )
     # half a step; the largest value itself may be off by the rounding of its scale to bf16, 2⁻⁹
-    assert (
-        error <= largest * max(0.501 / 127, 2**-8)
-    ).all() and layer.scale.bfloat16().float().equal(layer.scale)
-    assert (
-        not layer.weight[5].any()
-        and -127 <= layer.weight[7, 3] <= -126
-        and layer.weight.amax() <= 127
-    )
+    assert (error <= largest * max(0.501 / 127, 2**-8)).all()
+    assert layer.scale.bfloat16().float().equal(layer.scale)
+    assert not layer.weight[5].any()
+    assert -127 <= layer.weight[7, 3] <= -126
+    assert layer.weight.amax() <= 127
 
 
 @pytest.mark.parametrize("kind", packing.KINDS)
@@ -128,7 +127,8 @@ def test_products_are_those_of_the_stored_weights(kind, dtype, monkeypatch):
                 plain = layer(x)
                 patch.setattr(cpu, "ways", frozenset({"bf16"}))
                 wide = layer(x)
-            assert relative_error(plain, exact) < tolerance and wide.dtype == plain.dtype == dtype
+            assert relative_error(plain, exact) < tolerance
+            assert wide.dtype == plain.dtype == dtype
             assert relative_error(wide, exact) < (tolerance if rows < 17 else 2e-3)
         assert torch.equal(layer.to(torch.bfloat16).put_back().weight.double(), weight)
 
@@ -141,14 +141,16 @@ def test_a_quantized_model_is_transformers_with_these_weights(kind, inputs, tmp_
     monkeypatch.setattr("model.linear.BLOCK_ELEMENTS", 1 << 12)
     hf = hf_model(1)
     hf.save_pretrained(tmp_path, max_shard_size="100KB")
-    model, in_place = load_model(tmp_path, quantize=kind), ours(hf_model(1), "sdpa")
-    fingerprint, state = adapter.fingerprint(in_place), model.state_dict()
+    model = load_model(tmp_path, quantize=kind)
+    in_place = ours(hf_model(1), "sdpa")
+    fingerprint = adapter.fingerprint(in_place)
+    state = model.state_dict()
     quantize(in_place, kind, head=True)
     assert adapter.fingerprint(model) == adapter.fingerprint(in_place) == fingerprint
-    assert (
-        all(torch.equal(tensor, state.pop(name)) for name, tensor in in_place.state_dict().items())
-        and not state
+    assert all(
+        torch.equal(tensor, state.pop(name)) for name, tensor in in_place.state_dict().items()
     )
+    assert not state
     quantized = model(**inputs)
     adapter.merge(model)  # puts all back
     assert adapter.fingerprint(model) == fingerprint
@@ -168,10 +170,8 @@ def test_what_is_quantized_and_what_cannot_be(model):
     adapter.merge(model)
     refused(lambda: quantize(model), "merged")
     adapter.unmerge(model)
-    trained, linears = (
-        list(trainable(model)),
-        sum(isinstance(module, nn.Linear) for module in model.modules()),
-    )
+    trained = list(trainable(model))
+    linears = sum(isinstance(module, nn.Linear) for module in model.modules())
     for _ in range(2):  # a second time changes nothing
         quantize(model)
         layers = {
@@ -180,13 +180,14 @@ def test_what_is_quantized_and_what_cannot_be(model):
             if isinstance(module, Int8Linear)
         }
         assert {name for name, p in model.named_parameters() if p.dtype == torch.int8} == layers
-        assert len(layers) == linears - len(trained) and list(trainable(model)) == trained
+        assert len(layers) == linears - len(trained)
+        assert list(trainable(model)) == trained
     refused(lambda: quantize(model, "nf4"), "quantized to int8 already")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "bits"), [("softmax", "int8"), ("twin", "int8"), ("v2", "nf4"), ("shared", "int8")]
+    "kind, bits", [("softmax", "int8"), ("twin", "int8"), ("v2", "nf4"), ("shared", "int8")]
 )
 def test_gradients_reach_lora_as_through_the_whole_weights(kind, bits, model, inputs):
     """Breaks when the backward pass multiplies by another matrix than the forward pass."""
@@ -211,7 +212,8 @@ def test_gradients_reach_lora_as_through_the_whole_weights(kind, bits, model, in
 
 def test_nothing_is_kept_for_the_backward_pass_but_the_8_bits():
     """Breaks when autograd holds every weight once more, put back, or autocast is ignored."""
-    layer, held = Int8Linear(Linear(512, 512)), []
+    layer = Int8Linear(Linear(512, 512))
+    held = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
         layer(torch.randn(2, 512, requires_grad=True)).sum().backward()
     assert sum(t.numel() * t.element_size() for t in held) <= 512 * 512 + 4 * 512 + 4 * 2 * 512
@@ -237,7 +239,8 @@ def test_the_adapter_belongs_to_the_whole_base(kind, tmp_path, inputs):
     adapter.load(later, tmp_path)  # quantized first, adapted afterwards
     assert relative_error(later(**inputs), before) < 1e-5
     adapter.merge(quantized)
-    assert quantized.quantized is None and relative_error(quantized(**inputs), before) < 1e-5
+    assert quantized.quantized is None
+    assert relative_error(quantized(**inputs), before) < 1e-5
     adapter.unmerge(quantized)
     assert relative_error(quantized(**inputs), before) < 1e-6
 
@@ -249,9 +252,8 @@ def test_the_command(tmp_path):
     flags = "--attention twin --steps 4 --lr 1e-2"
     plain, packed = (run(flags, more, out=tmp_path / more[-4:]) for more in ("", "--quantize int8"))
     losses = [r["loss"] for r in plain]
-    assert [r["loss"] for r in packed] == pytest.approx(losses, rel=2e-2) and [
-        r["loss"] for r in packed
-    ] != losses
+    assert [r["loss"] for r in packed] == pytest.approx(losses, rel=2e-2)
+    assert [r["loss"] for r in packed] != losses
     adapter.load(load_model("tiny"), tmp_path / "int8")
     for more in ("--full --attention softmax", "--shard"):
         refused(

@@ -1,7 +1,6 @@
 """Checkpoints: every published form loads bit for bit, leaves as it came, and is refused in one
 line when damaged."""
 
-import json
 import pickle
 import re
 from fnmatch import fnmatch
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import PaliGemmaForConditionalGeneration, SiglipVisionConfig, SiglipVisionModel
 
 import weights.export
@@ -23,10 +21,10 @@ from lora import adapter
 from model.config import PRESETS, PaliGemmaConfig, TextConfig, VisionConfig
 from model.device import DTYPES
 from model.differential import graft
-from model.paligemma import PaliGemma
+from tests.files import read_json, write_json
 from tests.peak_memory import in_own_process, load_peak
 from tests.reference import batch, hf_forward, hf_model, relative_error, set_attention_backend
-from tests.runs import refused
+from tests.runs import assert_same_tensors, refused, words
 from weights.export import export_model
 from weights.load import INDEX_FILE, SINGLE_FILE, empty_model, examine, load_model, load_siglip
 from weights.mapping import DIALECTS
@@ -41,13 +39,11 @@ RENAMES = {
     },
     "B": {TOWER: "model.vision_tower.vision_model"},
     "C": {},
-    "D": {
-        "model.language_model": "language_model.model",
-        TOWER: "vision_tower",
-        "model.multi": "multi",
-    },
 }
-Q0, HEAD = "language_model.model.layers.0.self_attn.q_proj.weight", "language_model.lm_head.weight"
+RENAMES["D"] = RENAMES["A"] | {TOWER: "vision_tower"}
+Q0 = "language_model.model.layers.0.self_attn.q_proj.weight"
+HEAD = "language_model.lm_head.weight"
+EMBEDDING = "language_model.model.embed_tokens.weight"
 SHARD2 = "model-00002-of-00002.safetensors"
 
 
@@ -61,7 +57,7 @@ def hf1():
     return hf_model(1)
 
 
-def tensors_of(hf, dialect: str = "A", head: str | None = None) -> dict[str, Tensor]:
+def tensors_of(hf, dialect="A", head=None):
     """The state dict of a transformers model under the names of a dialect."""
     tensors = {name: tensor.clone() for name, tensor in hf.state_dict().items()}
     tied = tensors.pop("lm_head.weight")
@@ -70,35 +66,31 @@ def tensors_of(hf, dialect: str = "A", head: str | None = None) -> dict[str, Ten
     return tensors | ({head: tied} if head else {})
 
 
-def save(folder: Path, hf, tensors: dict[str, Tensor], shards: int = 1) -> Path:
+def save(folder, hf, tensors, shards=1):
     """A model folder: config.json as transformers writes it, and the tensors in one file or in
     shards."""
     folder.mkdir(exist_ok=True)
     hf.config.save_pretrained(folder)
-    names, weight_map = sorted(tensors), {}
+    names = sorted(tensors)
+    weight_map = {}
     for number in range(shards):
         file = f"model-{number + 1:05d}-of-{shards:05d}.safetensors" if shards > 1 else SINGLE_FILE
         part = {name: tensors[name] for name in names[number::shards]}
         save_file(part, folder / file)
         weight_map |= dict.fromkeys(part, file)
     if shards > 1:
-        (folder / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        write_json(folder / INDEX_FILE, {"metadata": {}, "weight_map": weight_map})
     return folder
 
 
-def assert_same(model: PaliGemma, hf, dtype=torch.float32) -> None:
+def assert_same(model, hf, dtype=torch.float32):
     """Equal weights and, in fp32, logits, to the bit on the eager path, where both do the same
     operations."""
-    theirs = {
-        name.removeprefix("model."): t
-        for name, t in hf.state_dict().items()
-        if name != "lm_head.weight"
-    }
-    mine, inputs = model.state_dict(), batch(hf)
-    assert mine.keys() == theirs.keys()
-    for name, tensor in theirs.items():
-        assert mine[name].dtype == dtype and torch.equal(mine[name], tensor.to(dtype)), name
+    theirs = {name.removeprefix("model."): t.to(dtype) for name, t in hf.state_dict().items()}
+    del theirs["lm_head.weight"]
+    assert_same_tensors(model.state_dict(), theirs)
     if dtype == torch.float32:
+        inputs = batch(hf)
         set_attention_backend(model, "eager")
         valid = inputs["attention_mask"].bool()
         with torch.inference_mode():
@@ -107,14 +99,15 @@ def assert_same(model: PaliGemma, hf, dtype=torch.float32) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("dialect", "shards", "head"),
+    "dialect, shards, head",
     [("A", 1, None), ("B", 3, "lm_head.weight"), ("C", 1, HEAD), ("D", 1, "lm_head.weight")],
 )
 def test_every_dialect_loads_bit_for_bit(hf, dialect, shards, head, tmp_path):
     """Breaks when a published name lands on another parameter, or several files or a tied head
     confuse the loader."""
     model = load_model(save(tmp_path, hf, tensors_of(hf, dialect, head), shards))
-    assert not model.training and all(parameter.requires_grad for parameter in model.parameters())
+    assert not model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())
     assert examine(tmp_path).dialect == dialect
     assert_same(model, hf)
 
@@ -122,39 +115,32 @@ def test_every_dialect_loads_bit_for_bit(hf, dialect, shards, head, tmp_path):
 def test_a_tower_that_transformers_saves_alone_loads(tmp_path):
     """Breaks when the tower of a SigLIP by itself, whose names have no prefix since transformers 5,
     is not opened."""
-    sizes = {
-        "hidden_size": 24,
-        "intermediate_size": 20,
-        "num_hidden_layers": 1,
-        "patch_size": 14,
-        "image_size": 28,
-    }
     torch.manual_seed(0)
-    theirs, pixels = (
-        SiglipVisionModel(SiglipVisionConfig(**sizes)).eval(),
-        torch.randn(2, 3, 28, 28),
+    config = SiglipVisionConfig(
+        hidden_size=24, intermediate_size=20, num_hidden_layers=1, patch_size=14, image_size=28
     )
+    theirs = SiglipVisionModel(config).eval()
+    pixels = torch.randn(2, 3, 28, 28)
     theirs.save_pretrained(tmp_path)
     with torch.no_grad():
-        assert (
-            relative_error(load_siglip(tmp_path)(pixels), theirs(pixels).last_hidden_state) <= 1e-6
-        )
+        expected = theirs(pixels).last_hidden_state
+        assert relative_error(load_siglip(tmp_path)(pixels), expected) <= 1e-6
 
 
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16])
 def test_tensors_are_cast_as_torch_casts_them(hf1, wanted, tmp_path):
     """Breaks when a tensor is cast through a third dtype, or training a loaded model changes the
     mapped file."""
-    stored = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-    tensors = {
-        name: t.to(stored[number % 4])
-        for number, (name, t) in enumerate(tensors_of(hf1, "D").items())
-    }
+    tensors = tensors_of(hf1, "D")
+    for number, name in enumerate(tensors):
+        stored = (torch.float64, torch.float32, torch.float16, torch.bfloat16)[number % 4]
+        tensors[name] = tensors[name].to(stored)
     model = load_model(save(tmp_path, hf1, tensors), dtype=wanted)
     before = (tmp_path / SINGLE_FILE).read_bytes()
     for name, tensor in tensors.items():
         ours = model.get_parameter(name.replace("language_model.model", "language_model"))
-        assert ours.dtype == wanted and torch.equal(ours, tensor.to(wanted)), name
+        assert ours.dtype == wanted, name
+        assert torch.equal(ours, tensor.to(wanted)), name
         ours.data.add_(1)
     assert (tmp_path / SINGLE_FILE).read_bytes() == before
 
@@ -163,36 +149,37 @@ def test_tensors_are_cast_as_torch_casts_them(hf1, wanted, tmp_path):
 def test_a_head_is_the_embedding_or_refused(hf1, kind, tmp_path):
     """Breaks when a head stored alone is not tied, or one that was trained apart is lost in
     silence."""
+    options = {"dtype": torch.bfloat16, "quantize": kind}
     tensors = tensors_of(hf1, "A", HEAD)
-    embedding = tensors.pop("language_model.model.embed_tokens.weight")
+    embedding = tensors.pop(EMBEDDING)
     if kind is None:
         assert_same(load_model(save(tmp_path, hf1, tensors)), hf1)
-    tensors |= {"language_model.model.embed_tokens.weight": embedding.clone()}
-    load_model(save(tmp_path / "tied", hf1, tensors), dtype=torch.bfloat16, quantize=kind)
+    tensors[EMBEDDING] = embedding.clone()
+    load_model(save(tmp_path / "tied", hf1, tensors), **options)
     tensors[HEAD][-1, -1] += 1
     folder = save(tmp_path / "apart", hf1, tensors, shards=2)
-    refused(
-        lambda: load_model(folder, dtype=torch.bfloat16, quantize=kind), "differs from", "lm_head"
-    )
+    refused(lambda: load_model(folder, **options), "differs from", "lm_head")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "count", "parameters"),
-    [("paligemma-3b-224", 603, 2_923_466_480), ("paligemma2-3b-224", 727, 3_032_242_416)],
+    "name, count, parameters, learned",
+    [
+        ("paligemma-3b-224", 603, 2_923_466_480, 39_223_296),
+        ("paligemma2-3b-224", 727, 3_032_242_416, 41_533_440),
+    ],
 )
-def test_published_geometries(name, count, parameters):
+def test_published_geometries(name, count, parameters, learned):
     """Breaks when a layer, norm or bias is added to or lost from the published tensors."""
-    state = (model := empty_model(PRESETS[name])).state_dict()
-    assert len(state) == count and sum(tensor.numel() for tensor in state.values()) == parameters
+    model = empty_model(PRESETS[name])
+    state = model.state_dict()
+    assert len(state) == count
+    assert sum(tensor.numel() for tensor in state.values()) == parameters
     adapter.inject(model, adapter.DECODER_TARGETS, r=32, alpha=64)  # the paper's recipe
-    assert (
-        name != "paligemma-3b-224"
-        or sum(p.numel() for p in model.parameters() if p.requires_grad) == 39_223_296
-    )
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == learned
 
 
-def small(**text) -> PaliGemmaConfig:
+def small(**text):
     sizes = {"vocab_size": 96, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 2, "head_dim": 8}
     vision = VisionConfig(
@@ -205,7 +192,7 @@ def small(**text) -> PaliGemmaConfig:
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc"
 )
-@pytest.mark.parametrize(("stored", "kinds"), [("fp32", [None]), ("bf16", ["int8", "nf4"])])
+@pytest.mark.parametrize("stored, kinds", [("fp32", [None]), ("bf16", ["int8", "nf4"])])
 def test_peak_memory(stored, kinds, tmp_path):
     """Breaks when loading holds a second copy: the file's tensors beside the cast or packed ones,
     or all of a file."""
@@ -213,57 +200,36 @@ def test_peak_memory(stored, kinds, tmp_path):
     model = empty_model(config).to_empty(device="cpu")
     block = torch.randn(1 << 22)
     for parameter in model.parameters():
-        parameter.data.copy_(
-            block.repeat(-(-parameter.numel() // len(block)))[: parameter.numel()].view_as(
-                parameter
-            )
-        )
-    export_model(
-        model,
-        tmp_path / "checkpoint",
-        dtype=DTYPES[stored],
-        max_shard_gb=0.4 if stored == "fp32" else 0.2,
-    )
+        flat = block.repeat(-(-parameter.numel() // len(block)))
+        parameter.data.copy_(flat[: parameter.numel()].view_as(parameter))
+    folder = tmp_path / "checkpoint"
+    most = 0.4 if stored == "fp32" else 0.2
+    export_model(model, folder, dtype=DTYPES[stored], max_shard_gb=most)
     del model
     for kind in kinds:
         # a busy system may map more of a file than is read: a second copy is there every time
-        attempts = (
-            in_own_process(load_peak, tmp_path / "checkpoint", torch.bfloat16, kind)
-            for _ in range(3)
-        )
+        attempts = (in_own_process(load_peak, folder, torch.bfloat16, kind) for _ in range(3))
         # a matrix of 8 million values, mapped and in parts, and what the C library keeps of freed
-        # parts come on top
-        # (40 to 115 MB): little beside the 3B of the published models, less than a second copy of
-        # these
-        assert any(
-            peak <= (1.15 if kind else 1.05) * size + 120e6
-            for peak, size in attempts
-            if size > 90e6
-        )
+        # parts come on top (40 to 115 MB): little beside the 3B of the published models, less than
+        # a second copy of these
+        share = 1.15 if kind else 1.05
+        assert any(peak <= share * size + 120e6 for peak, size in attempts if size > 90e6)
 
 
-def arrays_of(hf, rows: int = 128) -> dict[str, np.ndarray]:
+def arrays_of(hf, rows=128):
     """The arrays that big_vision would hold for the weights of a transformers model, from its
     einsums' axes."""
     state = {name.removeprefix("model."): tensor for name, tensor in hf.state_dict().items()}
-    text, vision = hf.config.text_config, hf.config.vision_config
-    width, vision_width = text.head_dim, vision.hidden_size // vision.num_attention_heads
-    arrays = {
-        "img/embedding/kernel": state["vision_tower.embeddings.patch_embedding.weight"].permute(
-            2, 3, 1, 0
-        ),
-        "img/embedding/bias": state["vision_tower.embeddings.patch_embedding.bias"],
-        "img/pos_embedding": state["vision_tower.embeddings.position_embedding.weight"][None],
-        "img/Transformer/encoder_norm/scale": state["vision_tower.post_layernorm.weight"],
-        "img/Transformer/encoder_norm/bias": state["vision_tower.post_layernorm.bias"],
-        "img/head/kernel": state["multi_modal_projector.linear.weight"].T,
-        "img/head/bias": state["multi_modal_projector.linear.bias"],
-        "llm/embedder/input_embedding": state["language_model.embed_tokens.weight"][:rows],
-        "llm/final_norm/scale": state["language_model.norm.weight"],
-    }
+    text = hf.config.text_config
+    vision = hf.config.vision_config
+    width = text.head_dim
+    vision_width = vision.hidden_size // vision.num_attention_heads
 
     def same(w):
         return w
+
+    def patches(w):  # (D, 3, P, P) to (P, P, 3, D)
+        return w.permute(2, 3, 1, 0)
 
     def out_heads(w):  # (N·H, D) to (N, D, H)
         return w.unflatten(0, (-1, width)).transpose(1, 2)
@@ -271,20 +237,34 @@ def arrays_of(hf, rows: int = 128) -> dict[str, np.ndarray]:
     def in_heads(w):  # (D, N·H) to (N, H, D)
         return w.T.unflatten(0, (-1, width if len(w) == text.hidden_size else vision_width))
 
+    def vision_heads(w):  # (N·H, D) to (D, N, H); (N·H) to (N, H)
+        return w.t().unflatten(-1, (-1, vision_width))
+
+    # the array's key: how a parameter enters it, and the parameter
+    arrays = {
+        "img/embedding/kernel": (patches, "vision_tower.embeddings.patch_embedding.weight"),
+        "img/embedding/bias": (same, "vision_tower.embeddings.patch_embedding.bias"),
+        "img/pos_embedding": (
+            lambda w: w[None],
+            "vision_tower.embeddings.position_embedding.weight",
+        ),
+        "img/Transformer/encoder_norm/scale": (same, "vision_tower.post_layernorm.weight"),
+        "img/Transformer/encoder_norm/bias": (same, "vision_tower.post_layernorm.bias"),
+        "img/head/kernel": (torch.t, "multi_modal_projector.linear.weight"),
+        "img/head/bias": (same, "multi_modal_projector.linear.bias"),
+        "llm/embedder/input_embedding": (lambda w: w[:rows], "language_model.embed_tokens.weight"),
+        "llm/final_norm/scale": (same, "language_model.norm.weight"),
+    }
+    arrays = {key: change(state[name]) for key, (change, name) in arrays.items()}
     attention = "MultiHeadDotProductAttention_0"
-    # the array's key: how a layer's parameter enters it, and the parameter
-    vision_arrays: dict = {f"{attention}/out/kernel": (in_heads, "self_attn.out_proj.weight")}
-    vision_arrays[f"{attention}/out/bias"] = same, "self_attn.out_proj.bias"
+    vision_arrays = {
+        f"{attention}/out/kernel": (in_heads, "self_attn.out_proj.weight"),
+        f"{attention}/out/bias": (same, "self_attn.out_proj.bias"),
+    }
     for key in ("query", "key", "value"):
         name = f"self_attn.{key[0]}_proj"
-        vision_arrays[f"{attention}/{key}/kernel"] = (
-            lambda w: w.T.unflatten(1, (-1, vision_width)),
-            f"{name}.weight",
-        )
-        vision_arrays[f"{attention}/{key}/bias"] = (
-            lambda w: w.unflatten(0, (-1, vision_width)),
-            f"{name}.bias",
-        )
+        vision_arrays[f"{attention}/{key}/kernel"] = vision_heads, f"{name}.weight"
+        vision_arrays[f"{attention}/{key}/bias"] = vision_heads, f"{name}.bias"
     for i in (0, 1):
         vision_arrays[f"LayerNorm_{i}/scale"] = same, f"layer_norm{i + 1}.weight"
         vision_arrays[f"LayerNorm_{i}/bias"] = same, f"layer_norm{i + 1}.bias"
@@ -292,11 +272,8 @@ def arrays_of(hf, rows: int = 128) -> dict[str, np.ndarray]:
         vision_arrays[f"MlpBlock_0/Dense_{i}/bias"] = same, f"mlp.fc{i + 1}.bias"
     text_arrays = {
         "attn/q_einsum/w": (out_heads, "self_attn.q_proj.weight"),  # BTD,NDH->BTNH
-        "attn/kv_einsum/w": (
-            out_heads,
-            "self_attn.k_proj.weight",
-            "self_attn.v_proj.weight",
-        ),  # BSD,2KDH->2BSKH
+        # BSD,2KDH->2BSKH
+        "attn/kv_einsum/w": (out_heads, "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
         "attn/attn_vec_einsum/w": (in_heads, "self_attn.o_proj.weight"),  # BTNH,NHD->BTD
         "mlp/gating_einsum": (torch.t, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
         "mlp/linear": (torch.t, "mlp.down_proj.weight"),
@@ -307,21 +284,18 @@ def arrays_of(hf, rows: int = 128) -> dict[str, np.ndarray]:
         text_arrays["post_attention_norm/scale"] = same, "post_attention_layernorm.weight"
         text_arrays["pre_ffw_norm/scale"] = same, "pre_feedforward_layernorm.weight"
         text_arrays["post_ffw_norm/scale"] = same, "post_feedforward_layernorm.weight"
-    for prefix, layers, count, rules in (
-        (
-            "img/Transformer/encoderblock",
-            "vision_tower.encoder.layers",
-            vision.num_hidden_layers,
-            vision_arrays,
-        ),
-        ("llm/layers", "language_model.layers", text.num_hidden_layers, text_arrays),
-    ):
+
+    def add(prefix, layers, count, rules):
         for key, (change, *names) in rules.items():
-            parts = [
+            stacked = [
                 torch.stack([change(state[f"{layers}.{i}.{name}"]) for i in range(count)])
                 for name in names
             ]
-            arrays[f"{prefix}/{key}"] = torch.stack(parts, 1) if len(parts) > 1 else parts[0]
+            arrays[f"{prefix}/{key}"] = torch.stack(stacked, 1) if len(names) > 1 else stacked[0]
+
+    depth = vision.num_hidden_layers
+    add("img/Transformer/encoderblock", "vision_tower.encoder.layers", depth, vision_arrays)
+    add("llm/layers", "language_model.layers", text.num_hidden_layers, text_arrays)
     return {f"params/{key}": tensor.contiguous().numpy() for key, tensor in arrays.items()}
 
 
@@ -335,11 +309,9 @@ def test_big_vision_arrays(hf, write, tmp_path):
     write(tmp_path / "pt_56.npz", **(arrays_of(hf, 120) | {"opt/0/count": np.zeros(3)}))
     for source in (tmp_path, tmp_path / "pt_56.npz"):
         model = load_model(source)
-        embedding = model.language_model.embed_tokens.weight.data
-        torch.testing.assert_close(
-            embedding[120:], embedding[:120].mean(0).expand(8, -1), atol=1e-7, rtol=0
-        )
-        embedding[120:] = hf.state_dict()["lm_head.weight"][120:]
+        known, new = model.language_model.embed_tokens.weight.data.split([120, 8])
+        torch.testing.assert_close(new, known.mean(0).expand(8, -1), atol=1e-7, rtol=0)
+        new.copy_(hf.state_dict()["lm_head.weight"][120:])
         assert_same(model, hf)
 
 
@@ -347,32 +319,36 @@ def test_big_vision_einsums(hf1, tmp_path, seeded):
     """Breaks when the parameters compute anything else than big_vision's einsums on its own
     arrays."""
     hf1.config.save_pretrained(tmp_path)
-    np.savez(tmp_path / "pt.npz", **arrays_of(hf1))
-    model, text, vision = load_model(tmp_path), torch.randn(2, 5, 72), torch.randn(2, 5, 40)
-    layer, tower = model.language_model.layers[1], model.vision_tower.encoder.layers[1].self_attn
-    arrays = {key: torch.from_numpy(array) for key, array in arrays_of(hf1).items()}
-    parts = (key.partition("/layers/")[2] or key.partition("Attention_0/")[2] for key in arrays)
-    a = {part: array[1] for part, array in zip(parts, arrays.values(), strict=True) if part}
-    q = torch.einsum("btd,ndh->btnh", text, a["attn/q_einsum/w"])
-    k, v = torch.einsum("bsd,ckdh->cbskh", text, a["attn/kv_einsum/w"])
-    gate, up = torch.einsum("btd,cdf->cbtf", text, a["mlp/gating_einsum"])
-    seen = torch.einsum("btd,dnh->btnh", vision, a["query/kernel"]) + a["query/bias"]
+    arrays = arrays_of(hf1)
+    np.savez(tmp_path / "pt.npz", **arrays)
+    model = load_model(tmp_path)
+    text = torch.randn(2, 5, 72)
+    vision = torch.randn(2, 5, 40)
+    layer = model.language_model.layers[1]
+    tower = model.vision_tower.encoder.layers[1].self_attn
+
+    def einsum(axes, x, key):
+        return torch.einsum(axes, x, array(key))
+
+    def array(key):
+        (found,) = (value[1] for name, value in arrays.items() if name.endswith(f"/{key}"))
+        return torch.from_numpy(found)
+
+    q = einsum("btd,ndh->btnh", text, "attn/q_einsum/w")
+    k, v = einsum("bsd,ckdh->cbskh", text, "attn/kv_einsum/w")
+    gate, up = einsum("btd,cdf->cbtf", text, "mlp/gating_einsum")
+    seen = einsum("btd,dnh->btnh", vision, "query/kernel") + array("query/bias")
+    out = einsum("btnh,nhd->btd", seen, "out/kernel") + array("out/bias")
     for ours, theirs in (
         (layer.self_attn.q_proj(text), q.flatten(2)),
         (layer.self_attn.k_proj(text), k.flatten(2)),
         (layer.self_attn.v_proj(text), v.flatten(2)),
-        (
-            layer.self_attn.o_proj(q.flatten(2)),
-            torch.einsum("btnh,nhd->btd", q, a["attn/attn_vec_einsum/w"]),
-        ),
+        (layer.self_attn.o_proj(q.flatten(2)), einsum("btnh,nhd->btd", q, "attn_vec_einsum/w")),
         (layer.mlp.gate_proj(text), gate),
         (layer.mlp.up_proj(text), up),
-        (layer.mlp.down_proj(gate), gate @ a["mlp/linear"]),
+        (layer.mlp.down_proj(gate), gate @ array("mlp/linear")),
         (tower.q_proj(vision), seen.flatten(2)),
-        (
-            tower.out_proj(seen.flatten(2)),
-            torch.einsum("btnh,nhd->btd", seen, a["out/kernel"]) + a["out/bias"],
-        ),
+        (tower.out_proj(seen.flatten(2)), out),
     ):
         assert relative_error(ours, theirs) < 1e-6
 
@@ -382,11 +358,11 @@ def test_big_vision_dtypes_and_presets(hf1, tmp_path, monkeypatch):
     the preset."""
     config = PaliGemmaConfig.from_dict(hf1.config.to_dict())
     monkeypatch.setattr(weights.load, "PRESETS", {"other": small(), "this": config})
-    bf16 = {key: torch.from_numpy(array).bfloat16() for key, array in arrays_of(hf1).items()}
-    np.savez(
-        tmp_path / "pt.npz",
-        **{key: array.view(torch.int16).numpy().view("V2") for key, array in bf16.items()},
-    )
+    arrays = {
+        key: torch.from_numpy(array).bfloat16().view(torch.int16).numpy().view("V2")
+        for key, array in arrays_of(hf1).items()
+    }
+    np.savez(tmp_path / "pt.npz", **arrays)
     model = load_model(tmp_path, dtype=torch.bfloat16)
     assert model.config == config
     assert_same(model, hf1, torch.bfloat16)
@@ -403,23 +379,21 @@ class Bomb:
 
 MISFITS = [
     (Q0, torch.zeros(64, 72, dtype=torch.int8), f"{Q0} is I8"),
-    (Q0, torch.zeros(72, 64), f"{Q0} is F32 (72, 64), expected", "(64, 72)"),
+    (Q0, torch.zeros(72, 64), f"{Q0} is F32 (72, 64), expected floats (64, 72)"),
     (Q0, None, "missing language_model.layers.0.self_attn.q_proj.weight"),
     ("a\x1b[2J", torch.zeros(1), r"unexpected a\x1b[2J"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("name", "tensor", "words"), [(name, tensor, words) for name, tensor, *words in MISFITS]
-)
+@pytest.mark.parametrize("name, tensor, told", MISFITS)
 def test_tensors_that_do_not_fit_are_refused_in_one_line(
-    hf1, name, tensor, words, tmp_path, monkeypatch
+    hf1, name, tensor, told, tmp_path, monkeypatch
 ):
     """Breaks when damage ends in a traceback, is found only after gigabytes were read, or passes
     unseen."""
     monkeypatch.setattr(weights.load, "replaceable", lambda *_: pytest.fail("tensors were read"))
     tensors = {key: t for key, t in (tensors_of(hf1) | {name: tensor}).items() if t is not None}
-    refused(lambda: load_model(save(tmp_path, hf1, tensors), quantize="int8"), *words)
+    refused(lambda: load_model(save(tmp_path, hf1, tensors), quantize="int8"), told)
 
 
 def test_files_that_are_not_there_or_pickles_are_refused(hf1, tmp_path, monkeypatch):
@@ -437,7 +411,8 @@ def test_files_that_are_not_there_or_pickles_are_refused(hf1, tmp_path, monkeypa
     (folder / INDEX_FILE).unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
     refused(lambda: load_model(folder), SINGLE_FILE, "pickles")
-    arrays, key = arrays_of(hf1), "params/llm/layers/mlp/gating_einsum"
+    arrays = arrays_of(hf1)
+    key = "params/llm/layers/mlp/gating_einsum"
     for array, word in (
         (arrays[key].swapaxes(2, 3).copy(), "gate_proj.weight is"),
         (np.array([Bomb()]), "pickled"),
@@ -460,7 +435,7 @@ def test_of_two_files_of_weights_none_is_left_out_in_silence(hf1, tmp_path):
     save_file({Q0: tensors_of(hf1)[Q0]} | load_file(first), first)
     refused(lambda: load_model(folder), SHARD2, Q0)
     save(folder, hf1, tensors_of(hf1))
-    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {Q0: SINGLE_FILE}}))
+    write_json(folder / INDEX_FILE, {"weight_map": {Q0: SINGLE_FILE}})
     assert_same(load_model(folder), hf1)
 
 
@@ -469,10 +444,10 @@ def test_gemma_2_without_its_name_is_refused(tmp_path):
     two of its norms, is opened so."""
     hf = hf_model(2)
     file = save(tmp_path, hf, tensors_of(hf)) / "config.json"
-    raw = json.loads(file.read_text())
+    raw = read_json(file)
     for name in ("model_type", "layer_types"):
         del raw["text_config"][name]
-    file.write_text(json.dumps(raw))
+    write_json(file, raw)
     refused(lambda: load_model(tmp_path), "unexpected", "feedforward_layernorm")
 
 
@@ -484,40 +459,34 @@ def test_only_what_is_needed_is_fetched(hf1, tmp_path, monkeypatch):
     assert_same(load_model("google/paligemma-3b-pt-224", revision="float16"), hf1)
     patterns = download.call_args.kwargs.pop("allow_patterns")
     assert download.call_args == call("google/paligemma-3b-pt-224", revision="float16")
-    files = (
-        SINGLE_FILE,
-        INDEX_FILE,
-        SHARD2,
-        "config.json",
-        "pytorch_model.bin",
-        "consolidated.safetensors",
-    )
-    assert [any(fnmatch(file, pattern) for pattern in patterns) for file in files] == [True] * 4 + [
-        False
-    ] * 2
+
+    def is_fetched(file):
+        return any(fnmatch(file, pattern) for pattern in patterns)
+
+    assert all(map(is_fetched, (SINGLE_FILE, INDEX_FILE, SHARD2, "config.json")))
+    assert not is_fetched("pytorch_model.bin")
+    assert not is_fetched("consolidated.safetensors")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_transformers_opens_every_dialect_we_write(hf, dialect, tmp_path):
     """Breaks when an exported name, shape or config field means another model to transformers."""
-    model, options = (
-        load_model(save(tmp_path / "in", hf, tensors_of(hf))),
-        {"output_loading_info": True},
-    )
-    export_model(model, tmp_path / "out", dialect=dialect, max_shard_gb=2e-4)
-    files = sorted((tmp_path / "out").glob("model-*.safetensors"))
+    out = tmp_path / "out"
+    model = load_model(save(tmp_path / "in", hf, tensors_of(hf)))
+    export_model(model, out, dialect=dialect, max_shard_gb=2e-4)
+    files = sorted(out.glob("model-*.safetensors"))
     sizes = [sum(4 * tensor.numel() for tensor in load_file(file).values()) for file in files]
-    assert max(sizes) <= 2e5 < min(map(sum, pairwise(sizes))) and len(sizes) > 2, (
-        "as large as may be, and no larger"
+    assert len(sizes) > 2
+    assert max(sizes) <= 2e5 < min(map(sum, pairwise(sizes)))  # as large as may be, and no larger
+    theirs, loading = PaliGemmaForConditionalGeneration.from_pretrained(
+        out, attn_implementation="eager", output_loading_info=True
     )
-    open_hf = PaliGemmaForConditionalGeneration.from_pretrained
-    theirs, loading = open_hf(tmp_path / "out", attn_implementation="eager", **options)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     inputs = batch(hf)
     with torch.inference_mode():
         assert torch.equal(hf_forward(theirs.eval(), inputs), hf_forward(hf, inputs))
-    assert set(tensors_of(hf, dialect)) == set(examine(tmp_path / "out").entries)
+    assert set(tensors_of(hf, dialect)) == set(examine(out).entries)
     assert theirs.generation_config.eos_token_id == 1
 
 
@@ -551,9 +520,8 @@ def test_models_that_the_format_cannot_express_are_not_exported(hf1, word, tmp_p
     export stays."""
     model = load_model(save(tmp_path / "in", hf1, tensors_of(hf1)))
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(
-            weights.export, "write_text", Mock(side_effect=KeyboardInterrupt)
-        )  # after the tensors
+        # after the tensors
+        patch.setattr(weights.export, "write_text", Mock(side_effect=KeyboardInterrupt))
         export_model(model, tmp_path / "out")
     CHANGES[word](model)
     refused(lambda: export_model(model, tmp_path / "out", dtype=torch.float16), word)
@@ -567,25 +535,29 @@ def test_the_commands(hf1, tmp_path, capsys):
     tensors = {name: tensor.bfloat16() for name, tensor in tensors_of(hf1, "C").items()}
     folder = save(tmp_path / "in", hf1, tensors, shards=2)
     (folder / "tokenizer.model").write_bytes(b"pieces")
+
+    def export(*flags):
+        weights.export.main(words(folder, *flags))
+
     for flags, dtype in (
         ("--dialect A --max-shard-gb 0.0002", torch.bfloat16),
         ("--dtype fp16", torch.float16),
     ):
         out = tmp_path / str(dtype)
-        weights.export.main([str(folder), str(out), *flags.split()])
-        assert (out / "tokenizer.model").read_bytes() == b"pieces" and examine(out).dialect == "A"
+        export(out, flags)
+        assert (out / "tokenizer.model").read_bytes() == b"pieces"
+        assert examine(out).dialect == "A"
         assert PaliGemmaForConditionalGeneration.from_pretrained(out, dtype="auto").dtype == dtype
-        for name, tensor in load_model(out, dtype=dtype).state_dict().items():
-            assert torch.equal(tensor, tensors[f"model.{name}"].to(dtype)), name
-    refused(
-        lambda: weights.export.main([str(folder), str(tmp_path / "more"), "--merge"]),
-        "--adapter and --merge",
-    )
+        expected = {name.removeprefix("model."): t.to(dtype) for name, t in tensors.items()}
+        assert_same_tensors(load_model(out, dtype=dtype).state_dict(), expected)
+    more = tmp_path / "more"
+    refused(lambda: export(more, "--merge"), "--adapter and --merge")
     for size in ("0", "-1", "nan", "inf"):  # each tensor would get a file of its own
-        more = [str(folder), str(tmp_path / "more"), "--max-shard-gb", size]
-        refused(lambda more=more: weights.export.main(more), "--max-shard-gb")
+        refused(lambda size=size: export(more, "--max-shard-gb", size), "--max-shard-gb")
     weights.inspect.main([str(folder)])
-    text, total = capsys.readouterr().out, sum(parameter.numel() for parameter in hf1.parameters())
-    assert "PaliGemma, 56 px, dialect C" in text and re.search(f"total +{total:,}", text)
+    text = capsys.readouterr().out
+    total = sum(parameter.numel() for parameter in hf1.parameters())
+    assert "PaliGemma, 56 px, dialect C" in text
+    assert re.search(f"total +{total:,}", text)
     (folder / SHARD2).write_bytes((folder / SHARD2).read_bytes()[:-1])
     refused(lambda: weights.inspect.main([str(folder)]), SHARD2)
