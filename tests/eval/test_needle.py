@@ -13,6 +13,7 @@ from PIL import Image
 
 from eval import answer, needle
 from eval.bench import parser_of
+from eval.data import haystacks
 from model.processor import Processor
 from tests.files import read_json, write_json, write_mmneedle
 from tests.runs import refused

@@ -26,8 +26,8 @@ from train.checkpoint import Progress, Result, newest_progress
 from train.data.batches import collate
 from train.data.sources import read_records
 from train.settings import Settings, parse
-from train.summary import gain_over_blind, print_summary
-from train.validation import HeldOut, open_held_out
+from train.summary import gain_over_blind, print_summary, recommended
+from train.validation import HeldOut, draw_numbers, open_held_out
 from weights.load import load_model
 
 TINY = PRESETS["tiny"]
