@@ -183,7 +183,7 @@ def test_what_pandas_reads_as_nothing_is_no_option(text, workplace):
             row[HEAD.index("D")] = text
     (lines,) = mmbench.read_lines(write(workplace / "T", rows))
     for line in lines:
-        found = list(mmbench.options_of(line).values())
+        found = list(mmbench.options_in(line).values())
         assert (text in found) == is_option
         assert len(found) == len(options)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from eval import needle
-from eval.data import scenes
-from eval.data.published import ABSENT, NeedleTest
+from eval.data.haystacks import place_questions
+from eval.data.mmneedle import ABSENT, NeedleTest
 from tests.files import draw, write_json
 from tests.runs import refused
 
@@ -102,7 +102,7 @@ def test_strict_parse():
 def test_prompts():
     """MMNeedle's and the paper's words, with singular, plural and a format for each needle, are
     what is measured."""
-    sides = [text for text, _ in scenes.place_questions("A dog", 2)]
+    sides = [text for text, _ in place_questions("A dog", 2)]
     assert sides == [
         "Caption: A dog. Where is the caption? Top or Bottom?",
         "Caption: A dog. Where is the caption? Left or Right?",
@@ -146,13 +146,15 @@ def test_sample_has_each_place_equally_often():
         NeedleTest(n, (tuple("abcd"),), ((0, n // 2 % 2, n % 2),), ("a",), ("x",))
         for n in range(80)
     ]
-    chosen = needle.choose(tests, 20, 42)
+    chosen = needle.sampled(tests, 20, 42)
     counts = Counter(test.places[0] for test in chosen)
     assert [*counts.values()] == [5] * 4
-    assert chosen == needle.choose(tests, 22, 42) != needle.choose(tests, 20, 43)
+    assert chosen == needle.sampled(tests, 22, 42) != needle.sampled(tests, 20, 43)
     assert [t.id for t in chosen] == sorted(t.id for t in chosen)
-    assert len(needle.choose(tests, 3, 42)) == 3
-    refused(lambda: needle.choose(tests, 84, 42), "21 tests of a place are asked for, 20 are there")
+    assert len(needle.sampled(tests, 3, 42)) == 3
+    refused(
+        lambda: needle.sampled(tests, 84, 42), "21 tests of a place are asked for, 20 are there"
+    )
 
 
 def test_drawn_tests_are_true(tmp_path):

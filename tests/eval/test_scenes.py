@@ -13,7 +13,7 @@ from itertools import combinations
 
 import pytest
 
-from eval.data import haystacks, pictures, scenes
+from eval.data import haystacks, pictures, polls, scenes, wording
 from eval.data.records import sample_record
 from model.common import read_json
 from model.source import BUNDLED_FOLDER
@@ -87,8 +87,8 @@ def test_every_composition_belongs_to_one_split():
     random.seed(1)
     scenes.vqa_picture.cache_clear()
     assert [scenes.sample("vqa", "train", n) for n in reversed(range(100))] == vqa[::-1]
-    for strategy in scenes.STRATEGIES:
-        groups["test"] += scenes.pope(strategy, images=20)
+    for strategy in polls.STRATEGIES:
+        groups["test"] += polls.pope(strategy, images=20)
     compositions = {split: {s.scene.squares for s in samples} for split, samples in groups.items()}
     assert min(map(len, compositions.values())) > 300
     assert not any(a & b for a, b in combinations(compositions.values(), 2))
@@ -102,8 +102,8 @@ def test_the_benchmark_and_its_pixels_are_the_published_ones(processor):
     samples = [s for task in scenes.TASKS for s in stream(task, "test", 50)]
     told = [repr((s.prefix, s.suffix, s.scene.objects, s.scene.ground)) for s in samples]
     text = "".join(told).replace("Placed(square=", "Placed(cell=")  # as it was published
-    for strategy in scenes.STRATEGIES:
-        text += repr([(s.prefix, s.suffix) for s in scenes.pope(strategy, images=20)])
+    for strategy in polls.STRATEGIES:
+        text += repr([(s.prefix, s.suffix) for s in polls.pope(strategy, images=20)])
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == "b392ca89673b7e97"
     digest = hashlib.sha256()
     for task in scenes.TASKS:
@@ -156,7 +156,7 @@ def test_scan_and_caption_say_what_is_there():
         assert all(number_of(objects, noun) == numbers[word] for word, noun in told)
         assert sum(numbers[word] for word, _ in told) == len(objects)
         assert s.suffix.count(" and ") == (len(told) > 1)
-    assert scenes.describe("apple none dog bus dog".split()) == "an apple, two dogs and a bus"
+    assert wording.describe("apple none dog bus dog".split()) == "an apple, two dogs and a bus"
 
 
 def test_detection_boxes_hold_the_objects():
@@ -192,7 +192,7 @@ def test_needles_are_in_one_place_and_take_turns(kind):
     n, objects, _ = haystacks.NEEDLES[kind]
     turns = Counter()
     for index in range(4 * n**2):
-        needle = scenes.needle(kind, "test", index)
+        needle = haystacks.haystack(kind, "test", index)
         parts = parts_of(needle)
         (target,) = needle.targets
         (caption,) = needle.captions
@@ -213,7 +213,7 @@ def test_needles_are_in_one_place_and_take_turns(kind):
         said = {s.prefix.removeprefix(asked): s.suffix for s in needle.samples}
         assert said == told
     assert [*turns.values()] == [4] * n**2
-    streamed = [s for index in range(8) for s in scenes.needle(kind, "train", index).samples]
+    streamed = [s for index in range(8) for s in haystacks.haystack(kind, "train", index).samples]
     assert streamed == stream(kind, "train", len(streamed))
 
 
@@ -222,7 +222,7 @@ def test_absent_and_several_needles(kind):
     """Breaks when an absent needle can be found, or the second needle is not where it is said to
     be."""
     for index in range(20):
-        absent = scenes.needle(kind, "test", index, needles=2, negative=True)
+        absent = haystacks.haystack(kind, "test", index, needles=2, negative=True)
         wanted = {frozenset(nouns(caption)) for caption in absent.captions}
         parts = [set(names) for names in parts_of(absent).values()]
         assert absent.targets == ((-1, -1),) * 2
@@ -231,7 +231,7 @@ def test_absent_and_several_needles(kind):
         assert not any(names <= part for names in wanted for part in parts)
         if kind == "n2o2":  # both objects are there, apart
             assert set().union(*wanted) <= set().union(*parts)
-        there = scenes.needle(kind, "test", index, needles=2)
+        there = haystacks.haystack(kind, "test", index, needles=2)
         assert len(set(there.targets)) == 2
         assert len({s.question_id for s in there.samples}) == len(there.samples)
         shown = parts_of(there)
@@ -241,15 +241,15 @@ def test_absent_and_several_needles(kind):
 def test_pope_asks_about_present_and_absent_objects_in_turn():
     """Breaks when labels are wrong or unbalanced, or the strategies differ in more than the absent
     objects."""
-    polls = {strategy: scenes.pope(strategy, images=60) for strategy in scenes.STRATEGIES}
-    frequency, company = scenes.object_statistics()
+    asked = {strategy: polls.pope(strategy, images=60) for strategy in polls.STRATEGIES}
+    frequency, company = polls.object_statistics()
     fame = Counter()
     closeness = Counter()
-    for strategy, poll in polls.items():
+    for strategy, poll in asked.items():
         assert [s.suffix for s in poll] == ["yes", "no"] * 180
         assert [s.question_id for s in poll] == [*range(1, 361)]
-        assert [s.prefix for s in poll[::2]] == [s.prefix for s in polls["random"][::2]]
-        assert [s.scene for s in poll] == [s.scene for s in polls["random"]]
+        assert [s.prefix for s in poll[::2]] == [s.prefix for s in asked["random"][::2]]
+        assert [s.scene for s in poll] == [s.scene for s in asked["random"]]
         assert len({(n // 6, s.prefix) for n, s in enumerate(poll)}) == 360
         for s in poll:
             assert truth(s.question, seen(s.scene)) == {s.suffix}
