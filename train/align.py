@@ -39,11 +39,12 @@ from train.optim import MuonAdamW, Rule, matching, parameter_groups, rate_factor
 from train.run import Interrupted, catch_signals
 from train.settings import Settings
 
-PICTURES, MOST_PASSES = 64, 50  # of a step; over the data
+PICTURES, MOST_PASSES = 32, 50  # of a step; over the data
 CACHED = 1 << 28  # bytes of pictures that are kept in memory
 COMMON = 1000  # questions, and answers, that have a number of their own
 MUON_LR, ADAMW_RATIO, HEAD_LR = 0.02, 0.05, 3e-3
 TOWER_SIDE, TOWER_PATCH = 64, 8  # pixels of a new tower's pictures and patches
+FAINT = 0.05  # variance of a patch's pattern, in pixels from -1 to 1, below which it stays faint
 
 
 @torch.no_grad()
@@ -88,6 +89,24 @@ def new_tower(model: PaliGemma, seed: int = 0) -> None:
     model.vision_tower.embeddings.position_embedding.weight.copy_(places)
 
 
+@torch.no_grad()
+def whiten(embedding: nn.Conv2d, pictures: torch.Tensor) -> None:
+    """Let channels of `embedding` be the principal components of the patches of `pictures`
+    (B, 3, R, R), with variances near 1.
+
+    Random channels see little but how bright a patch is, since its pixels are nearly equal. Here
+    they see its edges as clearly.
+    """
+    patches = F.unfold(pictures, embedding.kernel_size, stride=embedding.stride)  # (B, 3·p², I)
+    patches = patches.transpose(1, 2).flatten(0, 1)
+    variances, components = torch.linalg.eigh(torch.cov(patches.T))  # in ascending order
+    kept = len(embedding.weight)
+    weight = (components * (variances + FAINT).rsqrt()).T[-kept:]
+    bias = -weight @ patches.mean(0)
+    embedding.weight[: len(weight)] = weight.view(-1, *embedding.weight.shape[1:])
+    embedding.bias[: len(bias)] = bias
+
+
 class AnswerHead(nn.Module):
     """Logits of the answers (N, A) from patches (B, I, H) and the numbers of questions (B, Q), of
     which N are `asked`.
@@ -122,16 +141,17 @@ def align(
     records: Sequence[Record],
     settings: Settings,
     world: World,
-    run: Path,
+    run: Path | None,
     progress: Progress,
 ) -> list[float]:
     """Train the vision tower for `settings.align` steps of PICTURES pictures of `records`, or for
     MOST_PASSES passes if these are fewer, in place.
 
-    It goes on from the checkpoint of `progress`, and writes its own to `run`. Returns the loss of
-    each step. Records without exactly one picture, and pictures that cannot be read, are left out.
-    Every process does the same work and takes the tower of the first. Raises UserError for a loss
-    that is not finite, and Interrupted after a signal, once all is saved.
+    It goes on from the checkpoint of `progress`, and writes its own to `run`, if that is given.
+    The patch embedding of a new tower begins with what the pictures show, see `whiten`. Returns the
+    loss of each step. Records without exactly one picture, and pictures that cannot be read, are
+    left out. Every process does the same work and takes the tower of the first. Raises UserError
+    for a loss that is not finite, and Interrupted after a signal, once all is saved.
     """
     # 1. the head, and one optimizer for both
     asked = examples(records)
@@ -141,7 +161,7 @@ def align(
     autocast = "none" if settings.autocast == "fp16" else settings.autocast
     head, optimizer = open_head(model, settings.seed)
     begin = progress.aligned
-    if begin:
+    if run and begin:
         load_checkpoint(run, progress, optimizer)
 
     # 2. the pictures of each step
@@ -152,6 +172,12 @@ def align(
     def pixels_of(key: str) -> torch.Tensor | None:
         with contextlib.suppress(UserError):
             return to_pixels(pictures[key], side)
+
+    if settings.new_tower and not begin:
+        first = [pixels_of(key) for keys in steps[:4] for key in keys]
+        seen = [pixels for pixels in first if pixels is not None]
+        if seen:
+            whiten(tower.embeddings.patch_embedding, torch.stack(seen))
 
     # 3. the steps
     losses = []
@@ -173,7 +199,8 @@ def align(
                 update(loss, model, head, optimizer)
                 bar.set_postfix({"loss": f"{losses[-1]:.3f}"}, refresh=False)
             progress.aligned = step + 1
-            if received or progress.aligned % settings.checkpoint_every == 0:
+            is_due = received or progress.aligned % settings.checkpoint_every == 0
+            if run and is_due:
                 save_checkpoint(run, progress, model, optimizer, alone)
             if received:
                 raise Interrupted(received[0])

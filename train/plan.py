@@ -31,6 +31,7 @@ from model.paligemma import PaliGemma
 from model.processor import Processor, processor_for
 from model.source import preset_of
 from train.align import align, is_taught
+from train.checkpoint import Progress
 from train.data.batches import MicroBatch, Order
 from train.data.sources import read_records
 from train.distributed import World, layers_of, reads_bf16
@@ -336,9 +337,8 @@ def cpu_seconds(settings: Settings) -> float:
         step_layout(settings, 1)[1] * (marks[-1] - marks[0]) / max(1, len(marks) - 1)
     )  # the first warms up
     if settings.align:
-        align(
-            model, records, replace(settings, align=4), replace(world, rank=1)
-        )  # only the first shows its progress
+        silent = replace(world, rank=1)  # only the first shows its progress
+        align(model, records, replace(settings, align=4), silent, None, Progress())
     return order.total * of_step + settings.align * (time.process_time() - marks[-1]) / 4
 
 

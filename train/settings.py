@@ -69,7 +69,7 @@ RECIPES: dict[str, dict] = {
     # else learns. Questions of one picture in one batch make the picture matter, and share its
     # encoding.
     "own": _WHOLE
-    | {"new_tower": True, "shift": True, "align": 400, "validation": 0.05, "warmup": 0.04}
+    | {"new_tower": True, "shift": True, "align": 680, "validation": 0.05, "warmup": 0.04}
     | {"optimizer": "muon", "lr": 0.01, "batch_size": 32, "per_picture": 8, "patience": 5},
     "lora": {},  # with a graft, as by default on the embedded scenes, also on own pictures
     # LoRA on a base of published size; it was never run. The rate is ten times the authors' for

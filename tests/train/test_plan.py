@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -216,6 +217,19 @@ def test_the_toy_s_seconds_grow_with_its_steps():
         for samples in (20, 2000)
     )
     assert 20 * short < long
+
+
+def test_the_plan_of_own_pictures_counts_both_stages(tmp_path, monkeypatch):
+    """Breaks when the plan of own pictures ends in a traceback, leaves the alignment out, or writes
+    a checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (8, 8), "red").save("red.png")
+    line = '{"image": "red.png", "prefix": "a", "suffix": "b"}\n'
+    Path("data.jsonl").write_text(line * 40)
+    flags = "--data jsonl:data.jsonl --recipe own --steps 1 --checkpoint-every 1 --align"
+    short, long = (cpu_seconds(parse([*flags.split(), steps])[0]) for steps in ("4", "4000"))
+    assert 20 * short < long
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "red.png"]
 
 
 def test_the_paper_s_model_has_611_million_parameters_to_train():
