@@ -103,8 +103,8 @@ def whiten(embedding: nn.Conv2d, pictures: torch.Tensor) -> None:
     kept = len(embedding.weight)
     weight = (components * (variances + FAINT).rsqrt()).T[-kept:]
     bias = -weight @ patches.mean(0)
-    embedding.weight[: len(weight)] = weight.view(-1, *embedding.weight.shape[1:])
-    embedding.bias[: len(bias)] = bias
+    for parameter, value in zip(embedding.parameters(), (weight, bias), strict=True):
+        parameter[: len(value)] = value.view(-1, *parameter.shape[1:])
 
 
 class AnswerHead(nn.Module):
