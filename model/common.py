@@ -29,21 +29,13 @@ if sys.argv[:1] == [
 MOST_BYTES = 2_000_000_000
 
 
-def is_busy() -> bool:
-    """Whether other programs leave too few cores for the two threads of a small model. False where
-    the system does not tell."""
-    try:
-        load = os.getloadavg()[0]
-    except (AttributeError, OSError):
-        return False
-    return load > (os.cpu_count() or 1) - 1.5
-
-
-if "OMP_WAIT_POLICY" not in os.environ and is_busy():
+with contextlib.suppress(AttributeError, OSError):  # Windows does not tell its load
     # PyTorch's idle threads wait in a loop, by default so long that beside other work two threads
-    # take ten times the time of one, while on a quiet machine a short wait costs a tenth; its
+    # take ten times the time of one, while on a quiet machine a short wait costs a tenth. Its
     # library reads this once, as torch is imported
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    is_busy = os.getloadavg()[0] > (os.cpu_count() or 1) - 1.5  # a small model takes two cores
+    if is_busy and "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 class UserError(ValueError):
