@@ -29,10 +29,13 @@ MOST_BYTES = 2_000_000_000
 # in what libraries say of it
 NO_MEMORY = "out of memory|can't allocate memory"
 
-if "OMP_WAIT_POLICY" not in os.environ:
+with contextlib.suppress(AttributeError, OSError):  # Windows does not tell its load
     # PyTorch's idle threads wait in a loop, by default so long that beside other work two threads
-    # take ten times the time of one; its library reads this once, as torch is imported
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    # take ten times the time of one, while on a quiet machine a short wait costs a tenth. Its
+    # library reads this once, as torch is imported
+    is_busy = os.getloadavg()[0] > (os.cpu_count() or 1) - 1.5  # a small model takes two cores
+    if is_busy and "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 class UserError(ValueError):

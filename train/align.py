@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -39,11 +40,12 @@ from train.optim import MuonAdamW, Rule, matching, parameter_groups, rate_factor
 from train.run import Interrupted, catch_signals
 from train.settings import Settings
 
-PICTURES, MOST_PASSES = 64, 50  # of a step; over the data
+PICTURES, MOST_PASSES = 32, 50  # of a step; over the data
 CACHED = 1 << 28  # bytes of pictures that are kept in memory
 COMMON = 1000  # questions, and answers, that have a number of their own
 MUON_LR, ADAMW_RATIO, HEAD_LR = 0.02, 0.05, 3e-3
 TOWER_SIDE, TOWER_PATCH = 64, 8  # pixels of a new tower's pictures and patches
+FAINT = 0.05  # variance of a patch's pattern, in pixels from -1 to 1, below which it stays faint
 
 
 @torch.no_grad()
@@ -61,7 +63,7 @@ def new_tower(model: PaliGemma, seed: int = 0) -> None:
     old = model.vision_tower.embeddings.patch_embedding.weight
     generator = torch.Generator().manual_seed(seed)
     model.config = replace(model.config, vision=vision)
-    model.vision_tower = initialize(Siglip(vision).to(old.device, old.dtype), seed)
+    model.vision_tower = initialize(Siglip(vision).to(old), seed)
 
     def factors(scale: float, noise: float, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         """(width, rank) and (rank, width), whose product is near scale · identity, with noise."""
@@ -71,7 +73,8 @@ def new_tower(model: PaliGemma, seed: int = 0) -> None:
         root = values[:rank].sqrt()
         return left[:, :rank] * root, right[:rank] * root[:, None]
 
-    for attention in [layer.self_attn for layer in model.vision_tower.encoder.layers]:
+    for layer in model.vision_tower.encoder.layers:
+        attention = layer.self_attn
         queries = attention.q_proj.weight.chunk(heads)
         keys = attention.k_proj.weight.chunk(heads)
         for q, k in zip(queries, keys, strict=True):
@@ -88,6 +91,23 @@ def new_tower(model: PaliGemma, seed: int = 0) -> None:
     model.vision_tower.embeddings.position_embedding.weight.copy_(places)
 
 
+@torch.no_grad()
+def whiten(embedding: nn.Conv2d, pictures: torch.Tensor) -> None:
+    """Let channels of `embedding` be the principal components of the patches of `pictures`
+    (B, 3, R, R), with variances near 1.
+
+    Random channels see little but how bright a patch is, since its pixels are nearly equal. Here
+    they see its edges as clearly.
+    """
+    patches = F.unfold(pictures, embedding.kernel_size, stride=embedding.stride)  # (B, 3·p², I)
+    patches = patches.transpose(1, 2).flatten(0, 1)
+    variances, components = torch.linalg.eigh(torch.cov(patches.T))  # in ascending order
+    weight = (components * (variances + FAINT).rsqrt()).T[-embedding.out_channels :]
+    kernels, bias = embedding.parameters()
+    kernels.flatten(1)[: len(weight)] = weight
+    bias[: len(weight)] = -weight @ patches.mean(0)
+
+
 class AnswerHead(nn.Module):
     """Logits of the answers (N, A) from patches (B, I, H) and the numbers of questions (B, Q), of
     which N are `asked`.
@@ -96,9 +116,9 @@ class AnswerHead(nn.Module):
     learn.
     """
 
-    def __init__(self, width: int, questions: int, answers: int, inner: int = 256, heads: int = 4):
+    def __init__(self, width: int, questions: int, answers: int):
         super().__init__()
-        self.heads = heads
+        inner = 256
         self.key, self.value, self.mean = (nn.Linear(width, inner) for _ in range(3))
         self.query, self.question = nn.Embedding(questions, inner), nn.Embedding(questions, inner)
         self.prior, self.answer = nn.Embedding(questions, answers), nn.Linear(inner, answers)
@@ -109,7 +129,7 @@ class AnswerHead(nn.Module):
         self, patches: torch.Tensor, questions: torch.Tensor, asked: torch.Tensor
     ) -> torch.Tensor:
         parts = self.query(questions), self.key(patches), self.value(patches)
-        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
+        q, k, v = (part.unflatten(2, (4, -1)).transpose(1, 2) for part in parts)  # four heads
         attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         seen = attended + self.mean(patches.mean(1))[:, None]
         seen = seen[asked]
@@ -122,26 +142,27 @@ def align(
     records: Sequence[Record],
     settings: Settings,
     world: World,
-    run: Path,
+    run: Path | None,
     progress: Progress,
 ) -> list[float]:
     """Train the vision tower for `settings.align` steps of PICTURES pictures of `records`, or for
     MOST_PASSES passes if these are fewer, in place.
 
-    It goes on from the checkpoint of `progress`, and writes its own to `run`. Returns the loss of
-    each step. Records without exactly one picture, and pictures that cannot be read, are left out.
-    Every process does the same work and takes the tower of the first. Raises UserError for a loss
-    that is not finite, and Interrupted after a signal, once all is saved.
+    It goes on from the checkpoint of `progress`, and writes its own to `run`, if that is given.
+    The patch embedding of a new tower is first fitted to the first pictures, see `whiten`. Returns
+    the loss of each step. Records without exactly one picture, and pictures that cannot be read,
+    are left out. Every process does the same work and takes the tower of the first. Raises UserError
+    for a loss that is not finite, and Interrupted after a signal, once all is saved.
     """
     # 1. the head, and one optimizer for both
     asked = examples(records)
     pictures = {record.key: record.pictures[0] for record in records if record.key in asked}
-    tower, device = model.vision_tower, next(model.parameters()).device
+    tower = model.vision_tower
     # no gradient is scaled here
     autocast = "none" if settings.autocast == "fp16" else settings.autocast
     head, optimizer = open_head(model, settings.seed)
     begin = progress.aligned
-    if begin:
+    if run and begin:
         load_checkpoint(run, progress, optimizer)
 
     # 2. the pictures of each step
@@ -155,25 +176,34 @@ def align(
 
     # 3. the steps
     losses = []
-    is_quiet = not world.is_first
-    bar = Bar(steps[begin:], "alignment", total=len(steps), initial=begin, disable=is_quiet)
-    alone = World(world.rank, 1, device)
+    bar = Bar(
+        steps[begin:],
+        "alignment",
+        total=len(steps),
+        initial=begin,
+        disable=not world.is_first,
+    )
+    alone = replace(world, size=1)
     with catch_signals() as received:
         for step, keys in enumerate(bar, begin):
             torch.manual_seed(settings.seed * 1_000_003 + step)  # no random state is saved
             found = {key: pixels_of(key) for key in keys}
             opened = {key: pixels for key, pixels in found.items() if pixels is not None}
             if opened:
+                if settings.new_tower and step == 0:
+                    whiten(tower.embeddings.patch_embedding, torch.stack([*opened.values()]))
                 loss = loss_of(model, head, opened, asked, autocast)
                 losses.append(loss.item())
                 if not math.isfinite(losses[-1]):
-                    problem = f"alignment, step {step}: the loss is {losses[-1]}"
-                    raise UserError(f"{problem}: leave --align or --autocast out")
+                    raise UserError(
+                        f"alignment, step {step}: the loss is {losses[-1]}: leave --align or "
+                        "--autocast out"
+                    )
                 set_rates(optimizer, rate_factor(step, len(steps), 20, "cosine"))
                 update(loss, model, head, optimizer)
                 bar.set_postfix({"loss": f"{losses[-1]:.3f}"}, refresh=False)
             progress.aligned = step + 1
-            if received or progress.aligned % settings.checkpoint_every == 0:
+            if run and (received or progress.aligned % settings.checkpoint_every == 0):
                 save_checkpoint(run, progress, model, optimizer, alone)
             if received:
                 raise Interrupted(received[0])
@@ -197,12 +227,9 @@ def open_head(model: PaliGemma, seed: int) -> tuple[AnswerHead, MuonAdamW]:
 def plan_pictures(keys: Sequence[str], settings: Settings) -> list[list[str]]:
     """The pictures of each step, by key; every pass has each once."""
     rng = random.Random(f"align/{settings.seed}")
-    passes = min(MOST_PASSES, -(-settings.align * PICTURES // max(1, len(keys))))
-    order = []
-    for _ in range(passes):
-        order += rng.sample(keys, len(keys))
-    steps = [order[start : start + PICTURES] for start in range(0, len(order), PICTURES)]
-    return steps[: settings.align]
+    passes = (rng.sample(keys, len(keys)) for _ in range(MOST_PASSES))
+    order = list(islice(chain.from_iterable(passes), settings.align * PICTURES))
+    return [order[start : start + PICTURES] for start in range(0, len(order), PICTURES)]
 
 
 def update(loss: torch.Tensor, model: PaliGemma, head: AnswerHead, optimizer: MuonAdamW) -> None:

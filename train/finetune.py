@@ -14,6 +14,7 @@ From Python, `finetune` takes the same flags, and examples that a program has ma
 """
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -265,7 +266,7 @@ def print_recipe(settings: Settings) -> None:
 
 def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:
     """The first process prints the base, its size, the share of it that is trained, the device, the
-    threads, and the recipe."""
+    threads with how long they spin, and the recipe."""
     if not world.is_first:
         return
     total = count(outline.parameters())
@@ -273,6 +274,8 @@ def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:
     size = f"{total:,} parameters, {learned:,} of them trainable ({100 * learned / total:.2f} %)"
     processes = f", {world.size} processes" if world.size > 1 else ""
     machine = f"{world.device}{processes}, CPU threads: {torch.get_num_threads()}"
+    if spins := os.environ.get("GOMP_SPINCOUNT"):  # the user's, or ours on a busy machine
+        machine += f", GOMP_SPINCOUNT={spins}"
     print(f"{settings.base}: {size}, {settings.subject}, on {machine}", flush=True)
     print_recipe(settings)
     if settings.is_beyond_base:

@@ -136,9 +136,8 @@ class MuonAdamW(torch.optim.Optimizer):
         self.parts = [make_adamw(split[False], betas)] if split[False] else []
         self.parts += [Muon(split[True], momentum=0.95)] if split[True] else []
         for part in self.parts:
-            part.state = (
-                self.state
-            )  # the parts share their groups and their state with this optimizer
+            # the parts share their groups and their state with this optimizer
+            part.state = self.state
 
     def step(self, closure=None) -> None:
         for part in self.parts:

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
-from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -381,8 +380,7 @@ def cpu_seconds(settings: Settings) -> float:
     # 2. those of its alignment, in a process that shows no progress
     if settings.align:
         quiet = replace(ALONE, rank=1)
-        short = replace(settings, align=4, checkpoint_every=5)  # too short for a checkpoint
-        align(model, records, short, quiet, Path(), Progress())
+        align(model, records, replace(settings, align=4), quiet, None, Progress())
         seconds += settings.align * (time.process_time() - marks[-1]) / 4
     return seconds
 

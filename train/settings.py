@@ -90,7 +90,7 @@ RECIPES: dict[str, dict] = {
         **_WHOLE,
         "new_tower": True,
         "shift": True,
-        "align": 400,
+        "align": 680,
         "validation": 0.05,
         "warmup": 0.04,
         "optimizer": "muon",

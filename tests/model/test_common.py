@@ -186,8 +186,8 @@ def test_a_lost_stream_or_ctrl_c_leaves_no_traceback(tmp_path):
 
 
 def test_a_small_model_takes_few_threads(monkeypatch):
-    """Breaks when a toy takes a thread for each of many cores, the user's number is overruled, or
-    idle threads wait in a loop that other work needs."""
+    """Breaks when a toy takes a thread for each of many cores, or the user's number is
+    overruled."""
     small = nn.Linear(9, 9)
     large = nn.Linear(10**5, 10**4, device="meta")
     before = torch.get_num_threads()
@@ -206,13 +206,32 @@ def test_a_small_model_takes_few_threads(monkeypatch):
         assert [taken(6, *flags) for flags in given] == [6, 6, 3]
     finally:
         torch.set_num_threads(before)
-    code = "import eval, os, sys; print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))"
+
+
+@pytest.mark.parametrize(
+    ("load", "given", "spins"),
+    [
+        ("lambda: (os.cpu_count() - 1, 0, 0)", {}, "1000"),  # one busy program
+        ("lambda: (os.cpu_count() - 1.8, 9, 9)", {}, "None"),
+        ("lambda: (os.cpu_count(), 0, 0)", {"OMP_WAIT_POLICY": "active"}, "None"),
+        ("lambda: (os.cpu_count(), 0, 0)", {"GOMP_SPINCOUNT": "7"}, "7"),
+        ("lambda: open('absent')", {}, "None"),
+        ("None", {}, "None"),  # Windows has none
+    ],
+)
+def test_idle_threads_wait_shortly_on_a_busy_machine(load, given, spins):
+    """Breaks when threads that wait take the time of other programs, or those of a quiet machine are
+    put to sleep, the user's choice is overruled, or PyTorch is imported before."""
+    code = f"""import os, sys
+os.getloadavg = {load}
+if os.getloadavg is None: del os.getloadavg
+import eval
+print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))"""
     names = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
     bare = {name: value for name, value in os.environ.items() if name not in names}
-    for given, waits in (({}, "1000"), ({"OMP_WAIT_POLICY": "active"}, "None")):
-        options = {"env": bare | given, "cwd": Path(__file__).parents[2], "text": True}
-        printed = subprocess.run([sys.executable, "-c", code], capture_output=True, **options)
-        assert printed.stdout.split() == ["False", waits]
+    options = {"env": bare | given, "cwd": Path(__file__).parents[2], "text": True}
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, **options)
+    assert printed.stdout.split() == ["False", spins], printed.stderr
 
 
 @pytest.mark.parametrize("name", ["nonsense", "meta", "cuda:998", "\x1b[2J", "x" * 10_000])
