@@ -25,8 +25,14 @@ class Rope:
     relative 3e-5.
     """
 
-    def __init__(self, positions: torch.Tensor, theta: float):
-        self.positions, self.theta = positions, theta
+    def __init__(
+        self,
+        positions: torch.Tensor,
+        theta: float,
+        stretch: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ):
+        """stretch: of the frequencies (D/2,)."""
+        self.positions, self.theta, self.stretch = positions, theta, stretch
         self._tables: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -39,6 +45,8 @@ class Rope:
             return self._tables[width, dtype]
         even = torch.arange(0, width, 2, dtype=torch.float32, device=self.positions.device)
         frequencies = 1.0 / self.theta ** (even / width)
+        if self.stretch is not None:
+            frequencies = self.stretch(frequencies)
         angles = self.positions[:, None, :, None].float() * frequencies  # (B, 1, S, D/2)
         cos = angles.cos()
         sin = angles.sin()

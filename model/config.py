@@ -16,7 +16,7 @@ pixels.
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
@@ -28,7 +28,7 @@ CONTROL_TOKENS = {
     "eos_token_id": 1,
     "bos_token_id": 2,
 }  # Gemma's, where a file says nothing
-_GEMMA2_ONLY = (
+GEMMA2_ONLY = (
     "query_pre_attn_scalar",
     "attn_logit_softcapping",
     "final_logit_softcapping",
@@ -221,13 +221,35 @@ class VisionConfig(Config):
         )
 
 
+def rope_of(raw: dict) -> tuple[dict, Any]:
+    """What a config.json says of RoPE, and its type."""
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if any(isinstance(value, dict) for value in rope.values()):
+        return rope, "by layer"
+    return rope, rope.get("rope_type", rope.get("type", "default"))
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What no size of a decoder says. Defaults: Gemma's."""
+
+    norm_offset: int = 1  # the factor of a norm is its weight and this
+    scales_embeddings: bool = True  # by √H
+    # biases of q, k and v, of the attention's output, and of the three products of the MLP
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    # of RoPE's frequencies (D/2,), for longer texts than those of the first training
+    stretch: Callable[[Any], Any] | None = None
+
+
 @dataclass(frozen=True)
 class TextConfig(Config):
-    """A decoder: Gemma's, generation 1 or 2, or Qwen's (1.5 and 2). Defaults: the 2B of PaliGemma
-    1."""
+    """Gemma's decoder, generation 1 or 2. Defaults: the 2B of PaliGemma 1."""
 
-    fixed = {"attention_bias": False, "use_sliding_window": False}  # the latter is Qwen's
-    model_type: Literal["gemma", "gemma2", "qwen2"] = "gemma"
+    fixed = {"attention_bias": False}
+    rope_types: ClassVar[tuple[str, ...]] = ("default",)
+    model_type: Literal["gemma", "gemma2"] = "gemma"
     vocab_size: int = 257152
     hidden_size: int = 2048
     intermediate_size: int = 16384
@@ -239,23 +261,21 @@ class TextConfig(Config):
     rope_theta: float = 10000.0
     hidden_activation: Literal["gelu_pytorch_tanh", "gelu", "silu"] = "gelu_pytorch_tanh"
     tie_word_embeddings: bool = True  # False: the head has a matrix of its own
-    query_pre_attn_scalar: float | None = (
-        None  # this and the next three: _GEMMA2_ONLY; None switches each off
-    )
+    # these four are GEMMA2_ONLY; None switches each off
+    query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     sliding_window: int | None = None
 
     @property
+    def architecture(self) -> Architecture:
+        """What is computed, beside the sizes."""
+        return Architecture()
+
+    @property
     def is_gemma2(self) -> bool:
         """Four norms per layer, soft-capped logits, a sliding window in every other layer."""
         return self.model_type == "gemma2"
-
-    @property
-    def is_qwen(self) -> bool:
-        """q, k and v with a bias, norms whose factor is their weight and not 1 more, embeddings
-        that are not scaled."""
-        return self.model_type == "qwen2"
 
     def window(self, layer: int) -> int | None:
         """Width of the sliding window of layer 0, 1, …; None for full attention, as in all odd
@@ -266,66 +286,56 @@ class TextConfig(Config):
     def from_dict(cls, raw: dict) -> "TextConfig":
         """The decoder of a config.json, or of its text_config. Raises UserError for one that is
         computed otherwise."""
-        kind, defaults, windows = raw.get("model_type"), {}, ["full_attention"]
-        activation = raw.get(
-            "hidden_activation" if kind == "gemma2" else "hidden_act"
-        )  # transformers ignores the other
-        if kind == "qwen2":
-            heads, width = raw["num_attention_heads"], raw["hidden_size"]
-            defaults = {
-                "num_key_value_heads": heads,
-                "head_dim": width // heads,
-                "tie_word_embeddings": False,
-            }
-            activation = activation or "silu"
-        elif kind == "gemma2":
-            defaults, windows = (
+        if raw.get("model_type") == "gemma2":
+            return cls.read(
+                raw,
+                raw.get("hidden_activation"),
                 vars(_DECODERS["paligemma2-3b"]),
-                ["sliding_attention", "full_attention"],
+                ("sliding_attention", "full_attention"),
+                never_null=("sliding_window", "query_pre_attn_scalar"),
             )
-        else:
-            for name in _SIZES:
-                require(raw.get(name), f"{name} is missing, for which transformers has Gemma 7B's")
-            if activation == "gelu":
-                # the first files say so, but the model was trained with the tanh approximation
-                activation = "gelu_pytorch_tanh"
-        never_null = ["rms_norm_eps", "rope_theta"]
-        if kind == "gemma2":
-            never_null += ["sliding_window", "query_pre_attn_scalar"]
-        for name in never_null:
-            require(
-                raw.get(name, 0) is not None,
-                f"{name} is null, expected a number, as in transformers",
-            )
+        for name in _SIZES:
+            require(raw.get(name), f"{name} is missing, for which transformers has Gemma 7B's")
+        activation = raw.get("hidden_act")
+        if activation == "gelu":
+            # the first files say so, but the model was trained with the tanh approximation
+            activation = "gelu_pytorch_tanh"
+        return cls.read(raw | dict.fromkeys(GEMMA2_ONLY), activation, {})
+
+    @classmethod
+    def read(
+        cls,
+        raw: dict,
+        activation: str | None,
+        defaults: Mapping[str, Any],
+        windows: Sequence[str] = ("full_attention",),
+        never_null: Sequence[str] = (),
+    ) -> Any:
+        """As `from_dict`, of a family with these defaults. activation: by the name that the family
+        reads, transformers ignores the other. windows: of the layers, in turn."""
+        for name in ("rms_norm_eps", "rope_theta", *never_null):
+            problem = f"{name} is null, expected a number, as in transformers"
+            require(raw.get(name, 0) is not None, problem)
+        layers = raw.get("layer_types") or []
+        expected = [windows[number % len(windows)] for number in range(len(layers))]
+        require(layers == expected, f"layer_types differs from {' and '.join(windows)}")
+        rope, rope_type = rope_of(raw)
+        known = " or ".join(map(repr, cls.rope_types))
+        problem = f"rope type {quoted(rope_type)} is not computed here, expected {known}"
+        require(rope_type in cls.rope_types, problem)
         # null switches the caps off; for other fields it means the default
-        raw = defaults | {
-            name: value for name, value in raw.items() if value is not None or name in _GEMMA2_ONLY
+        given = {
+            name: value for name, value in raw.items() if value is not None or name in GEMMA2_ONLY
         }
-        if kind != "gemma2":  # the others have none of them, whatever the file says
-            raw |= dict.fromkeys(_GEMMA2_ONLY)
-        layers = raw.get("layer_types", [])
-        require(
-            layers == (windows * len(layers))[: len(layers)],
-            f"layer_types differs from {' and '.join(windows)}",
-        )
-        rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-        by_layer = any(isinstance(value, dict) for value in rope.values())
-        rope_type = "by layer" if by_layer else rope.get("rope_type", rope.get("type", "default"))
-        require(
-            rope_type == "default",
-            f"rope type {quoted(rope_type)} is not computed here, expected 'default'",
-        )
-        raw |= {
-            "rope_theta": rope.get("rope_theta") or raw.get("rope_theta"),
-            "hidden_activation": activation,
-        }
-        return super().from_dict(raw)
+        given["rope_theta"] = rope.get("rope_theta") or raw.get("rope_theta")
+        given["hidden_activation"] = activation
+        return super().from_dict({**defaults, **given})
 
     def to_dict(self) -> dict[str, Any]:
         """The decoder's part of a config.json."""
         given = super().to_dict() | {"hidden_act": self.hidden_activation}
         if self.is_gemma2:  # what is left out would be read as the default, not as off
-            given |= {name: getattr(self, name) for name in _GEMMA2_ONLY}
+            given |= {name: getattr(self, name) for name in GEMMA2_ONLY}
             given["query_pre_attn_scalar"] = self.query_pre_attn_scalar or self.head_dim
         return given
 

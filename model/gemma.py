@@ -1,8 +1,5 @@
 """Gemma's decoder, generations 1 (Gemma Team 2024a) and 2 (2024b), over the embeddings of text and
-pictures.
-
-Qwen's (1.5 and 2, Yang et al. 2024) is the same but for what `TextConfig.is_qwen` names, and an
-activation.
+pictures; and what `Architecture` makes of it.
 
 In: embeddings (B, S, H), which positions are valid and of which type (B, Sk), a cache when
 decoding.
@@ -26,7 +23,7 @@ class RMSNorm(nn.Module):
     """x / rms(x) · (1 + weight), all in fp32: multiplying after the cast back would round
     differently.
 
-    With `offset` 0, as in Qwen, it is weight · (x / rms(x)), and the factor is applied after the
+    With `offset` 0 it is weight · (x / rms(x)), and the factor is applied after the
     cast back.
     """
 
@@ -45,19 +42,21 @@ class RMSNorm(nn.Module):
 
 
 def norm_of(config: TextConfig) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, 0 if config.is_qwen else 1)
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, config.architecture.norm_offset)
 
 
 class GemmaMLP(nn.Module):
     """down(act(gate x) · up x); `activation` is gelu (GeGLU, the published one) or silu
     (SwiGLU)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, activation: str):
+    def __init__(self, config: TextConfig):
         super().__init__()
-        self.activation = activation
-        self.gate_proj = Linear(hidden_size, intermediate_size, bias=False)
-        self.up_proj = Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=False)
+        self.activation: str = config.hidden_activation
+        inner, outer = config.intermediate_size, config.hidden_size
+        bias = config.architecture.mlp_bias
+        self.gate_proj = Linear(outer, inner, bias)
+        self.up_proj = Linear(outer, inner, bias)
+        self.down_proj = Linear(inner, outer, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate = activated(self.gate_proj, x, self.activation)
@@ -88,10 +87,10 @@ class GemmaLayer(nn.Module):
             config.head_dim,
             scale=(config.query_pre_attn_scalar or config.head_dim) ** -0.5,
             softcap=config.attn_logit_softcapping,
-            bias=config.is_qwen,
-            output_bias=False,
+            bias=config.architecture.qkv_bias,
+            output_bias=config.architecture.output_bias,
         )
-        self.mlp = GemmaMLP(config.hidden_size, config.intermediate_size, config.hidden_activation)
+        self.mlp = GemmaMLP(config)
 
     def forward(
         self,
@@ -121,6 +120,8 @@ class Gemma(nn.Module):
         from 0."""
         super().__init__()
         self.config, self.first_position = config, first_position
+        self.stretch = config.architecture.stretch
+        self.scales_embeddings = config.architecture.scales_embeddings
         # recompute each layer in the backward pass instead of keeping its activations
         self.checkpointing = False
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
@@ -134,11 +135,10 @@ class Gemma(nn.Module):
         """ids (B, S) to embeddings (B, S, H), in Gemma times √H; the factor is first cast to the
         weights' dtype."""
         embeddings = self.embed_tokens(input_ids)
-        if self.config.is_qwen:
+        if not self.scales_embeddings:
             return embeddings
-        return embeddings * embeddings.new_full(
-            (), self.config.hidden_size**0.5
-        )  # filled on the device: nothing waits
+        # filled on the device: nothing waits
+        return embeddings * embeddings.new_full((), self.config.hidden_size**0.5)
 
     def forward(
         self,
@@ -186,7 +186,8 @@ class Gemma(nn.Module):
             positions = valid.sum(-1, keepdim=True)
         else:
             positions = valid.long().cumsum(-1)[:, -queries:]
-        rope = Rope(positions + (self.first_position - 1), self.config.rope_theta)
+        positions = positions + (self.first_position - 1)
+        rope = Rope(positions, self.config.rope_theta, self.stretch)
         if cache is not None and cache[0].position is not None:
             queries = cache[0].position
         # reading a GPU's values would wait

@@ -23,6 +23,7 @@ MODULES = {
     "language": "model.systems.language",
     "gemma": "model.systems.language",
     "gemma2": "model.systems.language",
+    "llama": "model.systems.language",
     "qwen2": "model.systems.language",
 }
 # presets of these models, by name: their kind

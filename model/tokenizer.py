@@ -23,8 +23,8 @@ from model.turns import SLOT
 
 BESIDE = ["added_tokens.json", "tokenizer_config.json"]  # files that name tokens, too
 SPACE = "\u2581"  # stands for a space in sentencepiece's pieces
-# of GPT-NeoX and Qwen, in place of all four control tokens
-END = "<|endoftext|>"
+# in place of all four control tokens: of GPT-NeoX, Qwen and SmolLM, of Llama 3, of Llama 1 and 2
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 # tokens that transformers' GemmaTokenizer and PaliGemmaProcessor find in text, whatever a file says
 # of them
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
@@ -35,6 +35,7 @@ LOCATIONS = [f"<loc{number:04}>" for number in range(1024)] + [
 # <seg…> of the embedded base are names of a spare row, so that transformers adds none
 UNNAMED = {SLOT, "\t", *LOCATIONS[1024:]}
 MAX_GROWTH = 100  # of a text, by what a tokenizer.json puts into it; in published files 2
+BEFORE = re.compile(r'"single": \[\{"SpecialToken": \{"id": ("[^"]*")')
 INSERTED = re.compile(r'"(?:content|prepend)": "((?:\\.|[^"\\])+)"')
 
 
@@ -72,20 +73,27 @@ class JsonTokenizer:
             raise UserError(
                 f"{path}: not a tokenizer ({quoted(str(error))}): download the file again"
             ) from None
-        find, end = self.tokenizer.token_to_id, self.tokenizer.token_to_id(END)
-        # in a text the spelling of this token is text; Gemma's are refused by the callers
-        self.tokenizer.encode_special_tokens = end is not None
-        if end is None:
+        find = self.tokenizer.token_to_id
+        control = [find(token) for token in SPECIAL[:4]]
+        is_gemma = None not in control
+        # in a text the spelling of such a token is text; Gemma's are refused by the callers
+        self.tokenizer.encode_special_tokens = not is_gemma
+        if is_gemma:
             self.tokenizer.add_special_tokens(
                 [token for token in SPECIAL if find(token) is not None]
             )
             self.tokenizer.add_tokens([token for token in LOCATIONS if find(token) is not None])
-        control = [find(token) if end is None else end for token in SPECIAL[:4]]
-        if None in control:
+        elif ends := [token for token in ENDS if find(token) is not None]:
+            control = [find(ends[0])] * 4
+        else:
             raise UserError(
-                f"{path}: has neither <pad>, <eos>, <bos> and <unk> nor {END}: take the model's "
-                "own file"
+                f"{path}: has neither <pad>, <eos>, <bos> and <unk> nor one of "
+                f"{', '.join(ENDS)}: take the model's own file"
             )
+        # what the file puts before a text: bos, or nothing
+        first = BEFORE.search(json.dumps(raw.get("post_processor")))
+        bos = find(json.loads(first[1])) if first else None
+        self.before = [] if bos is None else [bos]
         size = max(self.tokenizer.get_vocab().values()) + 1  # ids may have gaps
         numbers = (
             partial(int, number) for number in (*control, size)

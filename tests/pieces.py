@@ -7,13 +7,13 @@ from pathlib import Path
 
 import sentencepiece
 import tokenizers
-from transformers import AddedToken, GemmaTokenizer, Qwen2Tokenizer
+from transformers import AddedToken, GemmaTokenizer, PreTrainedTokenizerFast, Qwen2Tokenizer
 from transformers.tokenization_utils_base import generate_merges
 
 from model.config import TextConfig
 from model.paligemma import initialize
 from model.source import BUNDLED_FOLDER
-from model.systems.configs import LanguageConfig
+from model.systems.configs import LanguageConfig, LlamaConfig
 from model.systems.language import LanguageModel
 from weights.export import export_model
 
@@ -116,14 +116,25 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
     return Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]])
 
 
-def language_folder(folder: Path, kind: str, most: int, control: list[str] = (), seed: int = 0):
-    """A random tiny model of `kind`, gemma2 or qwen2, in `folder`, and its tokenizer. most: tokens
-    of a sequence."""
-    tokenizer = (
-        gemma_tokenizer(BUNDLED_FOLDER / "tokenizer.model")
-        if kind == "gemma2"
-        else qwen_tokenizer()
+def llama_tokenizer() -> PreTrainedTokenizerFast:
+    """Those merges, and Llama 3's control tokens: its file puts bos before a text."""
+    bos, end = "<|begin_of_text|>", "<|end_of_text|>"
+    raw = qwen_tokenizer().backend_tokenizer.to_str().replace("<|endoftext|>", end)
+    backend = tokenizers.Tokenizer.from_str(raw)
+    backend.add_special_tokens([bos])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))]
     )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token=end)
+
+
+def language_folder(folder: Path, kind: str, most: int, control: list[str] = (), seed: int = 0):
+    """A random tiny model of `kind`, gemma2, llama or qwen2, in `folder`, and its tokenizer. most:
+    tokens of a sequence."""
+    if kind == "gemma2":
+        tokenizer = gemma_tokenizer(BUNDLED_FOLDER / "tokenizer.model")
+    else:
+        tokenizer = llama_tokenizer() if kind == "llama" else qwen_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": control})
     sizes = {
         "head_dim": 8,
@@ -135,7 +146,8 @@ def language_folder(folder: Path, kind: str, most: int, control: list[str] = (),
     sizes |= (
         gemma if kind == "gemma2" else {"hidden_activation": "silu", "tie_word_embeddings": False}
     )
-    text, ends = TextConfig(kind, len(tokenizer) + 4, 16, 32, **sizes), (tokenizer.eos_token_id,)
+    family = TextConfig if kind == "gemma2" else LlamaConfig
+    text, ends = family(kind, len(tokenizer) + 4, 16, 32, **sizes), (tokenizer.eos_token_id,)
     config = LanguageConfig(text, ends, tokenizer.pad_token_id, tokenizer.bos_token_id, most)
     export_model(initialize(LanguageModel(config), seed), folder)
     return tokenizer

@@ -90,7 +90,7 @@ TOKENIZER |= {
     "model": {"type": "BPE", "vocab": VOCABULARY, "merges": [["a", "b"]], "unk_token": "<unk>"}
 }
 LANGUAGE = {
-    "model_type": "qwen2",
+    "model_type": "llama",
     "eos_token_id": [1],
     "layer_types": ["full_attention"],
     "vocab_size": 9,
@@ -101,7 +101,9 @@ LANGUAGE |= {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
 }
-LANGUAGE |= {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+LANGUAGE["rope_parameters"] = {"rope_theta": 1e6, "rope_type": "llama3", "factor": 8.0}
+LANGUAGE["rope_parameters"] |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LANGUAGE["rope_parameters"]["original_max_position_embeddings"] = 40
 EXAMPLE = {"image": "a.png", "prefix": "what", "suffix": "this"}
 TURNS = [{"from": "human", "value": "what<image>"}, {"from": "gpt", "value": "this"}]
 BOXES = [

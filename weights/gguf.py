@@ -65,7 +65,14 @@ GEMMA2 = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 GEMMA2_27B = 46  # layers; its scale of attention is in no file, llama.cpp knows it by them
+# what Llama 3.1's RoPE is made of, beside its longest factor: the file has the factors alone
 ROPE_FACTORS = "rope_freqs.weight"
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 # the kinds of tokens
 UNKNOWN, SPECIAL, NAMED, UNUSED, BYTE = 2, 3, 4, 5, 6
@@ -108,12 +115,20 @@ class GgufFile:
                 raise UserError(f"{shown(path)}: {problem}: download it again") from None
         self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         self.kind = self.told("general.architecture")
+        # of the waves of RoPE (D/2,), where they are longer than usual
+        self.factors = self.value(ROPE_FACTORS) if ROPE_FACTORS in self.tensors else None
         with config_errors(path):
             wanted = f"expected one of {', '.join(ARCHITECTURES)}"
             require(self.kind in ARCHITECTURES, f"holds a {quoted(self.kind)}, {wanted}")
             system = system_of(self.kind)
             assert system is not None, f"{self.kind} is in no table"
             self.config = system.config.from_dict(self.sizes())
+            if self.factors is not None:
+                text = self.config.text
+                powers = torch.arange(0, text.head_dim, 2) / text.head_dim
+                waves = text.rope_theta**-powers
+                is_llama3 = torch.allclose(text.stretch(waves) * self.factors, waves, rtol=1e-3)
+                require(is_llama3, f"{ROPE_FACTORS} has other factors than Llama 3.1's")
 
     def told(self, key: str) -> Any:
         """An entry of the file; None where there is none."""
@@ -148,6 +163,8 @@ class GgufFile:
         scaling = self.told(f"{self.kind}.rope.scaling.type")
         if scaling not in (None, "none"):
             raw["rope_scaling"] = {"rope_type": scaling}
+        if self.factors is not None:
+            raw["rope_scaling"] = LLAMA3_ROPE | {"factor": self.factors.max().item()}
         return raw
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -171,14 +188,18 @@ class GgufFile:
             del names[ROPE_FACTORS]
         return names
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """A tensor in fp32, as transformers has it."""
+    def value(self, name: str) -> torch.Tensor:
+        """A tensor in fp32."""
         stored = self.tensors[name]
         try:
-            tensor = torch.tensor(self.dequantize(stored.data, stored.tensor_type))
+            return torch.tensor(self.dequantize(stored.data, stored.tensor_type))
         except NotImplementedError:
             problem = f"{name} is held as {stored.tensor_type.name}, which `gguf` does not read"
             raise UserError(f"{self.path}: {problem}: take a file of another kind") from None
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor as transformers has it."""
+        tensor = self.value(name)
         if self.kind.startswith("gemma") and name.endswith("norm.weight"):
             return tensor - 1
         text = self.config.text
@@ -196,9 +217,6 @@ def read_model(file: GgufFile, dtype: torch.dtype = torch.float32) -> Any:
     entries = {theirs: Entry(file.path, file.shape(name), "F32") for name, theirs in names.items()}
     checkpoint = compare(file.path, entries, file.config)
     checkpoint.check()
-    if ROPE_FACTORS in file.tensors:
-        is_plain = bool((file.tensor(ROPE_FACTORS) == 1).all())
-        require(is_plain, f"{file.path}: scaled positions (Llama 3.1's) are not computed here")
     model = checkpoint.model.to(dtype)
     weights = {}
     for name, theirs in names.items():
@@ -258,14 +276,26 @@ def byte_level(file: GgufFile) -> dict[str, Any]:
             known = {"id": number, "content": token, "special": kinds[number] == SPECIAL}
             added.append(known | flags)
     model = {"type": "BPE", "vocab": vocab, "merges": file.vocabulary("merges")}
+    # where a text begins with bos: llama.cpp knows it of Llama 3
+    is_llama3 = split == "llama-bpe"
+    adds_bos = file.vocabulary("add_bos_token")
+    opening = None
+    if adds_bos or adds_bos is None and is_llama3:
+        bos = file.control()["bos"]
+        token = file.vocabulary("tokens")[bos]
+        single = [{"SpecialToken": {"id": token, "type_id": 0}}]
+        single.append({"Sequence": {"id": "A", "type_id": 0}})
+        known = {token: {"id": token, "ids": [bos], "tokens": [token]}}
+        opening = {"type": "TemplateProcessing", "single": single, "pair": single}
+        opening |= {"special_tokens": known}
     return {
         "version": "1.0",
         "added_tokens": added,
         "normalizer": {"type": "NFC"} if split == "qwen2" else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
-        "post_processor": None,
+        "post_processor": opening,
         "decoder": WORDS,
-        "model": model | {"ignore_merges": split == "llama-bpe"},
+        "model": model | {"ignore_merges": is_llama3},
     }
 
 

@@ -14,13 +14,13 @@ import torch
 from model.common import UserError, read_json_if, read_text
 from model.generate import generate
 from model.source import resolve
-from model.systems.configs import LanguageConfig
+from model.systems.configs import DEFAULT_SYSTEM, LanguageConfig, LlamaConfig
 from model.tokenizer import Texts, Tokenizer, find_tokenizer, load_tokenizer
 from model.turns import SLOT, Turn
 
 GEMMA = "<start_of_turn>", "<end_of_turn>", "model"  # begin and end of a turn, and the model's role
 CHATML = "<|im_start|>", "<|im_end|>", "assistant"
-# the system turn that a template of Qwen's writes where a conversation has none
+# the system turn that a template in ChatML writes where a conversation has none
 SYSTEM = re.compile(r"<\|im_start\|>system(?:\\n|\n)([^'<]+)<\|im_end\|>")
 
 
@@ -40,37 +40,31 @@ class TextTokenizer(Texts):
         config: LanguageConfig,
         tokenizer: Tokenizer,
         max_length: int | None = None,
-        template: str = "",
+        system: str | None = DEFAULT_SYSTEM,
+        has_bos: bool = False,
     ):
         """max_length: tokens that a prompt may have, at most those that the model was trained to
-        read; a longer one is an error, it is never cut. template: the model's own chat template,
-        which has its system text."""
-        self.config, self.is_gemma = config, config.text.model_type != "qwen2"
-        self.max_length = min(
-            max_length or config.max_position_embeddings, config.max_position_embeddings
-        )
+        read; a longer one is an error, it is never cut. system, has_bos: the text of the system
+        turn, of ChatML, and whether bos stands before it; None: the model's template has none."""
+        self.config, self.is_gemma = config, not isinstance(config.text, LlamaConfig)
+        longest = config.max_position_embeddings
+        self.max_length = min(max_length or longest, longest)
+        self.system = None if self.is_gemma else system
+        # 1. marks of turns, which a base model may lack
         *marks, self.role = GEMMA if self.is_gemma else CHATML
-        known = [id_ for id_ in map(tokenizer.piece_to_id, marks) if id_ != tokenizer.unk_id()]
-        self.marks = known if len(known) == 2 else []  # a base model may have none
-        self.end_of_turn = self.marks[
-            1:
-        ]  # ends the model's turn, besides the ends of its configuration
-        control = (
-            *config.eos_token_id,
-            config.pad_token_id,
-            config.bos_token_id,
-            tokenizer.unk_id(),
-            *self.marks,
-        )
-        super().__init__(
-            tokenizer, config.text.vocab_size, control, {*config.eos_token_id, *self.end_of_turn}
-        )
-        self.begin = (
-            [config.bos_token_id] if self.is_gemma and config.bos_token_id is not None else []
-        )
-        self.system = None if self.is_gemma or template else "You are a helpful assistant."
-        if not self.is_gemma and (written := SYSTEM.search(template)):
-            self.system = written[1]
+        unknown = tokenizer.unk_id()
+        known = [id_ for id_ in map(tokenizer.piece_to_id, marks) if id_ != unknown]
+        self.marks = known if len(known) == 2 else []
+        # ends the model's turn, besides the ends of its configuration
+        self.end_of_turn = self.marks[1:]
+        # 2. what stands before a text, as in the tokenizer's file, and before a conversation
+        bos = [] if config.bos_token_id is None else [config.bos_token_id]
+        self.begin = bos if self.is_gemma else getattr(tokenizer, "before", bos)
+        self.opening = bos if self.is_gemma or has_bos else []
+        # 3. what a text cannot spell, and what ends an answer
+        ends = {*config.eos_token_id, *self.end_of_turn}
+        control = [*ends, *self.marks, config.pad_token_id, config.bos_token_id, unknown]
+        super().__init__(tokenizer, config.text.vocab_size, control, ends)
 
     def prompt(self, text: str, chat: bool = False) -> list[int]:
         """The ids of a text that the model is to continue, or with `chat` to answer. Raises
@@ -97,25 +91,26 @@ class TextTokenizer(Texts):
             raise UserError(
                 "the tokenizer has no tokens of turns: ask this model without a chat's turns"
             )
-        if not self.is_gemma and self.system is None:
-            raise UserError(
-                "the model's chat template spells no system turn, as Qwen's: ask without turns"
-            )
         (start, end), newline = self.marks, self.encode("\n")
-        ids = list(self.begin)
-        ids += (
-            []
-            if self.system is None
-            else [start, *self.encode(f"system\n{self.system}"), end, *newline]
-        )
+        ids = list(self.opening)
+        if not self.is_gemma:
+            if self.system is None:
+                raise UserError(
+                    "the model's chat template spells no system turn in ChatML, as Qwen's: ask "
+                    "without turns"
+                )
+            ids += [start, *self.encode(f"system\n{self.system}"), end, *newline]
         learned = [0] * len(ids)
         for number, (prompt, answer) in enumerate(turns):
-            text = spell(self, f"user\n{prompt.strip() if self.is_gemma else prompt}", slot)
+            if self.is_gemma:
+                prompt, answer = prompt.strip(), answer and answer.strip()
+            text = spell(self, f"user\n{prompt}", slot)
             given = [start, *text, end, *newline, start, *self.encode(f"{self.role}\n")]
             reply = []
             if answer is not None:
-                reply = [*self.encode(answer.strip() if self.is_gemma else answer), end]
-                reply += newline if number + 1 < len(turns) else []
+                reply = [*self.encode(answer), end]
+                if number + 1 < len(turns):
+                    reply += newline
             ids += given + reply
             learned += [0] * len(given) + [1] * len(reply)
         return ids, learned
@@ -132,9 +127,11 @@ def load_text_tokenizer(source: str | Path, max_length: int | None = None) -> Te
         template = read_text(file)
     config = LanguageConfig.from_file(folder / "config.json")
     tokenizer = load_tokenizer(find_tokenizer(source))
-    return TextTokenizer(
-        config, tokenizer, max_length, template if isinstance(template, str) else ""
-    )
+    if not template or not isinstance(template, str):
+        return TextTokenizer(config, tokenizer, max_length)
+    written = SYSTEM.search(template)
+    system = written[1] if written else None
+    return TextTokenizer(config, tokenizer, max_length, system, has_bos="bos_token" in template)
 
 
 def ask_text(

@@ -3,11 +3,13 @@
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from model.common import quoted, read_json
 from model.config import (
     CONTROL_TOKENS,
+    GEMMA2_ONLY,
+    Architecture,
     Config,
     PaliGemmaConfig,
     TextConfig,
@@ -15,10 +17,96 @@ from model.config import (
     config_errors,
     read_generation,
     require,
+    rope_of,
 )
 
 # transformers' classes of language models, by model_type
-CLASSES = {"gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+CLASSES = {
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+}
+# the control tokens of families other than Gemma's, where a file says nothing
+CONTROLS: dict[str, dict[str, int]] = {"llama": {"bos_token_id": 1, "eos_token_id": 2}, "qwen2": {}}
+# of a conversation in ChatML, where no template says another
+DEFAULT_SYSTEM = "You are a helpful assistant."
+
+
+@dataclass(frozen=True)
+class RopeStretch(Config):
+    """Llama 3.1's RoPE for longer texts: waves longer than `original_max_position_embeddings` /
+    low_freq_factor become `factor` times as long, those shorter than … / high_freq_factor stay."""
+
+    fixed = {"partial_rotary_factor": 1}
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self):
+        super().__post_init__()
+        low, high = self.low_freq_factor, self.high_freq_factor
+        problem = f"rope type 'llama3' has factors {low}, {high} and {self.factor}"
+        require(0 < low < high and 0 < self.factor < math.inf, problem)
+
+    def __call__(self, frequencies: Any) -> Any:
+        """Frequencies (D/2,), stretched; between the two bounds a mean of both."""
+        low, high = self.low_freq_factor, self.high_freq_factor
+        waves = self.original_max_position_embeddings / (2 * math.pi / frequencies)
+        kept = ((waves - low) / (high - low)).clamp(0, 1)
+        return (1 - kept) * frequencies / self.factor + kept * frequencies
+
+
+@dataclass(frozen=True)
+class LlamaConfig(TextConfig):
+    """A decoder of Llama's architecture (Touvron et al. 2023), as Qwen 1.5 and 2 (Yang et al. 2024)
+    are, too."""
+
+    fixed = {"use_sliding_window": False}
+    rope_types = ("default", "llama3")
+    model_type: Literal["llama", "qwen2"] = "llama"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    stretch: RopeStretch | None = None
+
+    @property
+    def architecture(self) -> Architecture:
+        return Architecture(
+            norm_offset=0,
+            scales_embeddings=False,
+            qkv_bias=self.attention_bias or self.model_type == "qwen2",
+            output_bias=self.attention_bias,
+            mlp_bias=self.mlp_bias,
+            stretch=self.stretch,
+        )
+
+    @classmethod
+    def from_dict(cls, raw: dict) -> "LlamaConfig":
+        """As of `TextConfig`."""
+        heads, (rope, rope_type) = raw["num_attention_heads"], rope_of(raw)
+        defaults = {
+            "num_key_value_heads": heads,
+            "head_dim": raw["hidden_size"] // heads,
+            "tie_word_embeddings": False,
+        }
+        given = raw | dict.fromkeys(GEMMA2_ONLY)
+        given["stretch"] = RopeStretch.from_dict(rope) if rope_type == "llama3" else None
+        if raw.get("model_type") == "qwen2":  # which has its own
+            given |= {"attention_bias": False, "mlp_bias": False}
+        return cls.read(given, raw.get("hidden_act") or "silu", defaults)
+
+    def to_dict(self) -> dict[str, Any]:
+        given = super().to_dict()
+        if stretch := given.pop("stretch_config", None):
+            given["rope_scaling"] = {"rope_type": "llama3"} | stretch
+        return given
+
+
+def decoder_of(raw: dict) -> TextConfig:
+    """The decoder of a language model's config.json. Raises UserError."""
+    is_gemma = str(raw.get("model_type")).startswith("gemma")
+    return TextConfig.from_dict(raw) if is_gemma else LlamaConfig.from_dict(raw)
 
 
 @dataclass(frozen=True)
@@ -27,7 +115,7 @@ class LanguageConfig(Config):
     may be none."""
 
     kind = "language"
-    text: TextConfig
+    text: TextConfig | LlamaConfig
     eos_token_id: tuple[int, ...] = ()
     pad_token_id: int | None = None
     bos_token_id: int | None = None
@@ -55,7 +143,7 @@ class LanguageConfig(Config):
             not raw.get("use_bidirectional_attention"),
             "use_bidirectional_attention is not computed here",
         )
-        defaults = CONTROL_TOKENS if kind != "qwen2" else {}
+        defaults = CONTROLS.get(str(kind), CONTROL_TOKENS)
         pad, end, bos = (raw.get(name, defaults.get(name)) for name in CONTROL_TOKENS)
         ends = tuple(end) if isinstance(end, list) else () if end is None else (end,)
         require(
@@ -71,7 +159,7 @@ class LanguageConfig(Config):
             f"repetition_penalty is {quoted(penalty)}",
         )
         return cls(
-            TextConfig.from_dict(raw),
+            decoder_of(raw),
             ends,
             ends[0] if pad is None and ends else pad,
             bos,
@@ -162,12 +250,18 @@ class WingsConfig(PaliGemmaConfig):
 
 @dataclass(frozen=True)
 class LanguageWingsConfig(WingsConfig):
-    """WINGS on a published language model. chat: it is asked in turns of its family, see
-    `model/systems/chat.py`."""
+    """WINGS on a published language model. chat: it is asked in turns of its family, after a
+    `system` text where that has one, see `model/systems/chat.py`."""
 
     kind = "wings-language"
+    text: TextConfig | LlamaConfig = TextConfig()
     bos_token_id: int | None = None
     chat: bool = False
+    system: str = DEFAULT_SYSTEM
+
+    @classmethod
+    def from_dict(cls, raw: dict) -> Any:
+        return super().from_dict(raw | {"text": decoder_of(raw.get("text_config") or {})})
 
     @property
     def language(self) -> LanguageConfig:

@@ -1,4 +1,4 @@
-"""Language models for text alone: Gemma, Gemma 2, Qwen1.5 or Qwen2, and the Differential Transformer.
+"""Language models for text alone: Gemma 1 and 2, Llama, Qwen 1.5 and 2, and the Differential Transformer.
 
 In: token ids (B, S), and the document of each token where rows are packed. Out: float32 logits (B, S, V), or the loss
 against targets. Every position is causal.

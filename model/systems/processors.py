@@ -31,7 +31,7 @@ class LanguageProcessor(SlotProcessor):
     is_square = True
 
     def open_texts(self) -> Texts:
-        return TextTokenizer(self.config.language, self.tokenizer)
+        return TextTokenizer(self.config.language, self.tokenizer, system=self.config.system)
 
     def layout(self, n_images: int, turns: Sequence[Turn], has_marks: bool) -> TokenRow:
         if not self.config.chat:

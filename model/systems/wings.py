@@ -208,7 +208,7 @@ class WingsGemma(Gemma):
         """
         assert documents is None, "learners do not separate the documents of a row"
         plain, full, sliding = super().geometry(x, valid, torch.ones_like(types), cache)
-        rope = WingsRope(plain.positions, plain.theta)
+        rope = WingsRope(plain.positions, plain.theta, plain.stretch)
         steps, first = x.shape[1], valid.shape[1] - x.shape[1]
         query, columns = torch.arange(first, first + steps, device=x.device), {}
         for name, kind in (("visual", 0), ("textual", 1)):
@@ -224,11 +224,8 @@ class WingsGemma(Gemma):
                 getattr(layer, name).columns = columns[name]
             keys = keep_positions(x, index)
             mask = columns[name][:, None, None] <= query[:, None]
-            setattr(
-                rope,
-                name,
-                LearnerInput(keys, Rope(rope.positions.gather(1, index), rope.theta), mask),
-            )
+            turned = Rope(rope.positions.gather(1, index), rope.theta, rope.stretch)
+            setattr(rope, name, LearnerInput(keys, turned, mask))
         if self.routed:
             place = valid.long().cumsum(-1) + (self.first_position - 1)  # of the keys
             rope.buckets = self.bucket(rope.positions, place, columns["visual"])

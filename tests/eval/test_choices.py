@@ -72,7 +72,7 @@ def test_likelihoods_are_those_of_transformers(model, processor, source):
 
 @pytest.mark.long
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["gemma2", "qwen2"])
+@pytest.mark.parametrize("kind", ["gemma2", "llama", "qwen2"])
 def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
     """Breaks when blanks, bos or the space before a choice are read otherwise, or a long prompt is
     cut and scored."""
@@ -99,7 +99,7 @@ def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
     rows = json.loads((tmp_path / "out" / "results.json").read_text())
     for (text, options), row in zip(asked.items(), rows, strict=True):
         known = words.encode(text.rstrip(), add_special_tokens=False)
-        prompt = [2] * (kind == "gemma2") + known
+        prompt = [2, *known] if kind == "gemma2" else words.encode(text.rstrip())
         for option, likelihood in zip(options, row["log_likelihoods"], strict=True):
             ids = words.encode(f"{text} {option}", add_special_tokens=False)[len(known) :]
             logits = hf(torch.tensor([prompt + ids])).logits[0].double().log_softmax(-1)

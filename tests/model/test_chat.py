@@ -1,4 +1,4 @@
-"""The tokenizers of Gemma and Qwen and their turns: ids equal those of transformers and its chat
+"""The tokenizers of Gemma, Qwen and Llama and their turns: ids equal those of transformers and its chat
 template."""
 
 import json
@@ -32,8 +32,11 @@ QWEN = (
     "endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-TEMPLATES = {"gemma2": GEMMA, "qwen2": QWEN}
-MARKS = {"gemma2": ["<start_of_turn>", "<end_of_turn>"], "qwen2": ["<|im_start|>", "<|im_end|>"]}
+# a Llama that is asked in ChatML, as SmolLM2-Instruct, and after bos
+LLAMA = "{{ bos_token }}" + QWEN.replace("assistant.", "AI assistant named SmolLM")
+TEMPLATES = {"gemma2": GEMMA, "llama": LLAMA, "qwen2": QWEN}
+CHATML = ["<|im_start|>", "<|im_end|>"]
+MARKS = {"gemma2": ["<start_of_turn>", "<end_of_turn>"], "llama": CHATML, "qwen2": CHATML}
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
@@ -74,9 +77,9 @@ def test_texts_and_turns_have_the_ids_of_transformers(both):
     for text in TEXTS + [" ".join(TEXTS)]:
         ids = ours.encode(text)
         assert ids == theirs.encode(text, add_special_tokens=False), text
-        assert ours.prompt(text) == [2] * ours.is_gemma + ids and ours.decode(ids) == theirs.decode(
-            ids
-        )
+        begun = [2, *ids] if ours.is_gemma else theirs.encode(text)
+        assert ours.prompt(text) == begun, text
+        assert ours.decode(ids) == theirs.decode(ids), text
     several = [("  a?\n", " b \n"), ("c", " d\n"), ("e\n\n", None)]
     for turns in (several, [("a", "b")], *([(text, None)] for text in TEXTS[:5])):
         behind = (

@@ -1,6 +1,7 @@
 """config.json as published, in all its vintages, and what contradicts itself."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -82,8 +83,11 @@ def test_published_files_are_the_presets():
     assert PaliGemmaConfig.from_dict(PUBLISHED_2) == PRESETS["paligemma2-3b-224"]
 
 
-QWEN = replace(
-    PRESETS["tiny"].text, model_type="qwen2", hidden_activation="silu", tie_word_embeddings=False
+FAMILY = vars(PRESETS["tiny"].text) | {"hidden_activation": "silu", "tie_word_embeddings": False}
+QWEN = configs.LlamaConfig(**FAMILY | {"model_type": "qwen2"})
+LLAMA = configs.LlamaConfig(
+    **FAMILY | {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    stretch=configs.RopeStretch(32, 1.0, 4.0, 8192),
 )
 TINY, UNCAPPED = (
     PRESETS["tiny"],
@@ -99,10 +103,13 @@ CONFIGS = {
     "wings-language": configs.LanguageWingsConfig(
         VisionConfig(feature_layer=-2), QWEN, 1728, chat=True
     ),
+    "wings on llama": configs.LanguageWingsConfig(text=LLAMA, system="You are a parrot."),
+    "wings on gemma": configs.LanguageWingsConfig(text=TINY.text),
     "differential": configs.TextModelConfig.of(TextConfig(num_key_value_heads=2), True),
     "mamba": configs.MambaConfig(vocab_size=60, hidden_size=40, time_step_rank=7, eos_token_id=1),
     "gemma": configs.LanguageConfig(TINY.text, (1, 107), 0, 2),
     "gemma2 without caps": configs.LanguageConfig(UNCAPPED, (1,), 0, 2),
+    "llama": configs.LanguageConfig(LLAMA, (2,), 2, 1),
     "qwen2 without a stop token": configs.LanguageConfig(QWEN),
 }
 
@@ -147,10 +154,10 @@ def test_what_a_file_says_otherwise_than_it_means():
         30.0,
         256,
     )
-    for kind in ("gemma", "qwen2"):
+    for kind in ("gemma", "llama", "qwen2"):
         plain = GEMMA | {"model_type": kind}
         given = {"attn_logit_softcapping": 50.0, "sliding_window": 8, "query_pre_attn_scalar": 144}
-        assert TextConfig.from_dict(plain | given) == TextConfig.from_dict(plain)
+        assert configs.decoder_of(plain | given) == configs.decoder_of(plain)
 
 
 @pytest.mark.parametrize("kind", configs.CLASSES)
@@ -166,7 +173,7 @@ def test_the_activation_is_that_of_transformers(kind, hidden_act, hidden_activat
     }
     hf, x = AutoConfig.for_model(**raw), torch.linspace(-4, 4, 99)
     theirs = ACT2FN[hf.hidden_activation if kind == "gemma2" else hf.hidden_act](x)
-    assert torch.equal(ACTIVATIONS[TextConfig.from_dict(raw).hidden_activation](x), theirs)
+    assert torch.equal(ACTIVATIONS[configs.decoder_of(raw).hidden_activation](x), theirs)
 
 
 @pytest.mark.parametrize(
@@ -186,10 +193,10 @@ def test_a_size_that_is_left_out_is_that_of_transformers(name):
         assert getattr(vision, name) == getattr(theirs, name)
 
 
-QMAMBA, QWEN_FILE = (
-    configs.QMambaConfig().to_dict(),
-    CONFIGS["qwen2 without a stop token"].to_dict(),
-)
+QMAMBA = configs.QMambaConfig().to_dict()
+QWEN_FILE = CONFIGS["qwen2 without a stop token"].to_dict()
+LLAMA_FILE = CONFIGS["llama"].to_dict()
+LLAMA3 = LLAMA_FILE["rope_scaling"]
 REFUSED = [
     ({"model_type": "llava"}, "'llava'"),
     (changed(PUBLISHED_1, "text_config", model_type="llama"), "'llama'"),
@@ -234,6 +241,24 @@ REFUSED = [
     (changed(PUBLISHED_1, "text_config", num_hidden_layers=10**9), "num_hidden_layers"),
     (PUBLISHED_1 | {"image_token_index": -1}, "image_token_id is -1"),
     (changed(PUBLISHED_1, "vision_config", model_type="clip"), "siglip_vision_model"),
+    *(
+        (LLAMA_FILE | {"rope_scaling": {"rope_type": other, "factor": 4.0}}, f"'{other}'")
+        for other in ("linear", "dynamic", "yarn", "longrope")
+    ),
+    *(
+        (LLAMA_FILE | {"rope_scaling": LLAMA3 | {name: value}}, "factor")
+        for name, value in (
+            ("factor", 0),
+            ("factor", None),
+            ("factor", math.inf),
+            ("factor", "8"),
+            ("low_freq_factor", 4.0),
+            ("high_freq_factor", math.nan),
+            ("partial_rotary_factor", 0.5),
+        )
+    ),
+    (LLAMA_FILE | {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 0}}, "original"),
+    (LLAMA_FILE | {"attention_bias": 1}, "attention_bias"),
     (QWEN_FILE | {"use_sliding_window": True}, "use_sliding_window"),
     (QWEN_FILE | {"hidden_act": "relu"}, "hidden_activation"),
     (

@@ -33,7 +33,12 @@ GEMMA2 = replace(
 GEMMA2 = replace(
     GEMMA2, attn_logit_softcapping=50.0, final_logit_softcapping=30.0, query_pre_attn_scalar=24
 )
-QWEN = replace(GEMMA, model_type="qwen2", hidden_activation="silu", tie_word_embeddings=False)
+FAMILY = vars(GEMMA) | {"hidden_activation": "silu", "tie_word_embeddings": False}
+QWEN = configs.LlamaConfig(**FAMILY | {"model_type": "qwen2"})
+LLAMA = configs.LlamaConfig(
+    **FAMILY | {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    stretch=configs.RopeStretch(4.0, 1.0, 4.0, 40),
+)
 BASE = PaliGemmaConfig(VISION, GEMMA, IMAGE)
 MAMBA = configs.MambaConfig(64, 28, 3, state_size=5, conv_kernel=3, eos_token_id=1, bos_token_id=2)
 PROJECTOR = configs.ProjectorConfig(
@@ -49,9 +54,11 @@ MODELS = {
     "wings on gemma 2": lambda: Wings(
         configs.WingsConfig(**vars(replace(BASE, text=GEMMA2)), rank=5)
     ),
+    "wings on llama": lambda: Wings(configs.LanguageWingsConfig(VISION, LLAMA, IMAGE, rank=5)),
     "wings on qwen": lambda: Wings(configs.LanguageWingsConfig(VISION, QWEN, IMAGE, rank=5)),
     "gemma": lambda: LanguageModel(configs.LanguageConfig(GEMMA, (1,), 0)),
     "gemma 2": lambda: LanguageModel(configs.LanguageConfig(GEMMA2, (1,), 0)),
+    "llama": lambda: LanguageModel(configs.LanguageConfig(LLAMA, (1, 2))),
     "qwen": lambda: LanguageModel(configs.LanguageConfig(QWEN, (1, 2))),
     "plain transformer": lambda: text_model(False),
     "differential transformer": lambda: text_model(True),

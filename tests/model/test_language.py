@@ -1,4 +1,4 @@
-"""Gemma, Gemma 2, Qwen1.5 and Qwen2 as language models for text alone equal transformers'
+"""Gemma, Gemma 2, Llama, Qwen1.5 and Qwen2 as language models for text alone equal transformers'
 `*ForCausalLM`."""
 
 import json
@@ -15,9 +15,12 @@ from transformers import (
     Gemma2Config,
     GemmaConfig,
     GenerationConfig,
+    LlamaConfig,
     Qwen2Config,
 )
 
+from lora import adapter
+from model.differential import graft
 from model.generate import generate
 from model.processor import Processor
 from model.registry import read_config
@@ -45,12 +48,20 @@ QWEN = {
     "sliding_window": 6,
 }
 THETA = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+# of the nine waves of a head the first stays, the second is between, the others are stretched
+STRETCH = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+STRETCH |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 40}
+LLAMA = {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}
 SCALAR = {"query_pre_attn_scalar": 24, "sliding_window": 6}
 CONFIGS = {
     "gemma": lambda: GemmaConfig(num_hidden_layers=3, num_key_value_heads=1, head_dim=16, **SIZES),
     "gemma2": lambda: Gemma2Config(
         num_hidden_layers=4, num_key_value_heads=2, head_dim=16, **SCALAR, **SIZES
     ),
+    "llama": lambda: LlamaConfig(
+        num_hidden_layers=3, rope_parameters=STRETCH, max_position_embeddings=320, **LLAMA, **SIZES
+    ),
+    "tied llama": lambda: LlamaConfig(num_hidden_layers=3, tie_word_embeddings=True, **SIZES),
     "qwen2": lambda: Qwen2Config(**QWEN, **THETA, **SIZES),
 }
 ROWS = (20, 13, 1)  # tokens of each row; the longest passes the window
@@ -68,7 +79,7 @@ def hf(kind):
     hf = AutoModelForCausalLM.from_config(CONFIGS[kind](), attn_implementation="eager").eval()
     randomize(hf)
     for name, parameter in hf.named_parameters():
-        parameter.data += float(kind == "qwen2" and "norm" in name)
+        parameter.data += float("gemma" not in kind and "norm" in name)
     return hf
 
 
@@ -224,10 +235,12 @@ def test_files_of_all_layouts_are_opened(folder, hf, tmp_path):
     several, stored = tmp_path / "several", tmp_path / "stored"
     hf.save_pretrained(several, max_shard_size="60KB")
     raw = json.loads((several / "config.json").read_text())
+    rope = raw["rope_parameters"]
+    is_plain = rope["rope_type"] == "default"
     older = {
-        "rope_theta": raw["rope_parameters"]["rope_theta"],
+        "rope_theta": rope.pop("rope_theta"),
         "rope_parameters": ...,
-        "rope_scaling": None,
+        "rope_scaling": None if is_plain else rope,
     }
     change(several, **older, torch_dtype=raw["dtype"], dtype=..., layer_types=...)
     model = load_model(several)
@@ -275,12 +288,44 @@ def test_an_export_is_opened_by_transformers(hf, folder, tmp_path):
     assert torch.equal(load_text(tmp_path / "again")(**inputs), model(**inputs))
 
 
-def test_what_is_not_computed_is_refused(kind, folder, tmp_path):
+@torch.no_grad()
+def test_grafts_lora_and_few_bits_stand_on_it(folder, model, tmp_path):
+    """Breaks when a bias, a head or a stretched position is lost on the way to a variant, an
+    adapter or weights of few bits."""
+    inputs = batch()
+    valid = inputs["attention_mask"].bool()
+    logits = model(**inputs)[valid]
+    for variant in ("softmax", "twin", "dex"):
+        grafted = opened(folder)
+        graft(grafted, variant)
+        assert relative_error(grafted(**inputs)[valid], logits) <= GATE, variant
+    adapter.inject(model, adapter.DECODER_TARGETS, 3, 6.0)
+    for parameter in adapter.adapter_parameters(model).values():
+        torch.nn.init.normal_(parameter, std=0.1)
+    changed = model(**inputs)[valid]
+    assert relative_error(changed, logits) > 1e-3
+    adapter.save(model, tmp_path, str(folder))
+    adapter.merge(model)
+    again = opened(folder)
+    adapter.load(again, tmp_path)
+    for each in (model, again):
+        assert relative_error(each(**inputs)[valid], changed) <= 1e-5
+    for bits, bound in (("int8", 0.1), ("nf4", 0.7)):
+        few = load_model(folder, quantize=bits)
+        rounded = few(**inputs)[valid]
+        assert 1e-4 < relative_error(rounded, logits) < bound, bits
+        adapter.merge(few)  # which puts whole weights back
+        assert few.quantized is None
+        assert relative_error(few(**inputs)[valid], rounded) <= 1e-5, bits
+
+
+def test_what_is_not_computed_is_refused(hf, folder, tmp_path):
     """Breaks when a model of other sizes is opened, or one without a vision tower is asked for
     one."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
-    change(tmp_path, **({"vocab_size": 129} if kind == "qwen2" else {"tie_word_embeddings": False}))
-    problem = "2 tensors do not fit" if kind == "qwen2" else "missing language_model.lm_head"
+    is_tied = hf.config.tie_word_embeddings
+    change(tmp_path, **({"tie_word_embeddings": False} if is_tied else {"vocab_size": 129}))
+    problem = "missing language_model.lm_head" if is_tied else "2 tensors do not fit"
     refused(lambda: load_text(tmp_path), problem)
     for call in (load_siglip, Processor.from_source):
         refused(partial(call, folder), "a language model for text alone")

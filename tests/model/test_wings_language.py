@@ -1,5 +1,5 @@
-"""WINGS on a language model that has read text alone: a random Qwen2 and a random SigLIP of
-transformers."""
+"""WINGS on a language model that has read text alone: a random Qwen2 or Llama and a random SigLIP
+of transformers."""
 
 import json
 import shutil
@@ -28,11 +28,17 @@ SIZES = {
 }
 
 
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory) -> Path:
+# the texts of the system turn: without a template that of Qwen's
+SYSTEM = {"qwen2": "You are a helpful assistant.", "llama": "You are a parrot."}
+
+
+@pytest.fixture(scope="module", params=SYSTEM)
+def parts(request, tmp_path_factory) -> Path:
     """text/, siglip/, and own.jsonl with a picture and a row of text alone."""
     folder, tokenizer = tmp_path_factory.mktemp("parts"), qwen_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    if request.param == "llama":
+        tokenizer.chat_template = f"<|im_start|>system\n{SYSTEM['llama']}<|im_end|>\n"
     tokenizer.save_pretrained(folder / "text")
     ids = {
         "eos_token_id": len(tokenizer) - 1,
@@ -44,9 +50,8 @@ def parts(tmp_path_factory) -> Path:
         "tie_word_embeddings": False,
     }
     torch.manual_seed(0)
-    transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes, **ids)).save_pretrained(
-        folder / "text"
-    )
+    config = transformers.AutoConfig.for_model(request.param, **sizes, **ids)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "text")
     vision = SIZES | {
         "hidden_size": 20,
         "patch_size": 14,
@@ -106,7 +111,8 @@ def test_a_conversation_is_laid_out_and_learned_as_released(parts):
     ids, _, learned = reader(parts, model).row_of(
         1, [("What is<image> it?", "a box"), ("Sure?", "yes")]
     )
-    system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+    kind = model.config.text.model_type
+    system = f"<|im_start|>system\n{SYSTEM[kind]}<|im_end|>\n<|im_start|>user\n"
     asked = system + "What is it?<|im_end|>\n<|im_start|>assistant\na box<|im_end|>\n"
     asked += "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>"
     assert theirs.decode([i for i in ids if i != image]) == asked

@@ -94,7 +94,9 @@ def converted(name: str, tensor: torch.Tensor, hf) -> np.ndarray:
     return tensor.numpy()
 
 
-def write_file(path: Path, hf, bpe: Path, packed: str = "F32", **entries) -> dict:
+def write_file(
+    path: Path, hf, bpe: Path, packed: str = "F32", factors=None, pre: str = "smollm", scaling=""
+) -> dict:
     """A GGUF file as llama.cpp's converter writes it; what its tensors are worth, by transformers'
     names."""
     config, kind = hf.config, hf.config.model_type
@@ -108,7 +110,7 @@ def write_file(path: Path, hf, bpe: Path, packed: str = "F32", **entries) -> dic
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(10000.0)
-    if kind.startswith("gemma"):
+    if kind != "qwen2":
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
     if kind == "gemma2":
@@ -120,11 +122,16 @@ def write_file(path: Path, hf, bpe: Path, packed: str = "F32", **entries) -> dic
     writer.add_eos_token_id(1)
     writer.add_pad_token_id(0)
     writer.add_chat_template("{{ messages }}")
-    (sentencepiece_vocabulary if kind.startswith("gemma") else byte_vocabulary)(writer, bpe)
-    for key, value in entries.items():
-        writer.add_string(key.replace("__", "."), value)
+    if kind.startswith("gemma"):
+        sentencepiece_vocabulary(writer)
+    else:
+        byte_vocabulary(writer, bpe, pre)
     # 3. the tensors
     worth = {}
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
+    if scaling:
+        writer.add_string(f"{kind}.rope.scaling.type", scaling)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     for name, tensor in hf.state_dict().items():
         if name in tied:
@@ -154,17 +161,17 @@ def vocabulary(bpe: Path) -> list[str]:
     return sorted(vocab, key=vocab.__getitem__)
 
 
-def byte_vocabulary(writer, bpe: Path) -> None:
+def byte_vocabulary(writer, bpe: Path, pre: str) -> None:
     tokens = vocabulary(bpe)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list([*tokens, "[PAD0]"])
     writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3) + [5])
     merges = json.loads(bpe.read_text())["model"]["merges"]
     writer.add_token_merges([" ".join(pair) for pair in merges])
 
 
-def sentencepiece_vocabulary(writer, bpe: Path) -> None:
+def sentencepiece_vocabulary(writer) -> None:
     model = str(BUNDLED_FOLDER / "tokenizer.model")
     pieces = sentencepiece.SentencePieceProcessor(model_file=model)
     writer.add_tokenizer_model("llama")
@@ -193,8 +200,10 @@ def rows_of(kind: str, bpe: Path) -> int:
 def test_the_weights_are_the_files(kind, packed, bpe, tmp_path):
     """Breaks when a tensor is of another place, order, offset or value than the file means, or the
     folder is not transformers'."""
-    untied = {} if kind.startswith("gemma") else {"tie_word_embeddings": packed == "Q8_0"}
-    hf = hf_of(kind, rows_of(kind, bpe), **untied)
+    more = {} if kind.startswith("gemma") else {"tie_word_embeddings": packed == "Q8_0"}
+    if kind == "llama":
+        more |= {"attention_bias": packed == "F16", "mlp_bias": packed == "F16"}
+    hf = hf_of(kind, rows_of(kind, bpe), **more)
     worth = write_file(tmp_path / "a.gguf", hf, bpe, packed)
     main([str(tmp_path / "a.gguf"), str(tmp_path / "out")])
     state = load_text(tmp_path / "out").state_dict()
@@ -223,27 +232,48 @@ def test_transformers_reads_the_same(kind, packed, bpe, tmp_path):
     assert not [name for name, value in theirs.items() if not torch.equal(ours[name], value)]
 
 
-@pytest.mark.parametrize("kind", ["gemma2", "qwen2"])
+@pytest.mark.parametrize("kind", ["gemma2", "llama", "qwen2"])
 def test_the_tokenizer_is_the_files(kind, bpe, tmp_path):
     """Breaks when a text has other ids than with the tokenizer that the file was made from."""
     write_file(tmp_path / "a.gguf", hf_of(kind, rows_of(kind, bpe)), bpe)
     main([str(tmp_path / "a.gguf"), str(tmp_path / "out")])
     ours = load_text_tokenizer(tmp_path / "out")
-    if kind == "qwen2":  # of a sentencepiece model transformers needs protobuf
+    if kind != "gemma2":  # of a sentencepiece model transformers needs protobuf
         opened = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert ours.config.eos_token_id == (1,)
     assert ours.config.bos_token_id == 2
     theirs = sentencepiece.SentencePieceProcessor(str(BUNDLED_FOLDER / "tokenizer.model"))
-    if kind == "qwen2":
+    if kind != "gemma2":
         theirs = tokenizers.Tokenizer.from_file(str(bpe))
     for text in [*TEXTS, "detect dog <loc0012>"]:
         ids = theirs.encode(text)
-        if kind == "qwen2":
+        if kind != "gemma2":
             ids = ids.ids
             assert ours.decode(ids) == text
             assert opened.encode(text, add_special_tokens=False) == ids
         assert ours.encode(text) == ids, text
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_a_llama_3(bpe, tmp_path):
+    """Breaks when the stretched RoPE of Llama 3.1, which a file has as factors, is another one, or
+    a text does not begin with bos."""
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    hf = hf_of("llama", rows_of("llama", bpe), rope_parameters=rope, head_dim=64)
+    plain = 10000.0 ** -(torch.arange(0, 64, 2) / 64)
+    factors = (plain / hf.model.rotary_emb.inv_freq).numpy().round(5)
+    assert factors.min() == 1
+    assert factors.max() == 8
+    write_file(tmp_path / "a.gguf", hf, bpe, factors=factors, pre="llama-bpe")
+    main([str(tmp_path / "a.gguf"), str(tmp_path / "out")])
+    ids = torch.randint(3, 100, (1, 400))
+    with torch.no_grad():
+        ours = load_text(tmp_path / "out")(ids)
+        assert torch.allclose(ours, hf(ids).logits, atol=1e-4)
+    assert load_text_tokenizer(tmp_path / "out").prompt("a")[0] == 2
+    write_file(tmp_path / "a.gguf", hf, bpe, factors=factors**2, pre="llama-bpe")
+    refused(lambda: main([str(tmp_path / "a.gguf"), str(tmp_path / "b")]), "than Llama 3.1's")
 
 
 def test_damaged_and_foreign_files(bpe, tmp_path):
@@ -275,6 +305,5 @@ def test_damaged_and_foreign_files(bpe, tmp_path):
     said("'rollms'")
     file.write_bytes(whole.replace(b"blk.1.attn_q.w", b"blk.1.attn_z.w"))
     said("missing language_model.layers.1.self_attn.q_proj.weight")
-    scaled = {"qwen2__rope__scaling__type": "yarn"}
-    write_file(file, hf, bpe, **scaled)
+    write_file(file, hf, bpe, scaling="yarn")
     said("rope type 'yarn'")

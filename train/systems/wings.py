@@ -20,7 +20,7 @@ import torch
 from model.common import UserError, run_command
 from model.source import EMBEDDED
 from model.systems.chat import load_text_tokenizer
-from model.systems.configs import LanguageWingsConfig
+from model.systems.configs import DEFAULT_SYSTEM, LanguageWingsConfig
 from model.systems.wings import Wings, attach, join, route
 from train.systems.stages import ONE_EPOCH, StageRecipe, StageSettings, run_stage
 from weights.load import load_model, load_siglip, load_text
@@ -104,8 +104,8 @@ class WingsSettings(StageSettings):
         tower = load_siglip(EMBEDDED if self.base == TEXT_BASE else self.base, dtype, device)
         text = load_text(parts.language_model, dtype, device)
         ends = text.config.eos_token_id
-        marks = load_text_tokenizer(parts.language_model).end_of_turn
-        turn_ends = [mark for mark in marks if parts.chat and mark in ends]
+        tokenizer = load_text_tokenizer(parts.language_model)
+        turn_ends = [mark for mark in tokenizer.end_of_turn if parts.chat and mark in ends]
         config = LanguageWingsConfig(
             vision=replace(tower.config, feature_layer=parts.feature_layer),
             text=text.config.text,
@@ -115,6 +115,7 @@ class WingsSettings(StageSettings):
             eos_token_id=(turn_ends or ends)[0],
             bos_token_id=text.config.bos_token_id,
             chat=bool(turn_ends),
+            system=tokenizer.system or DEFAULT_SYSTEM,
             rank=self.r,
             routed=False,
         )
