@@ -75,7 +75,7 @@ LLAMA3_ROPE = {
 }
 
 # the kinds of tokens
-UNKNOWN, SPECIAL, NAMED, UNUSED, BYTE = 2, 3, 4, 5, 6
+SPECIAL, NAMED, UNUSED, BYTE = 3, 4, 5, 6
 # transformers' class by the kind of vocabulary
 VOCABULARIES = {"gpt2": "PreTrainedTokenizerFast", "llama": "LlamaTokenizer"}
 # how a byte-level vocabulary splits a text, by the file's name of it
@@ -114,10 +114,10 @@ class GgufFile:
                 problem = f"no whole GGUF file ({shown(error)})"
                 raise UserError(f"{shown(path)}: {problem}: download it again") from None
         self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
-        self.kind = self.told("general.architecture")
-        # of the waves of RoPE (D/2,), where they are longer than usual
-        self.factors = self.value(ROPE_FACTORS) if ROPE_FACTORS in self.tensors else None
         with config_errors(path):
+            self.kind = self.told("general.architecture")
+            # of the waves of RoPE (D/2,), where they are longer than usual
+            self.factors = self.value(ROPE_FACTORS) if ROPE_FACTORS in self.tensors else None
             wanted = f"expected one of {', '.join(ARCHITECTURES)}"
             require(self.kind in ARCHITECTURES, f"holds a {quoted(self.kind)}, {wanted}")
             system = system_of(self.kind)
@@ -244,8 +244,9 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
         for name, number in file.control().items():
             if number is not None:
                 known[f"{name}_token"] = tokens[number]
+        template = file.told("tokenizer.chat_template")
     write(folder / "tokenizer_config.json", known)
-    if template := file.told("tokenizer.chat_template"):
+    if template:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     load_tokenizer(find_tokenizer(folder))
 
