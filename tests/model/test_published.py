@@ -155,7 +155,7 @@ def test_lora_trains_as_in_peft_and_is_whole_after_export(hf, ids, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("kind", "most"), [("int8", 0.01), ("nf4", 0.3)])
+@pytest.mark.parametrize(("kind", "most"), [("int8", 0.03), ("nf4", 0.4)])
 def test_few_bits_cost_little(kind, most, ids, logits):
     """Breaks when a quantized model loses more than its bits explain."""
     model = load_model(FOLDER, quantize=kind)
