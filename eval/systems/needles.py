@@ -32,7 +32,7 @@ from eval.explore.record import decoder_maps
 from eval.open import add_model_flags, model_of, open_model, out_folder
 from eval.report import bootstrap, interval_text, markdown_table
 from model.common import UserError, read_text, run_command, shown, write_text
-from model.differential import Differential
+from model.differential import Differential, variants_of
 from model.systems.chat import TextTokenizer
 from model.systems.reader import LanguageReader
 
@@ -206,8 +206,8 @@ def deciding_maps(model, ids, cache, place: int, keep: int, name: str) -> tuple[
         factors[layer] = factor.expand(1, layer.num_heads, ids.shape[1], 1)[0, :, place]
 
     hooks = []
-    for layer in model.modules():
-        if isinstance(layer, Differential) and layer.maps == 2:
+    for layer in variants_of(model).values():
+        if layer.maps == 2:
             hooks.append(layer.register_forward_pre_hook(watch))
     options = {"keep": keep, "input_ids": ids, "cache": cache}
     layers, logits = decoder_maps(model, lambda weights: weights[0, :, place], name, **options)
@@ -298,8 +298,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flag(parser, "--facts", "in a context", [1, 4, 16], **whole)
     add_flag(parser, "--contexts", "of a length and number", 30, type=positive, metavar="N")
     add_flag(parser, "--asked", "facts of a context that are asked", 4, type=positive, metavar="N")
-    parts = "forms, cities, values and prose of which split"
-    add_flag(parser, "--split", parts, "test", choices=[*FORMS])
     add_flag(parser, "--out", "folder (default: runs/eval/needles/MODEL)", type=Path)
     args = parser.parse_args(argv)
     if max(args.facts) > MOST:
@@ -309,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, reader = open_model(args, subject, text=True)
     if not isinstance(reader, LanguageReader):
         raise UserError(f"{shown(subject.name)}: is no published language model: give one")
-    haystack = Haystack(reader.tokenizer, sentences, args.split)
+    haystack = Haystack(reader.tokenizer, sentences, "test")
     rungs = []
     for length in args.lengths:
         for facts in args.facts:

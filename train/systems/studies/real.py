@@ -138,7 +138,7 @@ def make(options: Options, job: Job, folder: Path) -> dict:
 def asked(model: Any, haystack: Haystack, contexts: int) -> dict[str, list[float]]:
     """The scores of all measures."""
     exact = {}
-    scores = {"exact": [], "likelihood": [], "signal": []}
+    scores = {"exact": [], "signal": []}
     for rung in (QUIET, *LOUD):
         questions = measure(model, haystack, *rung, contexts, ASKED)["questions"]
         right = [float(question["exact"]) for question in questions]
@@ -147,7 +147,6 @@ def asked(model: Any, haystack: Haystack, contexts: int) -> dict[str, list[float
             scores["quiet"] = right
             continue
         scores["exact"] += right
-        scores["likelihood"] += [question["log_probability"] for question in questions]
         scores["signal"] += [float(np.log(q["asked"] / q["others"])) for q in questions]
     loud = np.mean([exact[rung] for rung in LOUD], axis=0)
     scores["fall"] = (exact[QUIET] - loud).tolist()
@@ -175,15 +174,15 @@ def study_of(options: Options) -> engine.Study:
     one = [context for context in contexts for _ in range(ASKED)]
     many = [f"{rung}/{context}" for rung in LOUD for context in one]
     rungs = [f"{length} tokens, {facts} facts" for length, facts in LOUD for _ in one]
-    logs = {"is_share": False, "margin": 0.2, "in_mean": False, "rungs": rungs, "failed": -20.0}
-    prose = {"is_share": False, "margin": 0.03, "in_mean": False, "less_is_better": True}
+    beside = {"is_share": False, "in_mean": False}
+    signal = "attention, log of asked ÷ others"
+    loss = "loss on prose, nats"
     measures = {
         "exact": Measure("exact among many", many, rungs=rungs),
         "quiet": Measure("exact among few", one, in_mean=False),
-        "fall": Measure("the fall", contexts, is_share=True, less_is_better=True, in_mean=False),
-        "likelihood": Measure("log-probability, nats", many, **logs),
-        "signal": Measure("attention, log of asked ÷ others", many, **logs),
-        "loss": Measure("loss on prose, nats", contexts, failed=11.0, **prose),
+        "fall": Measure("the fall", contexts, less_is_better=True, in_mean=False),
+        "signal": Measure(signal, many, margin=0.2, rungs=rungs, failed=-20.0, **beside),
+        "loss": Measure(loss, contexts, margin=0.03, less_is_better=True, failed=11.0, **beside),
     }
     # 3. the study
     predictions = []
