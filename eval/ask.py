@@ -24,10 +24,10 @@ from eval import figures
 from eval.command import add_flag, add_limit, command_parser, whole
 from eval.data.published import fill_prompt
 from eval.open import add_model_flags, kind_of, model_of, open_model, stored_prompt, toy_note
+from model.boxes import parse_boxes
 from model.common import UserError, run_command, shown
 from model.generate import NonFiniteError, ask, check_options
 from model.images import load_image
-from model.processor import parse_boxes
 
 BATCH = 16  # prompts at a time
 

@@ -27,11 +27,12 @@ from eval.data.published import read
 from eval.explore.page import page
 from eval.explore.record import Case
 from eval.open import Subject, add_model_flags, model_of, open_model, run_file, toy_note
+from model.boxes import parse_boxes
 from model.common import UserError, run_command, shown
 from model.generate import ask
 from model.images import load_image
 from model.paligemma import PaliGemma
-from model.processor import Processor, parse_boxes
+from model.processor import Processor
 from weights.load import load_model
 
 EXAMPLES = [  # scenes of the test split, and prompts

@@ -29,9 +29,9 @@ from eval.bench import Benchmark, Row, run
 from eval.data.published import check, check_unique, read, text
 from eval.data.records import Box, Detection, embedded_records, read_data
 from eval.question import Question, question_of
+from model.boxes import parse_boxes
 from model.common import UserError, run_command, shown, write_text
 from model.images import load_image
-from model.processor import parse_boxes
 
 EMBEDDED = 300  # pictures, by default
 DRAWN = 12  # of them, on the sheet

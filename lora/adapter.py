@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from model.common import UserError, atomic_path, quoted, read_json, shown, write_text
 from model.config import config_errors
@@ -27,21 +27,15 @@ from weights.load import open_tensors, save_tensors
 from weights.quantize import Int8Embedding, QuantizedLinear, pack, replaceable
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
-PEFT, HF, GRAFT = (
-    "base_model.model.",
-    "model.",
-    "differential.",
-)  # PEFT's wrapper, transformers' prefix, and of grafts
+# PEFT's wrapper, transformers' prefix, and of grafts
+PEFT, HF, GRAFT = "base_model.model.", "model.", "differential."
 # The paper's choice: q, k, v, o, gate, up and down of the decoder, and nothing of the vision tower.
 DECODER_TARGETS = r"language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 # Keys of PEFT that are read, or that change nothing of what the saved tensors compute. A value
 # under any other is a feature that would be lost without notice.
 _TEXTS = {"base_model_name_or_path", "prompt", "quantized", "peft_version", "revision", "task_type"}
-_NUMBERS = {
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-}  # null is none of them; for other keys it means the default
+# null is none of them; for other keys it means the default
+_NUMBERS = {"r", "lora_alpha", "lora_dropout"}
 GRAFTED = "DIFFERENTIAL_LORA"  # the peft_type beside a graft; earlier files have LORA there too
 # Values of plain LoRA, the default first. Other initial values ("pissa", "olora", …) change the
 # base too.
@@ -70,23 +64,27 @@ class LoRALinear(nn.Module):
     PEFT's name, holds W. Differential attention with two branches calls `base_layer` once and adds
     `lora`, and its second update, itself."""
 
-    def __init__(self, base_layer: nn.Linear, r: int, alpha: float, dropout: float = 0.0):
+    def __init__(
+        self,
+        base_layer: nn.Linear,
+        r: int,
+        alpha: float,
+        dropout: float = 0.0,
+    ):
         super().__init__()
         self.base_layer, self.alpha = base_layer, alpha
         device = base_layer.weight.device
-        self.lora = LowRank(
-            base_layer.in_features, base_layer.out_features, r, alpha, dropout, device
-        )
-        self.original: torch.Tensor | None = (
-            None  # W while merged; not a buffer, so it is neither saved nor moved
-        )
+        sizes = base_layer.in_features, base_layer.out_features
+        self.lora = LowRank(*sizes, r, alpha, dropout, device)
+        # W while merged; not a buffer, so it is neither saved nor moved
+        self.original: Tensor | None = None
         self.train(base_layer.training)
 
     @property
     def merged(self) -> bool:
         return self.original is not None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         base = self.base_layer(x)
         return base if self.merged else self.lora.add_to(base, x)
 
@@ -103,10 +101,9 @@ class LoRALinear(nn.Module):
     def unmerge(self) -> None:
         """Restore W, to the bit."""
         if self.original is not None:
-            self.base_layer.weight.data, self.original = (
-                self.original.to(self.base_layer.weight),
-                None,
-            )
+            weight = self.base_layer.weight
+            weight.data = self.original.to(weight)
+            self.original = None
 
 
 def matching(targets: str | list[str], paths: Iterable[str]) -> list[str]:
@@ -161,7 +158,11 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def inject(
-    model: Adaptable, targets: str | list[str], r: int, alpha: float, dropout: float = 0.0
+    model: Adaptable,
+    targets: str | list[str],
+    r: int,
+    alpha: float,
+    dropout: float = 0.0,
 ) -> list[str]:
     """Put LoRA of rank `r`, scaled by alpha / r, on every linear layer that `targets` names; return
     their paths.
@@ -201,10 +202,8 @@ def merge(model: Adaptable) -> None:
     layers = lora_layers(model)
     for path in layers:
         parent, _, name = path.rpartition(".")
-        if (
-            isinstance(attention := model.get_submodule(parent), Differential)
-            and name in attention.read_twice
-        ):
+        attention = model.get_submodule(parent)
+        if isinstance(attention, Differential) and name in attention.read_twice:
             problem = f"in attention of kind {attention.kind!r} a second branch shares this weight"
             raise UserError(f"{path}: cannot be merged: {problem}: keep the adapter unmerged")
     if model.quantized is not None:
@@ -227,9 +226,8 @@ def disabled(model: nn.Module) -> Iterator[None]:
     """Within the block, every low-rank update is off, merged ones and those of grafts included.
     Blocks may nest."""
     merged = [layer for layer in lora_layers(model).values() if layer.merged]
-    enabled = [
-        module for module in model.modules() if isinstance(module, LowRank) and module.enabled
-    ]
+    updates = [module for module in model.modules() if isinstance(module, LowRank)]
+    enabled = [update for update in updates if update.enabled]
     try:
         unmerge(model)
         for module in enabled:
@@ -252,7 +250,11 @@ def unload(model: Adaptable) -> None:
         model.set_submodule(path, layer.base_layer)
 
 
-def quantize(model: Adaptable, kind: str = "int8", head: bool = False) -> None:
+def quantize(
+    model: Adaptable,
+    kind: str = "int8",
+    head: bool = False,
+) -> None:
     """Turn every frozen linear layer of `model` into that of `weights.quantize.KINDS`, in place;
     embedding and head only with `head`. `load` quantizes its base in the same way. Raises UserError
     as `replaceable`, and for merged LoRA."""
@@ -261,11 +263,8 @@ def quantize(model: Adaptable, kind: str = "int8", head: bool = False) -> None:
         raise UserError(
             f"LoRA is merged into the weights that are to be quantized to {kind}: unmerge it first"
         )
-    pack(
-        model,
-        kind,
-        {path: layer for path, layer in layers.items() if layer[0].weight not in trained},
-    )
+    frozen = {path: layer for path, layer in layers.items() if layer[0].weight not in trained}
+    pack(model, kind, frozen)
 
 
 def fingerprint(model: Adaptable) -> str:
@@ -282,12 +281,10 @@ def fingerprint(model: Adaptable) -> str:
     base: dict[str, Any] = {name: p for name, p in model.named_parameters() if p not in adapter}
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLinear | LoRALinear) and module.original is not None:
-            base[f"{path}.weight"] = (
-                module.original
-            )  # behind that of base_layer, which it replaces below
-    return tensor_fingerprint(
-        {name.replace(".base_layer.", "."): tensor for name, tensor in base.items()}
-    )
+            # behind that of base_layer, which it replaces below
+            base[f"{path}.weight"] = module.original
+    plain = {name.replace(".base_layer.", "."): tensor for name, tensor in base.items()}
+    return tensor_fingerprint(plain)
 
 
 def save(
@@ -308,20 +305,19 @@ def save(
     if not parameters:
         raise UserError("the model has no adapter to save: inject LoRA, or graft a variant, first")
     held = set(parameters.values())
-    if other := [name for name, p in model.named_parameters() if p.requires_grad and p not in held]:
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if other := [name for name, parameter in trained.items() if parameter not in held]:
         raise UserError(
             f"{len(other)} parameters outside the adapter are trained ({other[0]}, …): freeze them"
         )
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, parameter in parameters.items():
         whole = gathered(parameter).detach()  # one at a time, and kept only where it is written
         tensors[name] = whole.cpu().contiguous() if write else torch.empty(0)
-    metadata = {
-        "base_fingerprint": fingerprint(model)
-    }  # one entry: the package writes several in random order
-    layers = {
-        HF + path: layer for path, layer in lora_layers(model).items()
-    }  # an ending would match more layers
+    # one entry: the package writes several in random order
+    metadata = {"base_fingerprint": fingerprint(model)}
+    # an ending would match more layers
+    layers = {HF + path: layer for path, layer in lora_layers(model).items()}
     sizes = [(layer.lora.r, layer.alpha, layer.lora.dropout) for layer in layers.values()]
     r, alpha, dropout = sizes[0] if sizes else (1, 1, 0.0)
     grafts = [record.arguments() for record in model.grafts]
@@ -349,9 +345,8 @@ def read_config(folder: str | Path) -> dict:
     """The config of the adapter in `folder`, without null keys. Raises UserError for all but plain
     LoRA and grafts."""
     path = Path(folder) / CONFIG_FILE
-    config = {
-        key: value for key, value in read_json(path).items() if value is not None or key in _NUMBERS
-    }
+    raw = read_json(path)
+    config = {key: value for key, value in raw.items() if value is not None or key in _NUMBERS}
     known = _TEXTS | _NUMBERS | _PLAIN.keys() | set(_OTHERS.split())
     strange = [key for key, value in config.items() if value and key not in known or value is None]
     strange += [key for key in _TEXTS & config.keys() if not isinstance(config[key], str)]
@@ -365,7 +360,12 @@ def read_config(folder: str | Path) -> dict:
     return config
 
 
-def load(model: Adaptable, folder: str | Path, *, force: bool = False) -> list[str]:
+def load(
+    model: Adaptable,
+    folder: str | Path,
+    *,
+    force: bool = False,
+) -> list[str]:
     """Put the adapter in `folder`, ours or PEFT's, on a plain `model`; return the paths that carry
     LoRA.
 
@@ -395,9 +395,8 @@ def load(model: Adaptable, folder: str | Path, *, force: bool = False) -> list[s
     problems += [f"unexpected {shown(name)}" for name in tensors.keys() - parameters.keys()]
     for name in parameters.keys() & tensors.keys():
         tensor, shape = tensors[name], parameters[name].shape
-        finite = (
-            tensor.is_floating_point() and tensor.float().isfinite().all()
-        )  # in fp32, which it will have
+        # in fp32, which it will have
+        finite = tensor.is_floating_point() and tensor.float().isfinite().all()
         if tensor.shape != shape or not finite:
             problems.append(
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)}, expected finite floats "
@@ -411,28 +410,26 @@ def load(model: Adaptable, folder: str | Path, *, force: bool = False) -> list[s
     model.requires_grad_(False)
     for name, parameter in parameters.items():
         parameter.copy_(tensors[name]).requires_grad_(True)
-    if (kind := config.get("quantized")) and model.quantized is None:
+    kind = config.get("quantized")
+    if kind and model.quantized is None:
         quantize(model, kind)
     return list(lora_layers(model))
 
 
 def _put_lora(
-    model: Adaptable, config: dict, tensors: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+    model: Adaptable,
+    config: dict,
+    tensors: dict[str, Tensor],
+) -> dict[str, Tensor]:
     """Put LoRA on the layers of an adapter's file; return its tensors under the names of `save`."""
-    layers, renamed, spelt = (
-        free_layers(model),
-        {},
-        {},
-    )  # spelt: a layer's path in the file, by ours
+    # spelt: a layer's path in the file, by ours
+    layers, renamed, spelt = free_layers(model), {}, {}
     for name, tensor in tensors.items():
         if match := re.fullmatch(rf"{re.escape(PEFT)}(.+)\.(lora_[AB])\.weight", name):
-            path = match[1].removeprefix(
-                HF
-            )  # before transformers 4.52 below the decoder and the tower, not above
-            path = re.sub(
-                r"^(language_model)\.model\.|^(vision_tower)\.vision_model\.", r"\1\2.", path
-            )
+            # before transformers 4.52 below the decoder and the tower, not above
+            path = match[1].removeprefix(HF)
+            path = re.sub(r"^(language_model)\.model\.", r"\1.", path)
+            path = re.sub(r"^(vision_tower)\.vision_model\.", r"\1.", path)
             if path in layers:
                 spelt[path], name = match[1], f"{PEFT}{HF}{path}.{match[2]}.weight"
         if name in renamed:
@@ -456,8 +453,8 @@ def _put_lora(
 
     for path, name in spelt.items():
         r, alpha = value("rank_pattern", "r", name), value("alpha_pattern", "lora_alpha", name)
-        alpha = alpha * r**0.5 if config.get("use_rslora") else alpha  # scaled by alpha / √r
-        model.set_submodule(
-            path, LoRALinear(layers[path], r, alpha, config.get("lora_dropout", 0.0))
-        )
+        if config.get("use_rslora"):
+            alpha = alpha * r**0.5  # scaled by alpha / √r
+        layer = LoRALinear(layers[path], r, alpha, config.get("lora_dropout", 0.0))
+        model.set_submodule(path, layer)
     return renamed

@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from model.linear import Linear
+
+# which positions of a sequence to keep: the last n, indices (T,) or (B, T), or all
+Positions = int | Tensor | None
 
 
 class Rope:
@@ -27,20 +30,24 @@ class Rope:
 
     def __init__(
         self,
-        positions: torch.Tensor,
+        positions: Tensor,
         theta: float,
-        stretch: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        stretch: Callable[[Tensor], Tensor] | None = None,
     ):
         """stretch: of the frequencies (D/2,)."""
         self.positions, self.theta, self.stretch = positions, theta, stretch
-        self._tables: dict[tuple[int, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tables: dict[Any, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """x (B, N, S, D) rotated by its positions; D may be any even width."""
         cos, sin = self._table(x.shape[-1], x.dtype)
         return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
-    def _table(self, width: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def _table(
+        self,
+        width: int,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
         if (width, dtype) in self._tables:
             return self._tables[width, dtype]
         even = torch.arange(0, width, 2, dtype=torch.float32, device=self.positions.device)
@@ -51,9 +58,9 @@ class Rope:
         cos = angles.cos()
         sin = angles.sin()
         # (x₁, x₂) becomes (x₁·cos − x₂·sin, x₂·cos + x₁·sin): the sign is in the table
-        cosines = torch.cat((cos, cos), dim=-1).to(dtype)
-        sines = torch.cat((-sin, sin), dim=-1).to(dtype)
-        table = cosines, sines
+        cosines = torch.cat((cos, cos), dim=-1)
+        sines = torch.cat((-sin, sin), dim=-1)
+        table = cosines.to(dtype), sines.to(dtype)
         # a compiled layer with checkpointing must not have side effects
         if not torch.compiler.is_compiling():
             self._tables[width, dtype] = table
@@ -61,12 +68,12 @@ class Rope:
 
 
 def attention_mask(
-    valid: torch.Tensor,
-    types: torch.Tensor,
-    queries: int | torch.Tensor | None = None,
+    valid: Tensor,
+    types: Tensor,
+    queries: Positions = None,
     window: int | None = None,
-    documents: torch.Tensor | None = None,
-) -> torch.Tensor:
+    documents: Tensor | None = None,
+) -> Tensor:
     """A boolean mask (B, 1, Sq, Sk), True where query i may attend to key j.
 
     valid (B, Sk) is False at padding. types (B, Sk) is 0 for image and prefix, 1 for the causal
@@ -86,38 +93,42 @@ def attention_mask(
     Every position attends to itself, padding included, so that no row is empty; outputs at padding
     are never used.
     """
-    # decoding, one token
-    if isinstance(queries, int) and queries == 1 and window is None and documents is None:
+    keys = torch.arange(valid.shape[1], device=valid.device)
+    # 1. decoding, one token
+    is_step = isinstance(queries, int) and queries == 1
+    if is_step and window is None and documents is None:
         before = valid[:, None, None, :-1].bool()
         return F.pad(before, (0, 1), value=True)
-    query = key = torch.arange(valid.shape[1], device=valid.device)
-    if queries is not None:
-        query = queries if isinstance(queries, torch.Tensor) else key[-queries:]
-    causal = key[None, :] <= query[:, None]
-    # counted in valid tokens: padding between them takes no place in the window
+    if queries is None:
+        queries = keys
+    elif isinstance(queries, int):
+        queries = keys[-queries:]
+
+    # 2. causal pairs; a window counts valid tokens: padding between them takes no place in it
+    causal = keys <= queries[:, None]
     if window is not None:
         place = valid.long().cumsum(-1)
-        distance = place[:, query, None] - place[:, None, :]
+        distance = place[:, queries, None] - place[:, None]
         causal = causal & (distance < window)
+
+    # 3. pairs of the prefix, and what limits both
     prefix = types == 0
-    both_prefix = prefix[:, query, None] & prefix[:, None, :]
-    visible = (causal | both_prefix) & valid[:, None, :].bool()
+    both_prefix = prefix[:, queries, None] & prefix[:, None]
+    visible = (causal | both_prefix) & valid[:, None].bool()
     if documents is not None:
-        visible &= documents[:, query, None] == documents[:, None, :]
-    is_itself = key[None, :] == query[:, None]
+        visible &= documents[:, queries, None] == documents[:, None]
+    is_itself = keys == queries[:, None]
     return (visible | is_itself)[:, None]
 
 
-def keep_positions(
-    x: torch.Tensor, positions: int | torch.Tensor | None, dim: int = 1
-) -> torch.Tensor:
+def keep_positions(x: Tensor, positions: Positions, dim: int = 1) -> Tensor:
     """The `positions_to_keep` of `PaliGemma.forward` along `dim` of x (B, …, S, …)."""
     if positions is None:
         return x
     if isinstance(positions, int):
         return x.narrow(dim, x.shape[dim] - positions, positions)
-    positions = positions.expand(len(x), -1)  # (B, T)
-    index = positions.view(len(x), *[1] * (dim - 1), -1, *[1] * (x.dim() - dim - 1))
+    index = positions.expand(len(x), -1)  # (B, T)
+    index = index.unflatten(1, (*[1] * (dim - 1), -1, *[1] * (x.dim() - dim - 1)))
     return x.gather(dim, index.expand(*x.shape[:dim], -1, *x.shape[dim + 1 :]))
 
 
@@ -134,10 +145,14 @@ class LayerCache:
 
     def __init__(self, capacity: int):
         self.capacity, self.length, self.room = capacity, 0, 0
-        self.position: torch.Tensor | None = None
+        self.position: Tensor | None = None
         self.keys = self.values = torch.empty(0)
 
-    def extend(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def extend(
+        self,
+        k: Tensor,
+        v: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """Append k and v (B, heads, S, width) and return all keys and values so far."""
         if self.position is not None:
             self.keys.index_copy_(2, self.position, k)
@@ -147,10 +162,12 @@ class LayerCache:
         assert end <= self.capacity, f"{end} positions do not fit into a cache of {self.capacity}"
         # zeros, not empty: a masked weight of 0 times a NaN left in memory would be NaN
         if end > self.room:
+            if self.room == 0:
+                self.keys, self.values = k[:, :, :0], v[:, :, :0]
             room = min(self.capacity, max(2 * end, self.least))
             more = (0, 0, 0, room - self.room)
-            self.keys = F.pad(self.keys if self.room else k[:, :, :0], more)
-            self.values = F.pad(self.values if self.room else v[:, :, :0], more)
+            self.keys = F.pad(self.keys, more)
+            self.values = F.pad(self.values, more)
             self.room = room
         self.keys.narrow(2, self.length, k.shape[2]).copy_(k)
         self.values.narrow(2, self.length, k.shape[2]).copy_(v)
@@ -158,13 +175,20 @@ class LayerCache:
         return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
 
 
+# called with the weights (B, N, Sq, Sk) of an attention
+Tap = Callable[[Tensor], None]
+# the arguments of an attention
+SIZES = (
+    "hidden_size num_heads num_key_value_heads head_dim scale softcap bias output_bias output_name"
+).split()
+
+
 class Attention(nn.Module):
     """Softmax attention with N query heads sharing K key heads: softmax(QKᵀ·scale)·V, then the
     output projection.
 
     `scale` is 1/√D unless given. `softcap` c bounds the logits to c·tanh(x/c) before the mask
-    (Gemma 2). A `tap` is a function that receives the weights (B,
-    N, Sq, Sk); with a tap or a softcap the eager path is always taken.
+    (Gemma 2). With a `tap` or a softcap the eager path is always taken.
     A variant overrides `project` (how q, k and v are made) and `mix` (how they are combined), and
     nothing else.
     """
@@ -185,26 +209,21 @@ class Attention(nn.Module):
         super().__init__()
         self.hidden_size, self.bias, self.output_name = hidden_size, bias, output_name
         self.output_bias = bias if output_bias is None else output_bias
-        self.num_heads, self.num_key_value_heads, self.head_dim = (
-            num_heads,
-            num_key_value_heads,
-            head_dim,
-        )
+        self.num_heads, self.num_key_value_heads = num_heads, num_key_value_heads
+        self.head_dim = head_dim
         self.scale: float = head_dim**-0.5 if scale is None else scale
         self.softcap = softcap
-        self.tap: Callable[[torch.Tensor], None] | None = None
-        self.q_proj = Linear(hidden_size, num_heads * head_dim, bias=bias)
-        self.k_proj = Linear(hidden_size, num_key_value_heads * head_dim, bias=bias)
-        self.v_proj = Linear(hidden_size, num_key_value_heads * head_dim, bias=bias)
+        self.tap: Tap | None = None
+        width, key_width = num_heads * head_dim, num_key_value_heads * head_dim
+        self.q_proj = Linear(hidden_size, width, bias)
+        self.k_proj = Linear(hidden_size, key_width, bias)
+        self.v_proj = Linear(hidden_size, key_width, bias)
         # the published name: o_proj in Gemma, out_proj in SigLIP
-        self.add_module(
-            output_name, Linear(num_heads * head_dim, hidden_size, bias=self.output_bias)
-        )
+        self.add_module(output_name, Linear(width, hidden_size, self.output_bias))
 
     def sizes(self) -> dict[str, Any]:
         """The arguments that make an attention of the same sizes."""
-        names = "hidden_size num_heads num_key_value_heads head_dim scale softcap bias output_bias output_name"
-        return {name: getattr(self, name) for name in names.split()}
+        return {name: getattr(self, name) for name in SIZES}
 
     def projections(self) -> list[str]:
         return ["q_proj", "k_proj", "v_proj", self.output_name]
@@ -217,59 +236,66 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         rope: Rope | None = None,
-        mask: torch.Tensor | None = None,
+        mask: Tensor | None = None,
         cache: LayerCache | None = None,
-        positions: int | torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        positions: Positions = None,
+    ) -> Tensor:
         """x (B, S, H) to (B, S, H), or to the `positions` to keep; mask (B, 1, S, Sk), None if all
         keys are visible."""
         q, k, v = self.project(x, rope)
         if cache is not None:
             k, v = cache.extend(k, v)
-        # queries that nobody needs are dropped before the products; a tap needs the weights of all
-        is_early = self.tap is None
-        if is_early and positions is not None:
-            x = keep_positions(x, positions)
-            q = keep_positions(q, positions, dim=2)
-            if mask is not None:
-                mask = keep_positions(mask.expand(len(x), -1, -1, -1), positions, dim=2)
-        heads = self.mix(x, q, k, v, mask)  # (B, N, S, D)
-        joined = heads.transpose(1, 2).flatten(2)  # (B, S, N·D)
-        out = self.get_submodule(self.output_name)(joined)
-        return out if is_early else keep_positions(out, positions)
+        if self.tap is not None:  # it needs the weights of all queries
+            out = self.join_heads(self.mix(x, q, k, v, mask))
+            return keep_positions(out, positions)
+        # queries that nobody needs are dropped before the products
+        x = keep_positions(x, positions)
+        q = keep_positions(q, positions, dim=2)
+        if mask is not None and positions is not None:
+            mask = keep_positions(mask.expand(len(x), -1, -1, -1), positions, dim=2)
+        return self.join_heads(self.mix(x, q, k, v, mask))
 
     def project(
-        self, x: torch.Tensor, rope: Rope | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self,
+        x: Tensor,
+        rope: Rope | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, N, S, D), k and v (B, K, S, D), rotated; the cache keeps k and v."""
         q = self.split_heads(self.q_proj(x))
         k = self.split_heads(self.k_proj(x))
         v = self.split_heads(self.v_proj(x))
-        if rope is None:
-            return q, k, v
-        return rope(q), rope(k), v
+        return (q, k, v) if rope is None else (rope(q), rope(k), v)
 
-    def mix(self, x, q, k, v, mask) -> torch.Tensor:
+    def mix(self, x, q, k, v, mask) -> Tensor:
         """Heads (B, N, S, D) from queries and all keys and values, cached ones included."""
         return self.softmax_attention(q, k, v, mask)
 
-    def split_heads(self, x: torch.Tensor) -> torch.Tensor:
+    def split_heads(self, x: Tensor) -> Tensor:
         """(B, S, n·D) to (B, n, S, D)."""
         return x.view(*x.shape[:2], -1, self.head_dim).transpose(1, 2)
 
-    def softmax_attention(self, q, k, v, mask, scale: float | None = None) -> torch.Tensor:
+    def join_heads(self, heads: Tensor) -> Tensor:
+        """Heads (B, N, S, D) to the output (B, S, H)."""
+        joined = heads.transpose(1, 2).flatten(2)
+        return self.get_submodule(self.output_name)(joined)
+
+    def softmax_attention(
+        self,
+        q,
+        k,
+        v,
+        mask,
+        scale: float | None = None,
+    ) -> Tensor:
         """softmax(qkᵀ·scale)·v for any number of query heads that is a multiple of the key
         heads."""
-        scale = self.scale if scale is None else scale
+        scale = scale or self.scale
         # nothing needs the logits or the weights themselves
         if self.softcap is None and self.tap is None:
             return fused_attention(q, k, v, mask, scale)
-        groups = q.shape[1] // k.shape[1]
-        if groups > 1:
-            k = k.repeat_interleave(groups, dim=1)
-            v = v.repeat_interleave(groups, dim=1)
+        k, v = repeat_heads(q, k, v)
         logits = torch.matmul(q, k.transpose(2, 3)) * scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
@@ -281,26 +307,31 @@ class Attention(nn.Module):
         return torch.matmul(weights, v)
 
 
-def fused_attention(q, k, v, mask, scale: float) -> torch.Tensor:
+def repeat_heads(q, k, v) -> tuple[Tensor, Tensor]:
+    """Keys and values (B, K, S, D), each head repeated for the query heads that share it."""
+    groups = q.shape[1] // k.shape[1]
+    if groups == 1:
+        return k, v
+    return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+
+
+def fused_attention(q, k, v, mask, scale: float) -> Tensor:
     """softmax(qkᵀ·scale)·v (B, N, S, D) without tap or softcap, by the fastest function for the
     device."""
-    groups = q.shape[1] // k.shape[1]
     # one query: the query heads of a key head are treated as its queries, which is faster
     if q.shape[2] == 1:
-        by_key_head = q.reshape(*k.shape[:2], groups, -1)
+        by_key_head = q.reshape(*k.shape[:2], -1, q.shape[3])
         heads = F.scaled_dot_product_attention(by_key_head, k, v, mask, scale=scale)
         return heads.view(*q.shape[:3], -1)
     # CUDA's kernels take a mask or shared heads, not both
-    if groups > 1 and mask is not None and q.is_cuda:
-        # a single key head is shared without a copy, which would be kept for the backward pass
-        if k.shape[1] == 1:
-            k = k.expand(-1, groups, -1, -1)
-            v = v.expand(-1, groups, -1, -1)
-        else:
-            k = k.repeat_interleave(groups, dim=1)
-            v = v.repeat_interleave(groups, dim=1)
-        groups = 1
-    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=groups > 1)
+    if mask is not None and q.is_cuda:
+        if k.shape[1] > 1:
+            k, v = repeat_heads(q, k, v)
+        else:  # shared without a copy, which would be kept for the backward pass
+            k = k.expand(-1, q.shape[1], -1, -1)
+            v = v.expand(-1, q.shape[1], -1, -1)
+    is_shared = k.shape[1] < q.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=is_shared)
 
 
 def attention_modules(model: nn.Module) -> dict[str, Attention]:
@@ -309,7 +340,7 @@ def attention_modules(model: nn.Module) -> dict[str, Attention]:
 
 
 @contextlib.contextmanager
-def tapped(taps: Mapping[Any, Callable[[torch.Tensor], None]]) -> Iterator[None]:
+def tapped(taps: Mapping[Any, Tap]) -> Iterator[None]:
     """Within the block, call each attention's function with its weights (B, N, Sq, Sk), once for
     each map.
 

@@ -18,16 +18,16 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-if sys.argv[:1] == [
-    "-m"
-]:  # Python imports a command's modules: Ctrl-C ends that without a traceback
+# Python imports a command's modules: Ctrl-C ends that without a traceback
+if sys.argv[:1] == ["-m"]:
     sys.excepthook = lambda kind, *more: (
         None if kind is KeyboardInterrupt else sys.__excepthook__(kind, *more)
     )
 
 # of a text that is read whole; LLaVA's 665,000 conversations have 1.03 GB
 MOST_BYTES = 2_000_000_000
-
+# in what libraries say of it
+NO_MEMORY = "out of memory|can't allocate memory"
 
 if "OMP_WAIT_POLICY" not in os.environ:
     # PyTorch's idle threads wait in a loop, by default so long that beside other work two threads
@@ -63,18 +63,14 @@ def run_command(main: Callable[[], None]) -> None:
     except BrokenPipeError:
         sys.exit(141)
     except BaseException as error:
-        is_memory = isinstance(error, MemoryError) or re.search(
-            "out of memory|can't allocate memory", str(error)
-        )
-        if not (
-            is_memory or isinstance(error, UserError) or type(error).__name__ == "PanicException"
-        ):  # of Rust
+        message = shown(error, 4000)
+        if isinstance(error, MemoryError) or re.search(NO_MEMORY, str(error)):
+            message = f"too little memory: {message}"
+        # the latter of Rust
+        elif not (isinstance(error, UserError) or type(error).__name__ == "PanicException"):
             raise
         with contextlib.suppress(OSError):
-            print(
-                f"error: {'too little memory: ' * bool(is_memory)}{shown(error, 4000)}",
-                file=sys.stderr,
-            )
+            print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -107,11 +103,8 @@ def keep_memory() -> None:
 def cpuinfo(entry: str) -> str:
     """What Linux tells of the processor, such as its "vendor_id"; "" where the system does not."""
     file = Path("/proc/cpuinfo")
-    told = (
-        re.search(rf"^{entry}\s*:\s*(\S.*)", file.read_text(encoding="utf-8"), re.M)
-        if file.exists()
-        else None
-    )
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    told = re.search(rf"^{entry}\s*:\s*(\S.*)", text, re.M)
     return told[1] if told else ""
 
 
@@ -124,9 +117,8 @@ def shown(value: Any, width: int = 200) -> str:
     text = str(value)
     if len(text) > width:
         text = f"{text[: width // 2]}…{text[-(width // 2 - 1) :]}"
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
-    )
+    escaped = (c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(escaped)
 
 
 def check_text(text: str) -> str:
@@ -156,9 +148,9 @@ def file_errors(path: str | os.PathLike | None = None) -> Iterator[None]:
         if not (isinstance(error, OSError) or "(os error" in str(error)):  # the second in Rust
             raise
         reason = str(getattr(error, "strerror", None) or error)
-        reason = (
-            "not found" if isinstance(error, FileNotFoundError) else reason[:1].lower() + reason[1:]
-        )
+        reason = reason[:1].lower() + reason[1:]
+        if isinstance(error, FileNotFoundError):
+            reason = "not found"
         name = path or getattr(error, "filename", None) or "the system"
         raise UserError(
             f"{shown(name)}: {shown(reason)}: check the path, its permissions and the disk"

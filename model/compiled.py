@@ -6,6 +6,7 @@ In: a model with a key/value cache, and the shapes of a batch. Out: logits of th
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from model.attention import LayerCache
 from model.common import UserError
@@ -20,15 +21,21 @@ class CompiledStep:
     torch.compile's.
     """
 
-    def __init__(self, model: PaliGemma, bucket: int = 128, **options: Any):
-        if options == {} and next(model.parameters()).is_cuda:
+    def __init__(
+        self,
+        model: PaliGemma,
+        bucket: int = 128,
+        **options: Any,
+    ):
+        device = next(model.parameters()).device
+        if options == {} and device.type == "cuda":
             options = {"mode": "reduce-overhead"}
         # one compilation for each (rows, capacity); beyond its limit the compiler would raise
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         self.model, self.bucket = model, bucket
         self.caches: dict[tuple[int, int], list[LayerCache]] = {}
         self.cache: list[LayerCache] = []  # that of the present batch
-        self.position = torch.zeros(1, dtype=torch.int64, device=next(model.parameters()).device)
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)
         self.step = torch.compile(self._step, fullgraph=True, dynamic=False, **options)
 
     def open(self, rows: int, capacity: int) -> list[LayerCache]:
@@ -56,9 +63,7 @@ class CompiledStep:
             torch._dynamo.mark_static_address(layer.values)
             layer.position = self.position
 
-    def __call__(
-        self, token: torch.Tensor, types: torch.Tensor, valid: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, token: Tensor, types: Tensor, valid: Tensor) -> Tensor:
         """Logits (B, V) after `token` (B,); types and valid (B, capacity) describe all positions.
         Raises UserError."""
         self.position += 1
@@ -71,9 +76,13 @@ class CompiledStep:
                 f"torch.compile: {message}: install a C++ compiler, or decode without --compile"
             ) from error
 
-    def _step(self, token, types, valid, cache) -> torch.Tensor:
+    def _step(self, token, types, valid, cache) -> Tensor:
         written = torch.arange(valid.shape[1], device=valid.device) <= cache[0].position
-        valid = valid * written
-        return self.model(
-            token, pixel_values=None, token_type_ids=types, attention_mask=valid, cache=cache
-        )[:, -1]
+        logits = self.model(
+            token,
+            pixel_values=None,
+            token_type_ids=types,
+            attention_mask=valid * written,
+            cache=cache,
+        )
+        return logits[:, -1]

@@ -9,12 +9,12 @@ the format. Wrong sizes show when `weights/load.py` compares shapes with those i
 stands what no shape shows.
 
 Dimension letters, used throughout the project: B batch, S sequence, I image tokens, H hidden, N
-heads,
-K key/value heads, D head dim, F feed-forward, V vocabulary, P patches per side, R image side in
+heads, K key/value heads, D head dim, F feed-forward, V vocabulary, P patches per side, R image side in
 pixels.
 """
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -23,11 +23,8 @@ from typing import Any, ClassVar, Literal, get_args
 
 from model.common import UserError, quoted, read_json, read_json_if, shown
 
-CONTROL_TOKENS = {
-    "pad_token_id": 0,
-    "eos_token_id": 1,
-    "bos_token_id": 2,
-}  # Gemma's, where a file says nothing
+# Gemma's, where a file says nothing
+CONTROL_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 GEMMA2_ONLY = (
     "query_pre_attn_scalar",
     "attn_logit_softcapping",
@@ -88,7 +85,11 @@ _NEUTRAL = {
 }
 
 
-def read_generation(path: str | Path, *followed: str, **ours: int | None) -> dict:
+def read_generation(
+    path: str | Path,
+    *followed: str,
+    **ours: int | None,
+) -> dict:
     """The generation_config.json beside `path`. Raises UserError for other keys than `followed`
     that change answers. ours: tokens, alone or in a list, by the keys that name them here too."""
     file = Path(path).with_name("generation_config.json")
@@ -118,21 +119,22 @@ class Config:
     """
 
     kind: ClassVar[str] = ""  # config.json's model_type, of whole models
-    fixed: ClassVar[
-        dict[str, Any]
-    ] = {}  # entries of config.json for which only this value is computed
+    # entries of config.json for which only this value is computed
+    fixed: ClassVar[dict[str, Any]] = {}
 
     def __post_init__(self):
         for field in fields(self):
-            value, kinds = getattr(self, field.name), get_args(field.type) or (field.type,)
+            value, least, most = getattr(self, field.name), 1, math.inf
+            if field.name.endswith("_layer"):  # −2 is the last layer but one
+                least = -MAX_COUNT
+            elif field.name.endswith("_id"):
+                least = 0
+            elif field.name.startswith("num_"):
+                most = MAX_COUNT
             is_right = fits(value, field.type) or type(value) is tuple
-            if type(value) is int and not field.name.endswith(
-                "_layer"
-            ):  # −2 is the last layer but one
-                least = 0 if field.name.endswith("_id") else 1
-                is_right = is_right and least <= value <= (
-                    MAX_COUNT if field.name.startswith("num_") else value
-                )
+            if type(value) is int:
+                is_right = is_right and least <= value <= most
+            kinds = get_args(field.type) or (field.type,)
             expected = " or ".join(getattr(kind, "__name__", repr(kind)) for kind in kinds)
             require(is_right, f"{field.name} is {quoted(value)}, expected a possible {expected}")
 
@@ -141,15 +143,11 @@ class Config:
         """Read a config.json: null means the default, other names are ignored. Raises UserError for
         another model."""
         given = raw.get("model_type")
-        require(
-            given == cls.kind or not cls.kind,
-            f"model_type is {quoted(given)}, expected {cls.kind!r}",
-        )
+        right_kind = given == cls.kind or not cls.kind
+        require(right_kind, f"model_type is {quoted(given)}, expected {cls.kind!r}")
         for name, value in cls.fixed.items():
-            require(
-                raw.get(name) in (None, value),
-                f"{name} is {quoted(raw.get(name))}, expected {value!r}",
-            )
+            given = raw.get(name)
+            require(given in (None, value), f"{name} is {quoted(given)}, expected {value!r}")
         values = {}
         for field in fields(cls):
             if isinstance(field.type, type) and issubclass(field.type, Config):
@@ -198,10 +196,8 @@ class VisionConfig(Config):
     def __post_init__(self):
         super().__post_init__()
         layer, layers = self.feature_layer or 0, self.num_hidden_layers
-        require(
-            -layers - 1 <= layer <= layers,
-            f"feature_layer {layer} is not one of SigLIP's {layers} layers",
-        )
+        problem = f"feature_layer {layer} is not one of SigLIP's {layers} layers"
+        require(-layers - 1 <= layer <= layers, problem)
 
     @property
     def num_image_tokens(self) -> int:
@@ -212,13 +208,12 @@ class VisionConfig(Config):
     def from_dict(cls, raw: dict) -> "VisionConfig":
         """SigLIP of a vision_config, or of the config.json of a whole SigLIP. Raises UserError for
         another tower."""
-        raw = raw["vision_config"] if raw.get("model_type") == "siglip" else raw
-        defaults = vars(
-            cls(768, 3072, 12, 12, 16)
-        )  # transformers': no shape would show another number of heads
-        return super().from_dict(
-            defaults | {name: value for name, value in raw.items() if value is not None}
-        )
+        if raw.get("model_type") == "siglip":
+            raw = raw["vision_config"]
+        # transformers' defaults: no shape would show another number of heads
+        defaults = vars(cls(768, 3072, 12, 12, 16))
+        given = {name: value for name, value in raw.items() if value is not None}
+        return super().from_dict(defaults | given)
 
 
 def rope_of(raw: dict) -> tuple[dict, Any]:
@@ -373,13 +368,12 @@ class PaliGemmaConfig(Config):
     def from_dict(cls, raw: dict) -> "PaliGemmaConfig":
         text, ids = raw.get("text_config") or {}, dict(CONTROL_TOKENS)
         is_causal = text.get("use_bidirectional_attention") is False
-        require(
-            not is_causal,
-            "use_bidirectional_attention is false, but PaliGemma's prefix is bidirectional",
-        )
-        ids |= {
-            name: part[name] for part in (text, raw) for name in ids if part.get(name) is not None
-        }
+        problem = "use_bidirectional_attention is false, but PaliGemma's prefix is bidirectional"
+        require(not is_causal, problem)
+        for name in ids:
+            for part in (text, raw):
+                if part.get(name) is not None:
+                    ids[name] = part[name]
         image = raw.get("image_token_index", raw.get("image_token_id", 256000))
         require(image is not None, "image_token_index is null, expected the id of <image>")
         require(raw.get("image_token_id", image) == image, "has two ids of <image>")
@@ -388,7 +382,7 @@ class PaliGemmaConfig(Config):
         return super().from_dict(raw | ids | {"text_config": text})
 
     def to_dict(self) -> dict:
-        width, tokens = self.text.hidden_size, {"num_image_tokens": self.vision.num_image_tokens}
+        width, tokens = self.text.hidden_size, {"num_image_tokens": self.num_image_tokens}
         ids = {name: getattr(self, name) for name in CONTROL_TOKENS}
         tower = {
             "model_type": "siglip_vision_model",

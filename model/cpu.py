@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from model.common import UserError, cpuinfo, shown
@@ -26,34 +27,43 @@ ONEDNN = ("products", "gelu", "reversed")
 # unless the weight has at least an eighth of this number of elements and so has to be read from
 # memory.
 MIN_OPERATIONS = 1 << 21
-MAX_DECODE_ROWS, MIN_WEIGHT_ELEMENTS = (
-    4,
-    1 << 16,
-)  # rows of x, and elements of a weight, of a reversed product
+# rows of x, and elements of a weight, of a reversed product
+MAX_DECODE_ROWS = 4
+MIN_WEIGHT_ELEMENTS = 1 << 16
 # oneDNN's x·Wᵀ + b, with an optional activation. A private operator: PyTorch's compiler emits it
 # too.
 onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
-def choose(vendor: str, capability: str, lacks_bf16: bool, forced: str = "") -> frozenset[str]:
+def choose(
+    vendor: str,
+    capability: str,
+    lacks_bf16: bool,
+    forced: str = "",
+) -> frozenset[str]:
     """The ways to take on a processor. forced: DMT_CPU_PATH."""
-    on_amd, bf16 = (vendor, capability) == ("AuthenticAMD", "AVX512"), ("bf16",) * lacks_bf16
-    named = {"": (*ONEDNN * on_amd, *bf16), "torch": (), "onednn": (*ONEDNN, *bf16)}
-    return frozenset(named.get(forced, forced.split(",")))
+    own = ["bf16"] if lacks_bf16 else []
+    if forced == "torch":
+        return frozenset()
+    if forced not in ("", "onednn"):
+        return frozenset(forced.split(","))
+    if forced or (vendor, capability) == ("AuthenticAMD", "AVX512"):
+        own += ONEDNN
+    return frozenset(own)
 
 
 # Read once, at import: torch.compile cannot trace these queries.
+is_x86 = platform.machine().lower() in ("x86_64", "amd64")
 ways = choose(
-    cpuinfo("vendor_id")
-    or platform.processor().rpartition(" ")[2],  # Windows ends the name with the vendor
+    # Windows ends the name with the vendor
+    cpuinfo("vendor_id") or platform.processor().rpartition(" ")[2],
     torch.backends.cpu.get_cpu_capability(),
-    platform.machine().lower() in ("x86_64", "amd64")
-    and not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()),
+    is_x86 and not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()),
     os.environ.get("DMT_CPU_PATH", ""),
 )
 
 
-def check() -> None:
+def check_ways() -> None:
     """Raise UserError for a name in DMT_CPU_PATH that is none."""
     if wrong := ways - {*ONEDNN, "bf16"}:
         raise UserError(
@@ -73,29 +83,33 @@ def using(names: str) -> Iterator[None]:
         ways = before
 
 
-def is_fp32(*tensors: torch.Tensor) -> bool:
+def is_fp32(*tensors: Tensor) -> bool:
     """Whether all are fp32 on a CPU, and stay so: autocast would make their products bf16."""
     fit = all(t.device.type == "cpu" and t.dtype == torch.float32 for t in tensors)
     return fit and not torch.is_autocast_enabled("cpu")
 
 
-def needs_gradient(*tensors: torch.Tensor | None) -> bool:
+def needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
     """x (…, in) · weightᵀ (in, out) + bias (out,), as F.linear."""
     if is_reversed(x, weight, bias):
         rows = x.reshape(-1, x.shape[-1])
         doubled = torch.cat((rows, rows)) if len(rows) == 1 else rows  # it is not faster for one
-        return F.linear(weight, doubled).T[: len(rows)].contiguous().view(*x.shape[:-1], -1)
+        columns = F.linear(weight, doubled)
+        return columns.T[: len(rows)].contiguous().view(*x.shape[:-1], -1)
     # the compiler chooses a product itself; a test of sizes would make it recompile for every new
     # size
-    if torch.compiler.is_compiling() or not ("products" in ways and onednn_can(x, weight)):
+    if torch.compiler.is_compiling() or "products" not in ways or not onednn_can(x, weight):
         return F.linear(x, weight, bias)
-    if not (
-        weight.is_contiguous() or weight.T.is_contiguous()
-    ):  # oneDNN is very slow for a weight with strides
+    # oneDNN is very slow for a weight with strides
+    if not (weight.is_contiguous() or weight.T.is_contiguous()):
         weight = weight.contiguous()
     if needs_gradient(x, weight, bias):
         return _Linear.apply(x, weight, bias)
@@ -114,45 +128,47 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (x, weight), rows = ctx.saved_tensors, grad.flatten(0, -2)
-        grad_x, grad_weight = None if weight is None else linear(grad, weight.T), None
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        grad_x = grad_weight = grad_bias = None
+        if weight is not None:
+            grad_x = product(grad, weight.T)
         # oneDNN copies a transposed first operand, so the narrower matrix is put first
         if x is not None:
             x = x.flatten(0, -2)
-            grad_weight = (
-                linear(x.T, rows.T).T if x.shape[1] < rows.shape[1] else linear(rows.T, x.T)
-            )
-        return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+            is_wider = x.shape[1] < rows.shape[1]
+            grad_weight = product(x.T, rows.T).T if is_wider else product(rows.T, x.T)
+        if ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(0)
+        return grad_x, grad_weight, grad_bias
 
 
-def onednn_can(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def onednn_can(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN multiplies x (…, in) by weight (out, in), and they are large enough. It raises
     for no rows."""
     large = x.numel() * weight.shape[0] >= MIN_OPERATIONS or weight.numel() >= MIN_OPERATIONS >> 3
-    return bool(
-        x.numel() > 0
-        and large
-        and is_fp32(x, weight)
-        and torch.backends.mkldnn.enabled
-        and onednn_linear
-    )
+    if not large or x.numel() == 0 or onednn_linear is None:
+        return False
+    return is_fp32(x, weight) and bool(torch.backends.mkldnn.enabled)
 
 
-def is_reversed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+def is_reversed(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether a product is one of few rows, whose time is spent reading the weights."""
-    few = (
-        bias is None
-        and 0 < x.numel() <= MAX_DECODE_ROWS * x.shape[-1]
-        and weight.numel() >= MIN_WEIGHT_ELEMENTS
-    )
-    return few and not torch.is_grad_enabled() and "reversed" in ways and is_fp32(x, weight)
+    if bias is not None or torch.is_grad_enabled() or "reversed" not in ways:
+        return False
+    few = 0 < x.numel() <= MAX_DECODE_ROWS * x.shape[-1]
+    return few and weight.numel() >= MIN_WEIGHT_ELEMENTS and is_fp32(x, weight)
 
 
 def linear_gelu(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor | None:
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor | None:
     """gelu(x·weightᵀ + bias), tanh approximation, in one kernel; None where it does not pay or
     gradients are needed."""
-    can = "gelu" in ways and not (torch.compiler.is_compiling() or needs_gradient(x, weight, bias))
-    can = can and onednn_can(x, weight) and not is_reversed(x, weight, bias)
-    return onednn_linear(x, weight, bias, "gelu", [], "tanh") if can else None
+    if "gelu" not in ways or torch.compiler.is_compiling() or needs_gradient(x, weight, bias):
+        return None
+    if not onednn_can(x, weight) or is_reversed(x, weight, bias):
+        return None
+    return onednn_linear(x, weight, bias, "gelu", [], "tanh")

@@ -9,27 +9,23 @@ from torch import nn
 from model import cpu
 from model.common import UserError, cpuinfo, shown
 
-SMALL, FEW = 100_000_000, 2  # parameters of a small model, and threads that its operators can use
+# parameters of a small model, and threads that its operators can use
+SMALL, FEW = 100_000_000, 2
 THREADS = "of PyTorch on the CPU (default: OMP_NUM_THREADS, if set; else all cores, but 2 for a small model)"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_device(name: str = "auto") -> torch.device:
     """The device called `name`; "auto" is CUDA if available, else MPS, else the CPU. Nothing has
-    run on MPS yet.
-    Raises UserError for an absent device, or a DMT_CPU_PATH that is not understood."""
-    cpu.check()
+    run on MPS yet. Raises UserError for an absent device, or a DMT_CPU_PATH that is not understood."""
+    cpu.check_ways()
     # cuDNN's attention comes first on an H100, and plans anew for each shape: in decoding, at every
     # token
     torch.backends.cuda.enable_cudnn_sdp(False)
     if name == "auto":
-        name = (
-            "cuda"
-            if torch.cuda.is_available()
-            else "mps"
-            if torch.backends.mps.is_available()
-            else "cpu"
-        )
+        name = "mps" if torch.backends.mps.is_available() else "cpu"
+        if torch.cuda.is_available():
+            name = "cuda"
     try:
         torch.empty(1, device=name).tolist()
     except (RuntimeError, AssertionError) as error:

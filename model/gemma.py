@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from model.attention import Attention, LayerCache, Rope, attention_mask, keep_positions
+from model.attention import Attention, LayerCache, Positions, Rope, attention_mask, keep_positions
 from model.config import TextConfig
 from model.linear import Embedding, Linear, activated
 
@@ -32,7 +32,7 @@ class RMSNorm(nn.Module):
         self.eps, self.offset = eps, offset
         self.weight = nn.Parameter(torch.full((width,), 1.0 - offset))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         if not self.offset:
             normal = F.rms_norm(wide, self.weight.shape, None, self.eps)
@@ -58,7 +58,7 @@ class GemmaMLP(nn.Module):
         self.up_proj = Linear(outer, inner, bias)
         self.down_proj = Linear(inner, outer, bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         gate = activated(self.gate_proj, x, self.activation)
         up = self.up_proj(x)
         gated = gate * up if torch.is_grad_enabled() else gate.mul_(up)
@@ -80,6 +80,7 @@ class GemmaLayer(nn.Module):
         if config.is_gemma2:
             self.pre_feedforward_layernorm = norm_of(config)
             self.post_feedforward_layernorm = norm_of(config)
+        architecture = config.architecture
         self.self_attn = Attention(
             config.hidden_size,
             config.num_attention_heads,
@@ -87,19 +88,19 @@ class GemmaLayer(nn.Module):
             config.head_dim,
             scale=(config.query_pre_attn_scalar or config.head_dim) ** -0.5,
             softcap=config.attn_logit_softcapping,
-            bias=config.architecture.qkv_bias,
-            output_bias=config.architecture.output_bias,
+            bias=architecture.qkv_bias,
+            output_bias=architecture.output_bias,
         )
         self.mlp = GemmaMLP(config)
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         rope: Rope,
-        mask: torch.Tensor | None,
+        mask: Tensor | None,
         cache: LayerCache | None = None,
-        positions: int | torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        positions: Positions = None,
+    ) -> Tensor:
         """x (B, S, H) to (B, S, H), or to the `positions` to keep: the others are keys and values
         only."""
         attended = self.self_attn(self.input_layernorm(x), rope, mask, cache, positions)
@@ -131,7 +132,7 @@ class Gemma(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, input_ids: Tensor) -> Tensor:
         """ids (B, S) to embeddings (B, S, H), in Gemma times √H; the factor is first cast to the
         weights' dtype."""
         embeddings = self.embed_tokens(input_ids)
@@ -142,13 +143,13 @@ class Gemma(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
-        valid: torch.Tensor,
-        types: torch.Tensor,
+        x: Tensor,
+        valid: Tensor,
+        types: Tensor,
         cache: list[LayerCache] | None = None,
-        positions_to_keep: int | torch.Tensor | None = None,
-        documents: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        positions_to_keep: Positions = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         """x (B, S, H) to hidden states (B, S, H), or those of `positions_to_keep`, as in
         `keep_positions`.
 
@@ -158,23 +159,28 @@ class Gemma(nn.Module):
         row, because RoPE depends on differences only.
         """
         rope, full, sliding = self.geometry(x, valid, types, cache, documents)
+        caches = cache or [None] * len(self.layers)
+        is_checkpointed = self.checkpointing and torch.is_grad_enabled() and cache is None
+        keep = None
         for index, layer in enumerate(self.layers):
             mask = full if self.config.window(index) is None else sliding
-            keep = positions_to_keep if index + 1 == len(self.layers) else None
-            if self.checkpointing and torch.is_grad_enabled() and cache is None:
-                x = checkpoint(layer, x, rope, mask, None, keep, use_reentrant=False)
+            if index + 1 == len(self.layers):
+                keep = positions_to_keep
+            given = x, rope, mask, caches[index], keep
+            if is_checkpointed:
+                x = checkpoint(layer, *given, use_reentrant=False)
             else:
-                x = layer(x, rope, mask, None if cache is None else cache[index], keep)
+                x = layer(*given)
         return self.norm(x)
 
     def geometry(
         self,
-        x: torch.Tensor,
-        valid: torch.Tensor,
-        types: torch.Tensor,
+        x: Tensor,
+        valid: Tensor,
+        types: Tensor,
         cache: list[LayerCache] | None = None,
-        documents: torch.Tensor | None = None,
-    ) -> tuple[Rope, torch.Tensor | None, torch.Tensor | None]:
+        documents: Tensor | None = None,
+    ) -> tuple[Rope, Tensor | None, Tensor | None]:
         """What all layers share, from the arguments of `forward`: rotations, the full and the
         sliding mask.
 
@@ -183,35 +189,33 @@ class Gemma(nn.Module):
         queries = x.shape[1]
         # valid tokens are counted, wherever the padding is
         if queries == 1:
-            positions = valid.sum(-1, keepdim=True)
+            counted = valid.sum(-1, keepdim=True)
         else:
-            positions = valid.long().cumsum(-1)[:, -queries:]
-        positions = positions + (self.first_position - 1)
+            counted = valid.long().cumsum(-1)[:, -queries:]
+        positions = counted + (self.first_position - 1)
         rope = Rope(positions, self.config.rope_theta, self.stretch)
         if cache is not None and cache[0].position is not None:
             queries = cache[0].position
         # reading a GPU's values would wait
         may_read = x.device.type == "cpu" and not torch.compiler.is_compiling()
 
-        def mask(window: int | None = None) -> torch.Tensor | None:
+        def mask(window: int | None = None) -> Tensor | None:
             visible = attention_mask(valid, types, queries, window, documents=documents)
             return None if may_read and bool(visible.all()) else visible
 
         full = sliding = mask()
-        if self.config.sliding_window is not None and valid.shape[1] > self.config.sliding_window:
-            sliding = mask(self.config.sliding_window)
+        window = self.config.sliding_window
+        if window is not None and valid.shape[1] > window:
+            sliding = mask(window)
         return rope, full, sliding
 
     def new_cache(self, capacity: int) -> list:
         """An empty cache of `capacity` positions for each layer."""
         return [LayerCache(capacity) for _ in self.layers]
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def head(self, hidden: Tensor) -> Tensor:
         """Hidden states (…, H) to float32 logits (…, V), soft-capped in Gemma 2."""
-        if self.lm_head is None:
-            logits = self.embed_tokens.logits(hidden)
-        else:
-            logits = self.lm_head(hidden)
+        logits = self.lm_head(hidden) if self.lm_head else self.embed_tokens.logits(hidden)
         cap = self.config.final_logit_softcapping
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from model.common import UserError
-from model.compiled import CompiledStep
 from model.paligemma import PaliGemma
 from model.processor import Processor
 
@@ -36,38 +36,45 @@ def ask(
     prompts by length.
     """
     batch = processor(pictures, prompts).to(next(model.parameters()).device)
-    prompt = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
-    options["image_index"] = batch.image_index
-    answers = generate(model, *prompt, max_new_tokens, **options)
+    answers = generate(
+        model,
+        batch.input_ids,
+        batch.pixel_values,
+        batch.token_type_ids,
+        batch.attention_mask,
+        max_new_tokens,
+        image_index=batch.image_index,
+        **options,
+    )
     return [processor.decode(answer) for answer in answers]
 
 
 def generate(
     model: Any,
-    input_ids: torch.Tensor,
-    pixel_values: torch.Tensor | None,
-    token_type_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    input_ids: Tensor,
+    pixel_values: Tensor | None,
+    token_type_ids: Tensor,
+    attention_mask: Tensor | None,
     max_new_tokens: int,
     *,
     temperature: float = 0.0,
     top_p: float = 1.0,
     generator: torch.Generator | None = None,
-    image_features: torch.Tensor | None = None,
-    image_index: torch.Tensor | None = None,
-    compiled: CompiledStep | None = None,
+    image_features: Tensor | None = None,
+    image_index: Tensor | None = None,
+    compiled: Any = None,
     also_end: Sequence[int] = (),
-    on_token: Callable[[torch.Tensor], object] = lambda token: None,
-) -> list[torch.Tensor]:
+    on_token: Callable[[Tensor], object] = lambda token: None,
+) -> list[Tensor]:
     """New token ids of each row (a list of B vectors), up to and including an end token if one
     came.
 
     The prompt (B, S) and its pictures are as for `PaliGemma.forward`; each new token is causal.
     Decoding is greedy at temperature 0, else sampled from the smallest set of tokens that holds
     `top_p` of the probability there, after the model's own `adjusted` has seen the logits.
-    `compiled` is a compiled step of this model. The tokens `also_end` end a row, too; `on_token`
-    receives each new token (B,). Raises UserError, and NonFiniteError for logits before a row's end
-    that are not.
+    `compiled` is a `model.compiled.CompiledStep` of this model. The tokens `also_end` end a row,
+    too; `on_token` receives each new token (B,). Raises UserError, and NonFiniteError for logits
+    before a row's end that are not.
     """
     check_options(max_new_tokens, temperature, top_p)
     rows, prompt = input_ids.shape
@@ -100,7 +107,7 @@ def generate(
         ends = end_tokens(model, also_end).to(logits.device)
         check_every = CHECK_EVERY if logits.is_cuda else 1
         ended = broken = torch.zeros(rows, dtype=torch.bool, device=logits.device)
-        tokens: list[torch.Tensor] = []
+        tokens: list[Tensor] = []
         for seen in range(prompt + 1, end + 1):
             # a row of NaN counts as ended, and is reported in the end: no step waits for a GPU
             finite = finite_rows(logits)
@@ -138,7 +145,7 @@ def generate(
     return [up_to_end(row, ends).clone() for row in answers]
 
 
-def end_tokens(model: Any, also_end: Sequence[int] = ()) -> torch.Tensor:
+def end_tokens(model: Any, also_end: Sequence[int] = ()) -> Tensor:
     """The tokens that end an answer: one of the configuration, several, or none; and others."""
     given = getattr(model.config, "eos_token_id", None)
     if given is None:
@@ -155,7 +162,7 @@ def check_options(max_new_tokens: int, temperature: float, top_p: float) -> None
         raise UserError(f"{given}: expected at least 1, at least 0 and finite, and in (0, 1]")
 
 
-def last_valid(attention_mask: torch.Tensor) -> torch.Tensor:
+def last_valid(attention_mask: Tensor) -> Tensor:
     """Index (B, 1) of each row's last valid position, whose logits choose the first new token."""
     width = attention_mask.shape[1]
     behind = attention_mask.flip(1).long().argmax(dim=1, keepdim=True)  # padding on the right
@@ -163,11 +170,11 @@ def last_valid(attention_mask: torch.Tensor) -> torch.Tensor:
 
 
 def pick(
-    logits: torch.Tensor,
+    logits: Tensor,
     temperature: float,
     top_p: float,
     generator: torch.Generator | None,
-) -> torch.Tensor:
+) -> Tensor:
     """One token (B,) from logits (B, V), which are finite or −∞: the largest, or a sample of the
     nucleus (Holtzman et al. 2020)."""
     if temperature == 0:
@@ -186,7 +193,7 @@ def pick(
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
 
 
-def up_to_end(row: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def up_to_end(row: Tensor, ends: Tensor) -> Tensor:
     """A row of tokens (T,) up to its first token of `ends`, included."""
     places = torch.isin(row, ends).nonzero()
     return row[: int(places[0]) + 1] if len(places) else row
@@ -205,14 +212,14 @@ class NonFiniteError(UserError):
         )
 
 
-def finite_rows(logits: torch.Tensor) -> torch.Tensor:
+def finite_rows(logits: Tensor) -> Tensor:
     """Whether all logits (B, …, V) of a row are finite, (B,) bool, without waiting for the
     device."""
     low, high = torch.aminmax(logits.flatten(1), dim=1)  # NaN is both
     return low.isfinite() & high.isfinite()
 
 
-def check_finite(logits: torch.Tensor, name: str = "") -> None:
+def check_finite(logits: Tensor, name: str = "") -> None:
     """Raise NonFiniteError for logits (B, …, V) that are NaN or infinite, its message with `name`
     in front."""
     rows = (~finite_rows(logits)).nonzero().flatten().tolist()

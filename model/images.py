@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageOps
+from torch import Tensor
 
 from model.common import UserError, shown
 
@@ -53,40 +54,30 @@ def load_image(source: Picture) -> Image.Image:
     )
 
 
-def fit(source: Picture, size: int, square: bool = False) -> np.ndarray:
+def fit(source: Picture, size: int) -> np.ndarray:
     """One picture, see `load_image`, as uint8 (size, size, 3): bicubic on 8 bits, aspect not kept.
 
-    An array that is so already is returned itself. square: `pad_to_square` first. Raises UserError
-    as `load_image`.
+    An array that is so already is returned itself. Raises UserError as `load_image`.
     """
-    if (
-        isinstance(source, np.ndarray)
-        and source.dtype == np.uint8
-        and source.shape == (size, size, 3)
-    ):
+    shape = size, size, 3
+    if isinstance(source, np.ndarray) and source.dtype == np.uint8 and source.shape == shape:
         return source
-    image = load_image(source)
-    return np.asarray(
-        (pad_to_square(image) if square else image).resize((size, size), Image.Resampling.BICUBIC)
-    )
+    return np.asarray(load_image(source).resize((size, size), Image.Resampling.BICUBIC))
 
 
-def to_pixels(source: Picture, size: int) -> torch.Tensor:
-    """One picture as float32 (3, size, size) in [-1, 1]: `fit`, then `normalized`."""
-    return normalized(fit(source, size))
-
-
-def normalized(pixels: np.ndarray) -> torch.Tensor:
-    """uint8 (R, R, 3) to float32 (3, R, R): x/255·2 − 1."""
+def to_pixels(source: Picture, size: int) -> Tensor:
+    """One picture as float32 (3, size, size) in [-1, 1]: x/255·2 − 1 of `fit`."""
     # by NumPy: several threads for so little work are slower where other programs share the cores
-    pixels = np.divide(pixels.transpose(2, 0, 1), 255, dtype=np.float32, order="C")
+    pixels = fit(source, size).transpose(2, 0, 1)
+    pixels = np.divide(pixels, 255, dtype=np.float32, order="C")
     return torch.from_numpy(pixels * np.float32(2) - np.float32(1))
 
 
 def pad_to_square(image: Image.Image) -> Image.Image:
     """The picture in the middle of a gray square of its longer side, as LLaVA trains.
     Raises UserError."""
-    if (side := max(image.size)) ** 2 > 4 * MOST_PIXELS:  # as much memory
+    side = max(image.size)
+    if side**2 > 4 * MOST_PIXELS:  # as much memory
         raise UserError(
             f"a picture of {image.width} × {image.height} pixels is too long to be padded: crop it"
         )

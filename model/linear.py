@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from model import cpu
 
-BLOCK_ELEMENTS = (
-    1 << 20
-)  # of a weight that is unpacked in blocks on a CPU: as many as stay in its cache
+# of a weight that is unpacked in blocks on a CPU: as many as stay in its cache
+BLOCK_ELEMENTS = 1 << 20
 BLOCK_ROWS = 64  # at least, and a multiple of this
 MIN_WIDE_ROWS = 16  # rows of x from which bf16 products are faster in fp32
 ACTIVATIONS = {
@@ -27,50 +26,49 @@ ACTIVATIONS = {
 class Linear(nn.Linear):
     """nn.Linear through `linear`."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
 
 
 class Embedding(nn.Embedding):
     """nn.Embedding, whose matrix may be the head's, too."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """hidden (…, H) to logits (…, V)."""
         return linear(hidden, self.weight)
 
 
-def fp32_is_faster(x: torch.Tensor) -> bool:
+def fp32_is_faster(x: Tensor) -> bool:
     """Whether x (…, in), in bf16, is multiplied faster with x and the weights in fp32, which costs
     a pass over both."""
-    many = (
-        x.dtype == torch.bfloat16
-        and x.device.type == "cpu"
-        and x.numel() >= MIN_WIDE_ROWS * x.shape[-1]
-    )
-    return (
-        many
-        and "bf16" in cpu.ways
-        and not torch.compiler.is_compiling()
-        and not torch.is_autocast_enabled("cpu")
-    )
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu" or "bf16" not in cpu.ways:
+        return False
+    many = x.numel() >= MIN_WIDE_ROWS * x.shape[-1]
+    return many and not (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"))
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> Tensor:
     """x (…, in) · weightᵀ (in, out) + bias (out,), as F.linear."""
     if fp32_is_faster(x) and weight.dtype == x.dtype and not torch.is_grad_enabled():
-        return by_blocks(
-            x.float(), weight.shape, lambda start, end: weight[start:end].float(), x.dtype, bias
-        )
-    return cpu.linear(x, weight, bias)
+
+        def unpack(start: int, end: int) -> Tensor:
+            return weight[start:end].float()
+
+        return by_blocks(x.float(), weight.shape, unpack, x.dtype, bias)
+    return cpu.product(x, weight, bias)
 
 
 def by_blocks(
-    x: torch.Tensor,
+    x: Tensor,
     shape: Sequence[int],
-    unpack: Callable[[int, int], torch.Tensor],
+    unpack: Callable[[int, int], Tensor],
     dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+    bias: Tensor | None = None,
+) -> Tensor:
     """x (…, in) · Wᵀ + bias in `dtype`, rounded to it once, with only a block of W (out, in) =
     `shape` at a time.
 
@@ -90,10 +88,11 @@ def block_rows(width: int) -> int:
     return max(1, BLOCK_ELEMENTS // (width * BLOCK_ROWS)) * BLOCK_ROWS
 
 
-def activated(layer: nn.Module, x: torch.Tensor, activation: str) -> torch.Tensor:
+def activated(layer: nn.Module, x: Tensor, activation: str) -> Tensor:
     """One of ACTIVATIONS of layer(x)."""
-    product = None
     # LoRA and 8 bits have their own `forward`
     if activation == "gelu_pytorch_tanh" and type(layer) is Linear:
-        product = cpu.linear_gelu(x, layer.weight, layer.bias)
-    return ACTIVATIONS[activation](layer(x)) if product is None else product
+        found = cpu.linear_gelu(x, layer.weight, layer.bias)
+        if found is not None:
+            return found
+    return ACTIVATIONS[activation](layer(x))

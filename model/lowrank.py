@@ -6,7 +6,7 @@ In: x (…, in_features). Out: scale · B(A(dropout(x))) (…, out_features), ex
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from model.common import UserError
 from model.linear import Linear
@@ -36,24 +36,24 @@ class LowRank(nn.Module):
             raise UserError(f"r {r}, alpha {alpha}, dropout {dropout}: expected {limits}")
         self.r, self.scaling, self.dropout = r, alpha / r, dropout
         self.enabled = True
-        self.lora_A = Linear(in_features, r, bias=False, device=device, dtype=torch.float32)
-        self.lora_B = Linear(r, out_features, bias=False, device=device, dtype=torch.float32)
+        options = {"bias": False, "device": device, "dtype": torch.float32}
+        self.lora_A = Linear(in_features, r, **options)
+        self.lora_B = Linear(r, out_features, **options)
         nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
         nn.init.zeros_(self.lora_B.weight)
 
-    def add_to(self, base: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def add_to(self, base: Tensor, x: Tensor) -> Tensor:
         """base + scale · B(A(dropout(x))) in the dtype of `base`, or `base` itself while
         disabled."""
         return (base + self(x)).to(base.dtype) if self.enabled else base
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         h = nn.functional.dropout(x, self.dropout, self.training)
         if not torch.is_autocast_enabled(x.device.type):
             h = h.to(self.lora_A.weight.dtype)
-        return self.lora_B(self.lora_A(h) * self.scaling).to(
-            x.dtype
-        )  # scaled at rank r, the narrowest point
+        h = self.lora_A(h) * self.scaling  # at rank r, the narrowest point
+        return self.lora_B(h).to(x.dtype)
 
-    def delta_weight(self) -> torch.Tensor:
+    def delta_weight(self) -> Tensor:
         """ΔW (out_features, in_features) in fp32."""
         return self.scaling * (self.lora_B.weight.float() @ self.lora_A.weight.float())

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from model.attention import LayerCache
+from model.attention import LayerCache, Positions
 from model.common import UserError
 from model.gemma import Adaptable, Gemma, RMSNorm
 from model.linear import Linear
@@ -30,7 +30,7 @@ class Projector(nn.Module):
         super().__init__()
         self.linear = Linear(config.vision.hidden_size, config.text.hidden_size)
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         return self.linear(features)
 
 
@@ -51,30 +51,30 @@ class PaliGemma(Adaptable):
 
     def forward(
         self,
-        input_ids: torch.Tensor,
-        pixel_values: torch.Tensor | None,
-        token_type_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        input_ids: Tensor,
+        pixel_values: Tensor | None,
+        token_type_ids: Tensor,
+        attention_mask: Tensor | None = None,
         *,
-        positions_to_keep: int | torch.Tensor | None = None,
-        image_features: torch.Tensor | None = None,
-        image_index: torch.Tensor | None = None,
+        positions_to_keep: Positions = None,
+        image_features: Tensor | None = None,
+        image_index: Tensor | None = None,
         cache: list[LayerCache] | None = None,
-        targets: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """float32 logits (B, S, V), or those of the positions asked for; with `targets`, the loss
-        against them.
+        targets: Tensor | None = None,
+    ) -> Tensor:
+        """float32 logits (B, S, V), or those of the positions asked for; with `targets`, the loss.
 
-        token_type_ids (B, S): 0 for image, prefix and padding, which attend to each other, 1 for
-        the causal suffix. attention_mask (B, S): 0 at padding, on either side; None means no
-        padding. positions_to_keep: None for all; n for the last n (B, n, V); indices (T,) or (B, T)
-        for (B, T, V). The last MLP and the head, the widest
-        product of the model, run there alone. image_features (pictures, I, H): from
-        `encode_images`, in place of pixel_values. image_index (slots,): the picture of each image
-        slot of the batch, so that a picture is encoded once for many questions; None means one
-        picture a slot, in order. With a `cache`, token_type_ids and attention_mask cover the cached
-        positions too. targets: the token that must follow each kept position, −100 for none; see
-        `summed_loss`.
+        - token_type_ids (B, S): 0 for image, prefix and padding, which attend to each other, 1 for
+          the causal suffix.
+        - attention_mask (B, S): 0 at padding, on either side; None means no padding.
+        - positions_to_keep: None for all; n for the last n (B, n, V); indices (T,) or (B, T) for
+          (B, T, V). The last MLP and the head, the widest product of the model, run there alone.
+        - image_features (pictures, I, H): from `encode_images`, in place of pixel_values.
+        - image_index (slots,): the picture of each image slot of the batch, so that a picture is
+          encoded once for many questions; None means one picture a slot, in order.
+        - cache: then token_type_ids and attention_mask cover the cached positions too.
+        - targets: the token that must follow each kept position, −100 for none; see
+          `logits_or_loss`.
         """
         if attention_mask is None:
             attention_mask = torch.ones_like(token_type_ids)
@@ -82,16 +82,13 @@ class PaliGemma(Adaptable):
             image_features = self.encode_images(pixel_values)
         if image_index is not None and image_features is not None:
             image_features = image_features[image_index]
-        embeddings = self.merge(input_ids, image_features)
-        hidden = self.language_model(
-            embeddings, attention_mask.bool(), token_type_ids, cache, positions_to_keep
-        )
-        head = self.language_model.head
-        if targets is None:
-            return head(hidden)
-        return summed_loss(head, self.config.text.vocab_size, hidden, targets)
+        x = self.merge(input_ids, image_features)
+        valid = attention_mask.bool()
+        hidden = self.language_model(x, valid, token_type_ids, cache, positions_to_keep)
+        head, vocab_size = self.language_model.head, self.config.text.vocab_size
+        return logits_or_loss(head, vocab_size, hidden, targets)
 
-    def encode_images(self, pixel_values: torch.Tensor) -> torch.Tensor:
+    def encode_images(self, pixel_values: Tensor) -> Tensor:
         """pixel_values (pictures, 3, R, R) in [-1, 1] to features (pictures, I, H) of the decoder's
         width."""
         side = self.config.vision.image_size
@@ -106,7 +103,7 @@ class PaliGemma(Adaptable):
             return self.encode_images(pixel_values.new_zeros(1, 3, side, side))[:0]
         return self.multi_modal_projector(self.vision_tower(pixel_values))
 
-    def merge(self, input_ids: torch.Tensor, image_features: torch.Tensor | None) -> torch.Tensor:
+    def merge(self, input_ids: Tensor, image_features: Tensor | None) -> Tensor:
         """Embeddings (B, S, H): text scaled by √H, and at the image tokens, in order, the features
         unscaled.
 
@@ -124,16 +121,16 @@ class PaliGemma(Adaptable):
             length = self.config.num_image_tokens
             tokens = is_image.sum(1).tolist()  # of each row
             if any(count % length for count in tokens) or sum(tokens) != pictures * length:
-                problem = f"the rows have {tokens} image tokens for {pictures} pictures"
                 raise UserError(
-                    f"{problem}: give every row one picture for each block of {length} image tokens"
+                    f"the rows have {tokens} image tokens for {pictures} pictures: give every row "
+                    f"one picture for each block of {length} image tokens"
                 )
         if image_features is None:
             return embeddings
         features = image_features.to(embeddings.dtype)
         return embeddings.masked_scatter(is_image[..., None], features)
 
-    def adjusted(self, logits: torch.Tensor, *read) -> torch.Tensor:
+    def adjusted(self, logits: Tensor, *read) -> Tensor:
         """Logits (B, V) from which the next token is chosen: never the image token."""
         image = self.config.image_token_id
         if image < logits.shape[-1]:
@@ -141,36 +138,40 @@ class PaliGemma(Adaptable):
         return logits
 
 
-def summed_loss(
-    head: Callable[[torch.Tensor], torch.Tensor],
+def logits_or_loss(
+    head: Callable[[Tensor], Tensor],
     vocab_size: int,
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-) -> torch.Tensor:
-    """The sum of cross-entropies, in nats, of `head` at hidden states (…, H) against targets (…);
-    −100 means none.
+    hidden: Tensor,
+    targets: Tensor | None,
+) -> Tensor:
+    """`head` at hidden states (…, H); with targets (…), the sum of cross-entropies, in nats; −100
+    means none.
 
     More than MAX_LOGITS are computed in chunks, and again in the backward pass: one position of
     257,152 logits takes a megabyte in fp32, and cross-entropy keeps several copies.
     """
+    if targets is None:
+        return head(hidden)
 
-    def loss_of(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def loss_of(hidden: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(head(hidden), targets, ignore_index=-100, reduction="sum")
 
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     rows = max(1, MAX_LOGITS // vocab_size)
     if len(hidden) <= rows:
         return loss_of(hidden, targets)
-    chunks = zip(hidden.split(rows), targets.split(rows), strict=True)
-    losses = (
-        checkpoint(loss_of, *chunk, use_reentrant=False, preserve_rng_state=False)
-        for chunk in chunks
-    )
-    return sum(losses, start=hidden.new_zeros(()))
+    loss = hidden.new_zeros(())
+    for chunk in zip(hidden.split(rows), targets.split(rows), strict=True):
+        loss = loss + checkpoint(loss_of, *chunk, use_reentrant=False, preserve_rng_state=False)
+    return loss
 
 
 @torch.no_grad()
-def initialize(model: Any, seed: int = 0, position_std: float = 0.02) -> Any:
+def initialize(
+    model: Any,
+    seed: int = 0,
+    position_std: float = 0.02,
+) -> Any:
     """Fill a model with random weights: unit variance through every layer, norms as the identity.
 
     Embeddings have a standard deviation of H^-½: the factor √H makes it 1 at the input, and the
@@ -178,7 +179,7 @@ def initialize(model: Any, seed: int = 0, position_std: float = 0.02) -> Any:
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def normal(tensor: torch.Tensor, std: float) -> None:
+    def normal(tensor: Tensor, std: float) -> None:
         tensor.copy_(torch.randn(tensor.shape, generator=generator) * std)
 
     for name, module in model.named_modules():

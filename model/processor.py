@@ -1,5 +1,4 @@
-"""From pictures and prompts to the tensors of a batch, and from answer tokens back to text and
-boxes.
+"""From pictures and prompts to the tensors of a batch, and from answer tokens back to text.
 
 A `Batch` has the layout that PaliGemma was trained with: `<image>` × I, bos, prompt and newline,
 then the answer and eos. Further turns follow in the same way, causal.
@@ -18,13 +17,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from model.common import UserError, quoted, read_json_if, shown
 from model.config import PaliGemmaConfig, config_errors
-from model.images import Picture, fit, normalized
+from model.images import Picture, to_pixels
 from model.registry import read_config, system_of
 from model.source import preset_of
-from model.tokenizer import Texts, Tokenizer, find_tokenizer, load_tokenizer
+from model.tokenizer import Texts, Tokenizer, another_model, find_tokenizer, load_tokenizer
 from model.turns import SLOT, Turn, check_turns
 
 # Token ids; their types: 0 for pictures and the first prompt, which see each other, 1 for all that
@@ -37,22 +37,23 @@ class Movable:
     """A dataclass whose tensors, and parts with tensors, go together to a device, or to page-locked
     memory, which DataLoader asks for: copies to a GPU then overlap with work."""
 
-    def to(self, device: str | torch.device, non_blocking: bool = True) -> Self:
+    def to(
+        self,
+        device: str | torch.device,
+        non_blocking: bool = True,
+    ) -> Self:
         # a non-blocking copy to the CPU could be read before it is complete
         later = non_blocking and torch.device(device).type == "cuda"
-        parts = {
-            name: part.to(device, non_blocking=later)
-            for name, part in vars(self).items()
-            if hasattr(part, "to")
-        }
-        return replace(self, **parts)
+        return self._each("to", device, non_blocking=later)
 
     def pin_memory(self) -> Self:
-        parts = {
-            name: part.pin_memory()
-            for name, part in vars(self).items()
-            if hasattr(part, "pin_memory")
-        }
+        return self._each("pin_memory")
+
+    def _each(self, method: str, *given, **options) -> Self:
+        parts = {}
+        for name, part in vars(self).items():
+            if hasattr(part, method):
+                parts[name] = getattr(part, method)(*given, **options)
         return replace(self, **parts)
 
 
@@ -60,20 +61,18 @@ class Movable:
 class Batch(Movable):
     """B rows of up to S tokens, and their distinct pictures. Labels are not shifted."""
 
-    input_ids: torch.Tensor  # (B, S) int64
-    pixel_values: torch.Tensor  # (pictures, 3, R, R) float32 in [-1, 1]
+    input_ids: Tensor  # (B, S) int64
+    pixel_values: Tensor  # (pictures, 3, R, R) float32 in [-1, 1]
     # (B, S) int64: 0 for image, prefix and padding, 1 for the suffix and what follows
-    token_type_ids: torch.Tensor
-    attention_mask: torch.Tensor  # (B, S) int64: 0 at padding
-    labels: torch.Tensor  # (B, S) int64: the id of answers and the eos after each, else -100
+    token_type_ids: Tensor
+    attention_mask: Tensor  # (B, S) int64: 0 at padding
+    labels: Tensor  # (B, S) int64: the id of answers and the eos after each, else -100
     # (slots,) int64: the picture that fills each image slot, rows from top to bottom
-    image_index: torch.Tensor
+    image_index: Tensor
 
 
 class Processor:
     """From pictures and prompts to a `Batch`, and from answer tokens to text."""
-
-    is_square = False  # whether a picture is padded to a square before it is resized
 
     def __init__(
         self,
@@ -92,7 +91,12 @@ class Processor:
         self.encode, self.decode = self.texts.encode, self.texts.decode
 
     @staticmethod
-    def from_source(source: str | Path, *, revision: str | None = None, **options) -> "Processor":
+    def from_source(
+        source: str | Path,
+        *,
+        revision: str | None = None,
+        **options,
+    ) -> "Processor":
         """The processor of a model: a folder, `embedded`, a hub id, or a preset with the embedded
         model's vocabulary.
 
@@ -134,12 +138,9 @@ class Processor:
         given = tokenizer.pad_id(), tokenizer.eos_id(), tokenizer.bos_id()
         piece = SLOT if image >= texts.pieces else tokenizer.id_to_piece(image)
         if (given, piece) != (control, SLOT):
-            problem = (
+            raise another_model(
                 f"its pad, eos and bos are {given}, config.json's {control}; "
                 f"image token {image} is its piece {piece!r}"
-            )
-            raise UserError(
-                f"the tokenizer is of another model: {problem}: take both files from one model"
             )
         return texts
 
@@ -154,12 +155,15 @@ class Processor:
         rows, pictures = [], []
         turns = zip(prefixes, suffixes or [None] * len(prefixes), strict=True)
         for number, (entry, turn) in enumerate(zip(images, turns, strict=True)):
-            of_row = [] if entry is None else entry if isinstance(entry, list | tuple) else [entry]
+            if entry is None:
+                entry = []
+            elif not isinstance(entry, list | tuple):
+                entry = [entry]
             try:
-                rows.append(self.row_of(len(of_row), [turn]))
+                rows.append(self.row_of(len(entry), [turn]))
             except UserError as error:
                 raise UserError(f"row {number}: {error}") from None
-            pictures += of_row
+            pictures += entry
         return self.pad(rows, pictures)
 
     def row_of(self, n_images: int, turns: Sequence[Turn]) -> TokenRow:
@@ -179,7 +183,12 @@ class Processor:
             raise UserError(f"{problem}: {remedy} ({quoted(turns[-1][0])})")
         return ids, types, learned
 
-    def layout(self, n_images: int, turns: Sequence[Turn], has_marks: bool) -> TokenRow:
+    def layout(
+        self,
+        n_images: int,
+        turns: Sequence[Turn],
+        has_marks: bool,
+    ) -> TokenRow:
         """The row, of any length. has_marks: pictures are marked in the prompts."""
         ids, types, learned = [], [], []
         for number, (prompt, answer) in enumerate(turns):
@@ -190,7 +199,13 @@ class Processor:
             learned += [0] * len(given) + [1] * len(reply)
         return ids, types, learned
 
-    def prompt_ids(self, prompt: str, n_images: int, has_marks: bool, is_first: bool) -> list[int]:
+    def prompt_ids(
+        self,
+        prompt: str,
+        n_images: int,
+        has_marks: bool,
+        is_first: bool,
+    ) -> list[int]:
         """The ids of a prompt: pictures come before the first one, wherever they are marked."""
         if has_marks and SLOT in prompt:
             prompt = re.sub(rf"\s*{SLOT}", "", prompt).strip()
@@ -202,7 +217,9 @@ class Processor:
         return ids
 
     def pad(
-        self, rows: Sequence[TokenRow], pictures: Sequence[Picture | torch.Tensor] | None = None
+        self,
+        rows: Sequence[TokenRow],
+        pictures: Sequence[Picture | Tensor] | None = None,
     ) -> Batch:
         """Rows of `row_of` as one batch, with the pictures of all their image slots in order.
 
@@ -212,17 +229,15 @@ class Processor:
         """
         pixels, index = self.distinct(pictures, self.count_slots(rows))
         width = max(len(ids) for ids, *_ in rows)
-        size = len(rows), width
-        input_ids = torch.full(size, self.config.pad_token_id, dtype=torch.int64)
-        types, mask, learned = torch.zeros(3, *size, dtype=torch.int64)
-        for number, (ids, types_of_row, learned_of_row) in enumerate(rows):
-            place = slice(len(ids))
-            if self.padding_side == "left":
-                place = slice(width - len(ids), width)
-            input_ids[number, place] = torch.tensor(ids)
-            types[number, place] = torch.tensor(types_of_row)
-            learned[number, place] = torch.tensor(learned_of_row)
-            mask[number, place] = 1
+        # ids, types, what is learned, and 1 where a row is
+        padded = torch.zeros(4, len(rows), width, dtype=torch.int64)
+        padded[0] = self.config.pad_token_id
+        for number, row in enumerate(rows):
+            length = len(row[0])
+            start = width - length if self.padding_side == "left" else 0
+            padded[:3, number, start : start + length] = torch.tensor(row)
+            padded[3, number, start : start + length] = 1
+        input_ids, types, learned, mask = padded.unbind()
         labels = input_ids.where(learned > 0, -100)
         return Batch(input_ids, pixels, types, mask, labels, index)
 
@@ -232,8 +247,8 @@ class Processor:
         return tokens // self.config.num_image_tokens
 
     def distinct(
-        self, pictures: Sequence[Picture | torch.Tensor] | None, slots: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, pictures: Sequence[Picture | Tensor] | None, slots: int
+    ) -> tuple[Tensor, Tensor]:
         """The pixels (pictures, 3, R, R) of distinct pictures, and which of them fills each slot
         (slots,)."""
         size = self.config.vision.image_size
@@ -250,17 +265,15 @@ class Processor:
             key = os.fspath(picture) if is_path else id(picture)
             if key not in numbers:
                 numbers[key] = len(pixels)
-                pixels.append(
-                    picture if isinstance(picture, torch.Tensor) else self.pixels(picture)
-                )
+                pixels.append(picture if isinstance(picture, Tensor) else self.pixels(picture))
             index.append(numbers[key])
         stacked = torch.stack(pixels) if pixels else torch.empty(0, 3, size, size)
         return stacked, torch.tensor(index, dtype=torch.int64)
 
-    def pixels(self, picture: Picture) -> torch.Tensor:
+    def pixels(self, picture: Picture) -> Tensor:
         """A picture as the vision tower reads it, float32 (3, R, R). Raises UserError, naming the
         file."""
-        return normalized(fit(picture, self.config.vision.image_size, square=self.is_square))
+        return to_pixels(picture, self.config.vision.image_size)
 
     def continuation(self, prefix: str, answer: str) -> list[int]:
         """The ids of an answer after its prompt: by itself, since the prompt's newline is a piece
@@ -296,27 +309,3 @@ def _check_pixels(folder: Path, size: int) -> None:
         if wrong := [name for name, value in expected.items() if given[name] not in (None, value)]:
             problem = f"{wrong[0]} is {quoted(given[wrong[0]])}, but {expected[wrong[0]]} is computed here"
             raise UserError(f"{file}: {problem}: take another model")
-
-
-_BOX = re.compile(r"\s*<loc(\d{4})><loc(\d{4})><loc(\d{4})><loc(\d{4})>(?:<seg\d{3}>)*([^<>]*)")
-
-
-def parse_boxes(
-    text: str, width: int, height: int, as_said=False
-) -> list[tuple[str, tuple[float, ...]]]:
-    """Labels and boxes (x1, y1, x2, y2), in pixels of a width × height picture, of a detection
-    answer.
-
-    The answer reads `<locY1><locX1><locY2><locX2> label ; …`; place p of 0 … 1023 is p/1023 of the
-    side (big_vision, PaliGemma's detection format). Parts of the text that are not a box are
-    ignored. Corners that have changed places are put back for a drawing, and left `as_said` for a
-    score.
-    """
-    boxes = []
-    for match in map(_BOX.fullmatch, text.split(";")):
-        if match and max(match.groups()[:4]) <= "1023":
-            y1, x1, y2, x2 = (int(place) / 1023 for place in match.groups()[:4])
-            if not as_said:
-                (x1, x2), (y1, y2) = sorted((x1, x2)), sorted((y1, y2))
-            boxes.append((match[5].strip(), (x1 * width, y1 * height, x2 * width, y2 * height)))
-    return boxes

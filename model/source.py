@@ -45,7 +45,11 @@ def preset_of(source: str | Path) -> Any:
     return preset_of_name(str(source))
 
 
-def resolve(source: str | Path, patterns: list[str], revision: str | None = None) -> Path:
+def resolve(
+    source: str | Path,
+    patterns: list[str],
+    revision: str | None = None,
+) -> Path:
     """The folder of a model: `source` itself, the bundled base for `embedded`, or a download of the
     hub's "owner/name".
 

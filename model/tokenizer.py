@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from itertools import takewhile
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -65,9 +64,8 @@ class JsonTokenizer:
             raise UserError(
                 f"{path}: is read by a package that is not installed: pip install tokenizers"
             ) from None
-        except (
-            BaseException
-        ) as error:  # the package raises Exception itself, and panics in Rust at damaged files
+        # the package raises Exception itself, and panics in Rust at damaged files
+        except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise UserError(
@@ -75,16 +73,15 @@ class JsonTokenizer:
             ) from None
         find = self.tokenizer.token_to_id
         control = [find(token) for token in SPECIAL[:4]]
-        is_gemma = None not in control
-        # in a text the spelling of such a token is text; Gemma's are refused by the callers
-        self.tokenizer.encode_special_tokens = not is_gemma
-        if is_gemma:
-            self.tokenizer.add_special_tokens(
-                [token for token in SPECIAL if find(token) is not None]
-            )
-            self.tokenizer.add_tokens([token for token in LOCATIONS if find(token) is not None])
-        elif ends := [token for token in ENDS if find(token) is not None]:
-            control = [find(ends[0])] * 4
+        known = self.tokenizer.get_vocab()
+        ends = [token for token in ENDS if token in known]
+        if None not in control:
+            self.tokenizer.add_special_tokens([token for token in SPECIAL if token in known])
+            self.tokenizer.add_tokens([token for token in LOCATIONS if token in known])
+        elif ends:
+            control = [known[ends[0]]] * 4
+            # in a text its spelling is text; Gemma's control tokens are refused by the callers
+            self.tokenizer.encode_special_tokens = True
         else:
             raise UserError(
                 f"{path}: has neither <pad>, <eos>, <bos> and <unk> nor one of "
@@ -94,17 +91,17 @@ class JsonTokenizer:
         first = BEFORE.search(json.dumps(raw.get("post_processor")))
         bos = find(json.loads(first[1])) if first else None
         self.before = [] if bos is None else [bos]
-        size = max(self.tokenizer.get_vocab().values()) + 1  # ids may have gaps
-        numbers = (
-            partial(int, number) for number in (*control, size)
-        )  # methods, as sentencepiece's
+        size = max(known.values()) + 1  # ids may have gaps
+        # methods, as sentencepiece's
+        numbers = (partial(int, number) for number in (*control, size))
         self.pad_id, self.eos_id, self.bos_id, self.unk_id, self.vocab_size = numbers
 
     def id_to_piece(self, id_: int) -> str:
         return self.tokenizer.id_to_token(id_) or ""  # where the vocabulary has a gap
 
     def piece_to_id(self, piece: str) -> int:
-        return self.unk_id() if (id_ := self.tokenizer.token_to_id(piece)) is None else id_
+        id_ = self.tokenizer.token_to_id(piece)
+        return self.unk_id() if id_ is None else id_
 
     def encode(self, text: str | Sequence[str]) -> list:
         """The ids of a text, or of each of a list of texts, without control tokens."""
@@ -166,11 +163,15 @@ def lacking(tokenizer: Tokenizer, file: Path) -> list[str]:
             named[token["content"]] = token["id"]
         for number, token in raw.get("added_tokens_decoder", {}).items():
             named[token["content"]] = int(number)
-        return [
-            token
-            for token, number in named.items()
-            if token not in UNNAMED and tokenizer.piece_to_id(token) != number
-        ]
+        for token in UNNAMED:
+            named.pop(token, None)
+        return [token for token, number in named.items() if tokenizer.piece_to_id(token) != number]
+
+
+def another_model(problem: str) -> UserError:
+    return UserError(
+        f"the tokenizer is of another model: {problem}: take both files from one model"
+    )
 
 
 class Texts:
@@ -178,19 +179,18 @@ class Texts:
     `ends`."""
 
     def __init__(
-        self, tokenizer: Tokenizer, rows: int, control: Iterable[int | None], ends: Collection[int]
+        self,
+        tokenizer: Tokenizer,
+        rows: int,
+        control: Iterable[int | None],
+        ends: Collection[int],
     ):
         """rows: of the embedding. Raises UserError if the tokenizer has more pieces."""
         self.tokenizer, self.ends, self.pieces = tokenizer, ends, tokenizer.vocab_size()
         if self.pieces > rows:
-            problem = f"it has {self.pieces} pieces, but the embedding only {rows} rows"
-            raise UserError(
-                f"the tokenizer is of another model: {problem}: take both files from one model"
-            )
+            raise another_model(f"it has {self.pieces} pieces, but the embedding only {rows} rows")
         self.control = {id_ for id_ in control if id_ is not None and id_ < self.pieces}
-        self._reserved = [
-            piece for piece in map(tokenizer.id_to_piece, sorted(self.control)) if piece
-        ]
+        self._reserved = list(filter(None, map(tokenizer.id_to_piece, sorted(self.control))))
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, nothing before and nothing behind. Raises UserError if it spells a
@@ -205,7 +205,10 @@ class Texts:
     def decode(self, ids: Any) -> str:
         """The text of answer ids (T,) up to the first that ends it, without control tokens and ids
         of no piece."""
-        said = takewhile(lambda id_: id_ not in self.ends, map(int, ids))
-        return self.tokenizer.decode(
-            [id_ for id_ in said if 0 <= id_ < self.pieces and id_ not in self.control]
-        )
+        said = []
+        for id_ in map(int, ids):
+            if id_ in self.ends:
+                break
+            if 0 <= id_ < self.pieces and id_ not in self.control:
+                said.append(id_)
+        return self.tokenizer.decode(said)

@@ -28,15 +28,15 @@ FLOORS = {
     "train.reproduce": 9,
 }
 # tokens, see house.py
-MAX_TOKENS = {"main": 106_000, "aside": 50_000, "tests": 155_000}
-MAX_NODES = {"model": 6.5, "lora": 7.1, "weights": 7.0, "eval": 6.4, "train": 6.5, "tests": 8.4}
+MAX_TOKENS = {"main": 106_000, "aside": 50_000, "tests": 155_300}
+MAX_NODES = {"model": 6.2, "lora": 6.9, "weights": 6.5, "eval": 6.4, "train": 6.5, "tests": 8.4}
 # what is still folded, by room: only ever less
-MAX_FOLDED = {"model": 11, "lora": 0, "weights": 2, "eval": 0, "train": 36, "tests": 121}
+MAX_FOLDED = {"model": 4, "lora": 0, "weights": 0, "eval": 0, "train": 36, "tests": 121}
 MAX_STATEMENTS = 40
 # tokens of a module and of all that it imports, inside functions too
 MAX_CLOSURE = {
-    "model.generate": 18_000,
-    "weights.load": 19_000,
+    "model.generate": 16_700,
+    "weights.load": 18_000,
     "train.finetune": 96_000,
     "eval.needle": 57_000,
     "eval.pope": 52_000,

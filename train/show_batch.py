@@ -12,8 +12,9 @@ import torch
 from PIL import Image
 
 from eval import figures
+from model.boxes import parse_boxes
 from model.common import shown
-from model.processor import Processor, parse_boxes
+from model.processor import Processor
 from train.data.batches import Order
 from train.data.sources import read_records
 from train.distributed import World

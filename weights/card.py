@@ -33,7 +33,12 @@ SCORES = "before start after best blind text_only_guess over_blind".split()
 
 
 def model_card(
-    config: PaliGemmaConfig, count: int, title: str, base: str, run: Path | None = None, step="last"
+    config: PaliGemmaConfig,
+    count: int,
+    title: str,
+    base: str,
+    run: Path | None = None,
+    step="last",
 ) -> str:
     """The card of a model of `count` parameters, without paths. base: what the `run` trained up to
     its last or best `step`, or what was exported as it is. Raises UserError for damaged files
@@ -107,7 +112,10 @@ def _prompt(file: Path) -> str:
     return prompt
 
 
-def _numbers(values: Any, name: str = "") -> list[tuple[str, float]]:
+def _numbers(
+    values: Any,
+    name: str = "",
+) -> list[tuple[str, float]]:
     if isinstance(values, dict):
         return [
             pair

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from lora import adapter
 from model.common import (
@@ -118,7 +119,7 @@ def export_model(
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
+def check_tensors(tensors: Mapping[str, Tensor]) -> None:
     """Raise UserError for a tensor that holds a value which is not finite."""
     for name, tensor in tensors.items():
         if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
@@ -136,50 +137,48 @@ def without_code(file: Path) -> str:
     return json.dumps(settings, indent=1)
 
 
-def plain_tensors(model: PaliGemma) -> dict[str, torch.Tensor]:
+def plain_tensors(model: PaliGemma) -> dict[str, Tensor]:
     """The parameters of `model` under the names of a plain model, with merged LoRA in the weights.
 
     Raises UserError, which names the layer, for a model that computes anything else.
     """
-    layers, modules, plain = (
-        adapter.lora_layers(model),
-        dict(model.named_modules()),
-        empty_model(model.config),
-    )
-    if unmerged := [path for path, layer in layers.items() if not layer.merged]:
-        raise UserError(
-            f"{unmerged[0]}: carries an unmerged adapter: merge it first (lora.adapter.merge, or "
-            "--merge)"
-        )
-    if (
-        type(model.config) is PaliGemmaConfig
-        and (layer := model.config.vision.feature_layer) is not None
-    ):
-        raise UserError(
-            f"feature_layer is {layer}: the published format reads the last layer of the tower"
-        )
+    layers, modules = adapter.lora_layers(model), dict(model.named_modules())
+    plain = empty_model(model.config)
+    for path, layer in layers.items():
+        if not layer.merged:
+            raise UserError(
+                f"{path}: carries an unmerged adapter: merge it first (lora.adapter.merge, or "
+                "--merge)"
+            )
+    if type(model.config) is PaliGemmaConfig:
+        layer = model.config.vision.feature_layer
+        if layer is not None:
+            raise UserError(
+                f"feature_layer is {layer}: the published format reads the last layer of the tower"
+            )
     for path, expected in plain.named_modules():
         module = layers[path].base_layer if path in layers else modules.get(path)
         same = type(module) is type(expected)
         if not same or getattr(module, "activation", None) != getattr(expected, "activation", None):
-            remedy = "fold the variant if it can be (model.differential.fold), else keep the base and its adapter"
             raise UserError(
                 f"{path}: is {type(module).__name__}, which the published format cannot express: "
-                f"{remedy}"
+                "fold the variant if it can be (model.differential.fold), else keep the base and "
+                "its adapter"
             )
-    state = {
-        name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items()
-    }
+    state = model.state_dict()
+    state = {name.replace(".base_layer.", "."): tensor for name, tensor in state.items()}
     return {name: state[name] for name in plain.state_dict()}
 
 
-def companions(source: str | Path, revision: str | None = None) -> list[Path]:
+def companions(
+    source: str | Path,
+    revision: str | None = None,
+) -> list[Path]:
     """The files of `COMPANIONS` that the model `source` has. Raises UserError for a link out of its
     folder."""
-    path, source = (
-        local_path(source),
-        EMBEDDED if preset_of(source) else source,
-    )  # presets use its tokenizer
+    path = local_path(source)
+    if preset_of(source):
+        source = EMBEDDED  # presets use its tokenizer
     folder = path.parent if path.is_file() else resolve(source, COMPANIONS, revision)
     return [own_file(folder / name) for name in COMPANIONS if (folder / name).is_file()]
 
@@ -207,18 +206,14 @@ def locate(source: str, update: Path | None = None) -> Origin:
         folder = folder / "model"
         source = str(folder)
     trained = (update or folder).absolute()
-    run = (
-        trained.parent
-        if trained.name in ("model", "best") and (trained.parent / "config.json").is_file()
-        else None
-    )
+    settings, run, base = trained.parent / "config.json", None, source
+    if trained.name in ("model", "best") and settings.is_file():
+        run = trained.parent
     if update is not None:
-        return Origin(source, source, update, run or update)
-    return Origin(
-        source,
-        source if run is None else str(read_json(run / "config.json").get("base", source)),
-        run=run,
-    )
+        run = run or update
+    elif run is not None:
+        base = str(read_json(settings).get("base", source))
+    return Origin(source, base, update, run)
 
 
 def processor_files(config: PaliGemmaConfig) -> dict[str, str]:

@@ -9,40 +9,35 @@ import json
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from model.gemma import Adaptable
 
 SAMPLES = 64
-Sample = tuple[
-    tuple[int, ...], list[int]
-]  # a tensor's shape, and the bits of the sampled values in bf16
+# a tensor's shape, and the bits of the sampled values in bf16
+Sample = tuple[tuple[int, ...], list[int]]
 
 
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
+def gathered(tensor: Tensor) -> Tensor:
     """The whole of a tensor that FSDP2 has sharded; every process must call this."""
     gather = getattr(tensor, "full_tensor", None)  # the class takes 0.7 s to import
     return tensor if gather is None else gather()
 
 
-def _values(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _values(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """At most 64 values, evenly spread. The stride is odd: a multiple of the row length would see
     one column only."""
-    return (
-        gathered(tensor)
-        .detach()
-        .flatten()[:: tensor.numel() // SAMPLES | 1][:SAMPLES]
-        .to("cpu", dtype)
-    )
+    values = gathered(tensor).detach().flatten()
+    return values[:: tensor.numel() // SAMPLES | 1][:SAMPLES].to("cpu", dtype)
 
 
-def sample(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Sample:
+def sample(tensor: Tensor, dtype: torch.dtype | None = None) -> Sample:
     """What a hash reads of `tensor` after a cast to `dtype`; None: as it is."""
     values = _values(tensor, dtype or tensor.dtype).bfloat16()
     return tuple(tensor.shape), values.view(torch.int16).tolist()
 
 
-def tensor_fingerprint(tensors: Mapping[str, torch.Tensor | Sample]) -> str:
+def tensor_fingerprint(tensors: Mapping[str, Tensor | Sample]) -> str:
     """A hash of names, shapes and values in bf16: the same for a checkpoint opened in fp32 and in
     bf16 (not in fp16).
 
@@ -50,7 +45,7 @@ def tensor_fingerprint(tensors: Mapping[str, torch.Tensor | Sample]) -> str:
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        shape, values = sample(tensor) if isinstance(tensor, torch.Tensor) else tensor
+        shape, values = sample(tensor) if isinstance(tensor, Tensor) else tensor
         digest.update(f"{name} {shape} {values}\n".encode())
     return digest.hexdigest()[:16]
 
@@ -58,11 +53,9 @@ def tensor_fingerprint(tensors: Mapping[str, torch.Tensor | Sample]) -> str:
 def exact_fingerprint(model: nn.Module) -> str:
     """A hash of all that `model` computes with, for logs: parameters, persistent buffers, grafts,
     and their dtypes."""
-    parts: list = [
-        [graft.arguments() for graft in model.grafts] if isinstance(model, Adaptable) else []
-    ]
+    grafts = model.grafts if isinstance(model, Adaptable) else ()
+    parts: list = [[graft.arguments() for graft in grafts]]
     for name, tensor in (dict(model.named_parameters()) | model.state_dict()).items():
-        parts.append(
-            [name, str(tensor.dtype), list(tensor.shape), _values(tensor, torch.float32).tolist()]
-        )
+        values = _values(tensor, torch.float32).tolist()
+        parts.append([name, str(tensor.dtype), list(tensor.shape), values])
     return hashlib.sha256(json.dumps([parts]).encode()).hexdigest()[:16]

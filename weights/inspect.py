@@ -17,25 +17,22 @@ PARTS = {"vision": "vision_tower.", "projector": "multi_modal_projector.", "embe
 def describe(checkpoint: Checkpoint) -> str:
     """A short page. A stored head is a second copy of the embedding and counts once."""
     entries, vision = checkpoint.entries, getattr(checkpoint.model.config, "vision", None)
-    sizes: dict[str, int] = dict.fromkeys((*PARTS, "decoder"), 0)
-    for ours, size in {
-        ours: prod(entries[name].shape) for name, ours in checkpoint.names.items()
-    }.items():
-        sizes[
-            next((part for part, prefix in PARTS.items() if ours.startswith(prefix)), "decoder")
-        ] += size
+    counts = {ours: prod(entries[name].shape) for name, ours in checkpoint.names.items()}
+    sizes = dict.fromkeys((*PARTS, "decoder"), 0)
+    for ours, count in counts.items():
+        parts = [part for part, prefix in PARTS.items() if ours.startswith(prefix)]
+        sizes[parts[0] if parts else "decoder"] += count
+    sizes["total"] = sum(counts.values())
     pixels = f", {vision.image_size} px" if vision else ""
-    dtypes = [
-        f"{count} {dtype}"
-        for dtype, count in Counter(entry.dtype for entry in entries.values()).items()
-    ]
+    dtypes = Counter(entry.dtype for entry in entries.values())
+    listed = ", ".join(f"{count} {dtype}" for dtype, count in dtypes.items())
+    kind = type(checkpoint.model).__name__
     lines = [
-        f"{checkpoint.folder}: {type(checkpoint.model).__name__}{pixels}, dialect "
-        f"{checkpoint.dialect}"
+        f"{checkpoint.folder}: {kind}{pixels}, dialect {checkpoint.dialect}",
+        f"{len(entries)} tensors: {listed}",
     ]
-    lines += [f"{len(entries)} tensors: {', '.join(dtypes)}"]
-    sizes["total"] = sum(sizes.values())
-    return "\n".join([*lines, *(f"{part:<10}{size:>16,}" for part, size in sizes.items())])
+    lines += [f"{part:<10}{size:>16,}" for part, size in sizes.items()]
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> None:

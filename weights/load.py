@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from model import cpu
@@ -58,7 +58,7 @@ class _SkipInit(TorchFunctionMode):
 def empty_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     """The model of a configuration on the meta device, in eval mode: names, shapes and dtype
     without memory."""
-    cpu.check()
+    cpu.check_ways()
     with torch.device("meta"), _SkipInit():
         return kind_of(config)[0](config).to(dtype).eval()
 
@@ -77,8 +77,11 @@ class Checkpoint:
     def check(self) -> None:
         """Raise UserError for the problems."""
         if self.problems:
-            listed = f"{len(self.problems)} tensors do not fit config.json: {'; '.join(self.problems[:8])}"
-            raise UserError(f"{self.folder}: {listed}: take all files from one model")
+            count, listed = len(self.problems), "; ".join(self.problems[:8])
+            raise UserError(
+                f"{self.folder}: {count} tensors do not fit config.json: {listed}: take all files "
+                "from one model"
+            )
 
 
 def open_tensors(path: Path) -> Any:
@@ -93,7 +96,11 @@ def open_tensors(path: Path) -> Any:
         ) from None
 
 
-def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
+def save_tensors(
+    tensors: dict[str, Tensor],
+    path: Path,
+    metadata: dict[str, str],
+) -> None:
     """Write a safetensors file with the permissions of any new file: the package gives it to its
     owner alone."""
     path.touch()
@@ -105,8 +112,8 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[st
 def find_files(folder: Path) -> list[Path]:
     """model.safetensors, or the files that its index names, or an .npz. Raises UserError, also for
     both of the former."""
-    is_single = (folder / SINGLE_FILE).is_file()
-    if (index := folder / INDEX_FILE).is_file():
+    index, is_single = folder / INDEX_FILE, (folder / SINGLE_FILE).is_file()
+    if index.is_file():
         with config_errors(index):
             names = {Path(file).name for file in read_json(index)["weight_map"].values()}
             problem = f"names no file, or others than the {SINGLE_FILE} beside it"
@@ -114,7 +121,8 @@ def find_files(folder: Path) -> list[Path]:
         return [folder / name for name in sorted(names)]
     if is_single:
         return [folder / SINGLE_FILE]
-    if len(arrays := sorted(folder.glob("*.npz"))) == 1:
+    arrays = list(folder.glob("*.npz"))
+    if len(arrays) == 1:
         return arrays
     remedy = "give a model's own folder, not an adapter, a run or pickles"
     raise UserError(
@@ -129,14 +137,17 @@ def read_headers(file: Path) -> dict[str, Entry]:
 
         return npz.read_headers(file)
     opened = open_tensors(file)
-    parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-    return {
-        name: Entry(file, tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()
-    }
+    entries = {}
+    for name in opened.keys():  # noqa: SIM118
+        part = opened.get_slice(name)
+        entries[name] = Entry(file, tuple(part.get_shape()), part.get_dtype())
+    return entries
 
 
 def examine(
-    source: str | Path, revision: str | None = None, read: Callable[[Path], Any] = read_config
+    source: str | Path,
+    revision: str | None = None,
+    read: Callable[[Path], Any] = read_config,
 ) -> Checkpoint:
     """Compare the names, shapes and dtypes in the files of `source` with its config.json; no tensor
     is read.
@@ -145,28 +156,32 @@ def examine(
     file that cannot be.
     """
     path = local_path(source)
-    files = (
-        [path]
-        if path.suffix == ".npz" and path.is_file()
-        else find_files(resolve(source, PATTERNS, revision))
-    )
+    files = [path]
+    if path.suffix != ".npz" or not path.is_file():
+        files = find_files(resolve(source, PATTERNS, revision))
     folder, entries = files[0].parent, {}
     for file in files:
         found = read_headers(file)
         if twice := entries.keys() & found.keys():
             raise UserError(f"{file}: {min(twice)} is in another file, too: delete the older")
         entries |= found
-    if files[0].suffix != ".npz" or (folder / "config.json").exists():
-        return compare(folder, entries, read(folder / "config.json"))
+    config = folder / "config.json"
+    if files[0].suffix != ".npz" or config.exists():
+        return compare(folder, entries, read(config))
     for preset in PRESETS.values():
-        if not (checkpoint := compare(folder, entries, preset)).problems:
+        checkpoint = compare(folder, entries, preset)
+        if not checkpoint.problems:
             return checkpoint
     raise UserError(
         f"{files[0]}: its arrays fit no preset of model/config.py: write a config.json beside it"
     )
 
 
-def compare(folder: Path, entries: dict[str, Entry], config: Any) -> Checkpoint:
+def compare(
+    folder: Path,
+    entries: dict[str, Entry],
+    config: Any,
+) -> Checkpoint:
     """The checkpoint of these tensors, and what does not fit the model of this configuration."""
     try:
         model, kind = empty_model(config), kind_of(config)[1]
@@ -176,23 +191,24 @@ def compare(folder: Path, entries: dict[str, Entry], config: Any) -> Checkpoint:
         ) from None
     entries = {name: entry for name, entry in entries.items() if not name.startswith(kind.ignored)}
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    # 1. the dialect of most names
     is_array = any(entry.path.suffix == ".npz" for entry in entries.values())
-    spellings = {
-        dialect: mapping.dialect_names(expected, prefixes)
-        for dialect, prefixes in {**kind.dialects, mapping.NPZ: mapping.SAME}.items()
-    }
-    likely = [mapping.NPZ] if is_array else kind.dialects
-    dialect = max(likely, key=lambda name: len(spellings[name].keys() & entries.keys()))
+    dialects = {mapping.NPZ: mapping.SAME} if is_array else kind.dialects
+    spellings = {}
+    for dialect, prefixes in dialects.items():
+        spellings[dialect] = mapping.dialect_names(expected, prefixes)
+    dialect = max(dialects, key=lambda name: len(spellings[name].keys() & entries.keys()))
     allowed = {**kind.aliases, **spellings[dialect]}
     names = {name: allowed[name] for name in entries if name in allowed}
+    # 2. what does not fit
     problems = [f"missing {name}" for name in sorted(expected.keys() - names.values())]
     problems += [f"unexpected {shown(name)}" for name in sorted(entries.keys() - allowed.keys())]
     for name, entry in entries.items():
-        shape = expected.get(names.get(name, ""), entry.shape)
-        is_padded = (
-            is_array and names.get(name) == mapping.EMBEDDING and entry.shape[1:] == shape[1:]
-        )
-        fits = entry.shape == shape or is_padded and 0 <= shape[0] - entry.shape[0] <= MAX_PADDING
+        ours = names.get(name, "")
+        shape = expected.get(ours, entry.shape)
+        fits = entry.shape == shape
+        if is_array and ours == mapping.EMBEDDING and entry.shape[1:] == shape[1:]:
+            fits = 0 <= shape[0] - entry.shape[0] <= MAX_PADDING
         if not fits or entry.dtype not in STORED_DTYPES:
             problems.append(
                 f"{shown(name)} is {entry.dtype} {entry.shape}, expected floats {shape}"
@@ -224,13 +240,15 @@ def read_model(
             path = next(iter(entries.values())).path
             model.load_state_dict(npz.read_npz(path, model.state_dict(), device), assign=True)
         return pack(model, quantize, layers) if quantize else model
-    first, filled, files = {}, {}, {}  # the file's name and the tensor of each of ours; open files
-    for name in sorted(
-        names, key=lambda name: -prod(entries[name].shape)
-    ):  # the largest while little else is there
+    # the file's name and the tensor of each of ours; open files
+    first, filled, files = {}, {}, {}
+    # the largest while little else is there
+    for name in sorted(names, key=lambda name: -prod(entries[name].shape)):
         ours, file = names[name], entries[name].path
-        opened = files[file] if file in files else files.setdefault(file, open_tensors(file))
-        stored = opened.get_tensor(name)
+        if file not in files:
+            files[file] = open_tensors(file)
+        stored = files[file].get_tensor(name)
+        path = ours.removesuffix(".weight")
         if first.setdefault(ours, name) != name:
             other = open_tensors(entries[first[ours]].path).get_tensor(first[ours])
             pairs = zip(stored.split(4096), other.split(4096), strict=True)
@@ -239,7 +257,7 @@ def read_model(
                     f"{file}: {name} differs from {first[ours]}, but this model ties the two: save "
                     "it so"
                 )
-        elif (path := ours.removesuffix(".weight")) in layers:
+        elif path in layers:
             module, packed = layers.pop(path)
             module.weight = nn.Parameter(stored, requires_grad=False)
             model.set_submodule(path, packed(module, dtype, device).train(module.training))
@@ -267,17 +285,25 @@ def load_model(
     of that name comes first), or a .npz file. On the device "meta" no tensor is read. Raises as
     `examine` and `read_model`.
     """
-    if preset := preset_of(source):
-        model = empty_model(preset, dtype)
-        if torch.device(device).type != "meta":
-            system = system_of(preset.kind)
-            fill = system.initialize if system and system.initialize else initialize
-            model = fill(model.to_empty(device=device))
-        return pack(model, quantize, replaceable(model, quantize, head=True)) if quantize else model
-    return read_model(examine(source, revision), dtype, device, quantize)
+    preset = preset_of(source)
+    if preset is None:
+        return read_model(examine(source, revision), dtype, device, quantize)
+    model = empty_model(preset, dtype)
+    if torch.device(device).type != "meta":
+        system = system_of(preset.kind)
+        fill = system.initialize if system and system.initialize else initialize
+        fill(model.to_empty(device=device))
+    if quantize:
+        pack(model, quantize, replaceable(model, quantize, head=True))
+    return model
 
 
-def load_system(source: str | Path, kind: str, dtype=torch.float32, device="cpu") -> Any:
+def load_system(
+    source: str | Path,
+    kind: str,
+    dtype=torch.float32,
+    device="cpu",
+) -> Any:
     """The model of `source`, which must be of a kind of `model/registry.py`, under the
     names of transformers where it has such a model."""
     system = system_of(kind)
@@ -285,12 +311,20 @@ def load_system(source: str | Path, kind: str, dtype=torch.float32, device="cpu"
     return read_model(examine(source, read=system.config.from_file), dtype, device)
 
 
-def load_text(source: str | Path, dtype=torch.float32, device="cpu") -> Any:
+def load_text(
+    source: str | Path,
+    dtype=torch.float32,
+    device="cpu",
+) -> Any:
     """The published language model of `source`, under the names of transformers."""
     return load_system(source, "language", dtype, device)
 
 
-def load_siglip(source: str | Path, dtype=torch.float32, device="cpu") -> Siglip:
+def load_siglip(
+    source: str | Path,
+    dtype=torch.float32,
+    device="cpu",
+) -> Siglip:
     """The vision tower of `source`: of transformers' SiglipModel, or of a PaliGemma. The pooling
     head is left out."""
     if not preset_of(source) and local_path(source).suffix != ".npz":

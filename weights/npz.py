@@ -14,16 +14,13 @@ from typing import IO, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from model.common import UserError, shown
 from weights.mapping import STORED_DTYPES, Entry, big_vision_rules, is_stacked
 
-_DTYPES = {
-    "<f8": "F64",
-    "<f4": "F32",
-    "<f2": "F16",
-    "|V2": "BF16",
-}  # numpy has no bfloat16: files hold raw bytes
+# numpy has no bfloat16: files hold raw bytes
+_DTYPES = {"<f8": "F64", "<f4": "F32", "<f2": "F16", "|V2": "BF16"}
 _TREE = "params/"  # the weights; a training checkpoint holds other trees too
 
 
@@ -32,16 +29,15 @@ def _opened(path: Path) -> Iterator[tuple[zipfile.ZipFile, dict[str, zipfile.Zip
     """The archive, and the arrays of its weights by key, without "params/" and ".npy"."""
     try:
         with zipfile.ZipFile(path) as archive:
-            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-            weights = {
-                key.removeprefix(_TREE): info
-                for key, info in members.items()
-                if key.startswith(_TREE)
-            }
+            members, weights = {}, {}
+            for info in archive.infolist():
+                key = info.filename.removesuffix(".npy")
+                members[key] = info
+                if key.startswith(_TREE):
+                    weights[key.removeprefix(_TREE)] = info
             yield archive, weights or members
-    except (
-        Exception
-    ) as error:  # a damaged archive makes zipfile and numpy raise errors of many classes
+    # a damaged archive makes zipfile and numpy raise errors of many classes
+    except Exception as error:
         raise UserError(
             f"{path}: no .npz that can be read ({shown(str(error))}): download the file again"
         ) from None
@@ -49,13 +45,10 @@ def _opened(path: Path) -> Iterator[tuple[zipfile.ZipFile, dict[str, zipfile.Zip
 
 def _read_header(array: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
     """The shape and dtype of an array. Raises ValueError for what is not a plain array."""
-    version = np.lib.format.read_magic(array)
-    reader = (
-        np.lib.format.read_array_header_1_0
-        if version == (1, 0)
-        else np.lib.format.read_array_header_2_0
-    )
-    shape, fortran, dtype = reader(array)
+    read = np.lib.format.read_array_header_2_0
+    if np.lib.format.read_magic(array) == (1, 0):
+        read = np.lib.format.read_array_header_1_0
+    shape, fortran, dtype = read(array)
     if dtype.hasobject or fortran and len(shape) > 1:
         raise ValueError(
             "a pickled array, or one in Fortran order: save it with numpy.ascontiguousarray"
@@ -80,16 +73,17 @@ def read_headers(path: Path) -> dict[str, Entry]:
                     given = tuple(rule(torch.empty(shape[is_stacked(key) :], device="meta")).shape)
                 except (RuntimeError, IndexError):  # not even the right number of axes
                     given = shape
+                entry = Entry(path, given, _DTYPES.get(dtype.str, str(dtype.str)))
                 for layer in range(min(layers, 1000)):
-                    entries[template.format(layer)] = Entry(
-                        path, given, _DTYPES.get(dtype.str, str(dtype.str))
-                    )
+                    entries[template.format(layer)] = entry
     return entries
 
 
 def read_npz(
-    path: Path, wanted: Mapping[str, torch.Tensor], device: Any = "cpu"
-) -> dict[str, torch.Tensor]:
+    path: Path,
+    wanted: Mapping[str, Tensor],
+    device: Any = "cpu",
+) -> dict[str, Tensor]:
     """The parameters by our names, with the shapes and dtypes of `wanted`. Beside them, memory
     holds one layer.
 
@@ -108,9 +102,8 @@ def read_npz(
                 for layer in range(shape[0] if is_stacked(key) else 1):
                     buffer = bytearray(dtype.itemsize * prod(of_layer))
                     array.readinto(buffer)
-                    stored = torch.frombuffer(buffer, dtype=STORED_DTYPES[_DTYPES[dtype.str]]).view(
-                        of_layer
-                    )
+                    stored = torch.frombuffer(buffer, dtype=STORED_DTYPES[_DTYPES[dtype.str]])
+                    stored = stored.view(of_layer)
                     for template, rule in templates.items():
                         target, values = filled[template.format(layer)], rule(stored)
                         target[: len(values)] = values.to(device)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
@@ -38,60 +38,58 @@ class QuantizedLinear(Linear):
     """x·Wᵀ + b, where W is put back from a few bits by `unpack`."""
 
     kind: ClassVar[str]
-    encode: ClassVar[Callable]  # rows (n, in) of W to their codes and their scales
-    unpack: ClassVar[
-        Callable
-    ]  # (stored(), shape of W, dtype, start, a multiple of BLOCK_ROWS, end) to rows of W
+    # rows (n, in) of W to their codes and their scales
+    encode: ClassVar[Callable]
+    # (stored(), shape of W, dtype, start, a multiple of BLOCK_ROWS, end) to rows of W
+    unpack: ClassVar[Callable]
 
     def __init__(
-        self, linear: nn.Linear | nn.Embedding, dtype: torch.dtype | None = None, device: Any = None
+        self,
+        linear: nn.Linear | nn.Embedding,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
     ):
         """The weight is cast to `dtype` and moved to `device` first, a few rows at a time; None: as
         it is."""
         nn.Module.__init__(self)
         weight = linear.weight.detach()
-        self.out_features, self.in_features = weight.shape
+        self.shape = weight.shape
+        self.out_features, self.in_features = self.shape
         self.bias = getattr(linear, "bias", None)
         self.dtype = dtype or weight.dtype  # of the weights before
         self.original = None if weight.is_meta else sample(weight, self.dtype)
-        encoded = [
-            self.encode(rows.to(device, self.dtype))
-            for rows in weight.split(block_rows(self.in_features))
-        ]
+        blocks = weight.split(block_rows(self.in_features))
+        encoded = [self.encode(rows.to(device, self.dtype)) for rows in blocks]
         codes, scale = map(torch.cat, zip(*encoded, strict=True))
         self.weight = nn.Parameter(codes, requires_grad=False)
         for name, buffer in self.scales_of(scale).items():
             self.register_buffer(name, buffer)
 
     @staticmethod
-    def scales_of(scale: torch.Tensor) -> dict[str, torch.Tensor]:
+    def scales_of(scale: Tensor) -> dict[str, Tensor]:
         """What is stored beside the codes."""
         return {"scale": scale}
 
-    def stored(self) -> tuple[torch.Tensor, ...]:
+    def stored(self) -> tuple[Tensor, ...]:
         return self.weight, *self.buffers(recurse=False)
 
-    def multiply_few(self, x: torch.Tensor) -> torch.Tensor | None:
+    def multiply_few(self, x: Tensor) -> Tensor | None:
         """x (n, in)·Wᵀ in bf16 on a CPU; None where this PyTorch has no product for it."""
         return None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        few = (
-            x.dtype == torch.bfloat16
-            and x.device.type == "cpu"
-            and 0 < x.numel() <= FEW_ROWS * self.in_features
-        )
-        few = few and not cpu.needs_gradient(x)
-        y = self.multiply_few(x.reshape(-1, self.in_features).contiguous()) if few else None
+    def forward(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        y = None
+        few = 0 < x.numel() <= FEW_ROWS * self.in_features
+        if few and x.dtype == torch.bfloat16 and device == "cpu" and not cpu.needs_gradient(x):
+            y = self.multiply_few(x.reshape(-1, self.in_features).contiguous())
         if y is None:
-            y = _Product.apply(
-                x, self.unpack, (self.out_features, self.in_features), *self.stored()
-            )
-        return (y if self.bias is None else y + self.bias.to(y.dtype)).view(
-            *x.shape[:-1], self.out_features
-        )
+            y = _Product.apply(x, self.unpack, self.shape, *self.stored())
+        if self.bias is not None:
+            y = y + self.bias.to(y.dtype)
+        return y.view(*x.shape[:-1], self.out_features)
 
     def _apply(self, fn, recurse=True):
         """As nn.Module's, but `model.to(dtype)` moves the scales without rounding them."""
@@ -105,12 +103,11 @@ class QuantizedLinear(Linear):
     def put_back(self) -> nn.Module:
         """A plain layer of the weights that this one computes with, in the dtype that they had
         before."""
-        whole = self.unpack(
-            self.stored(), (self.out_features, self.in_features), self.dtype, 0, self.out_features
-        )
+        whole = self.unpack(self.stored(), self.shape, self.dtype, 0, self.out_features)
         with torch.device("meta"):
             plain = Linear(self.in_features, self.out_features, bias=False)
-        plain.weight, plain.bias = nn.Parameter(whole.contiguous(), requires_grad=False), self.bias
+        plain.weight = nn.Parameter(whole.contiguous(), requires_grad=False)
+        plain.bias = self.bias
         return plain.train(self.training)
 
 
@@ -142,16 +139,15 @@ class Int8Linear(QuantizedLinear):
     product."""
 
     kind = "int8"
-    scale: torch.Tensor
+    scale: Tensor
 
     @staticmethod
     def encode(rows):
         steps = rows.to(torch.float32, copy=True)
         largest = steps.abs().amax(dim=1)
         scale = (largest / 127).bfloat16().float()
-        return steps.div_(torch.where(largest > 0, scale, 1.0)[:, None]).round_().to(
-            torch.int8
-        ), scale
+        steps = steps.div_(torch.where(largest > 0, scale, 1.0)[:, None])
+        return steps.round_().to(torch.int8), scale
 
     @staticmethod
     def unpack(stored, shape, dtype, start, end):
@@ -159,9 +155,8 @@ class Int8Linear(QuantizedLinear):
         return weight[start:end].to(dtype).mul_(scale[start:end, None].to(dtype))
 
     def multiply_few(self, x):
-        if (
-            _int8_product is None or self.in_features % GROUP
-        ):  # it leaves out what exceeds whole vectors
+        # it leaves out what exceeds whole vectors
+        if _int8_product is None or self.in_features % GROUP:
             return None
         return _int8_product(x, self.weight, self.scale.bfloat16())
 
@@ -170,10 +165,10 @@ class Int8Embedding(Int8Linear):
     """An embedding whose rows are those of an `Int8Linear`, which is also the head where the two
     are tied."""
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         return self.weight[ids].to(self.dtype) * self.scale[ids].to(self.dtype)[..., None]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         return super().forward(hidden)
 
     def put_back(self):
@@ -207,35 +202,32 @@ class Nf4Linear(QuantizedLinear):
 
     @staticmethod
     def scales_of(scale):
-        codes, table, offset = (
-            torch.tensor(NF4, device=scale.device),
-            dynamic_table(scale.device),
-            scale.mean(),
-        )
+        codes = torch.tensor(NF4, device=scale.device)
+        table, offset = dynamic_table(scale.device), scale.mean()
         nested = F.pad(scale - offset, (0, -len(scale) % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
         nested_scale = nested.abs().amax(dim=1)
         steps = nested / torch.where(nested_scale > 0, nested_scale, 1.0)[:, None]
-        numbers = _nearest(steps.flatten(), table)[: len(scale)].clone()
-        buffers = {
-            "pairs": torch.cartesian_prod(codes, codes),
-            "scale": numbers,
-        }  # pairs: of each byte
-        return buffers | {"table": table, "nested_scale": nested_scale, "offset": offset}
+        return {
+            "pairs": torch.cartesian_prod(codes, codes),  # of each byte
+            "scale": _nearest(steps.flatten(), table)[: len(scale)].clone(),
+            "table": table,
+            "nested_scale": nested_scale,
+            "offset": offset,
+        }
 
     @staticmethod
     def unpack(stored, shape, dtype, start, end):
         weight, pairs, scale, table, nested_scale, offset = stored
-        first, last = start * shape[1] // GROUP, -(-end * shape[1] // GROUP)  # groups
+        width = shape[1]
+        first, last = start * width // GROUP, -(-end * width // GROUP)  # groups
         nested = nested_scale[torch.arange(first, last, device=weight.device) // NESTED_BLOCK]
         scale = table[scale[first:last].int()] * nested + offset
-        values = (
-            pairs[weight[first * GROUP // 2 : last * GROUP // 2].int()].view(-1, GROUP)
-            * scale[:, None]
-        )
-        return values.flatten()[: (end - start) * shape[1]].view(end - start, shape[1]).to(dtype)
+        codes = weight[first * GROUP // 2 : last * GROUP // 2]
+        values = pairs[codes.int()].view(-1, GROUP) * scale[:, None]
+        return values.flatten()[: (end - start) * width].view(-1, width).to(dtype)
 
 
-def dynamic_table(device: torch.device | None = None) -> torch.Tensor:
+def dynamic_table(device: torch.device | None = None) -> Tensor:
     """The 256 numbers, in [-1, 1] and in order, by which a scale is stored in 8 bits, fp32.
 
     They are 0, 1, and for e = 0 … 6 both signs of 10^(e−6) times the 2^e middles of equal parts of
@@ -249,7 +241,7 @@ def dynamic_table(device: torch.device | None = None) -> torch.Tensor:
     return torch.cat(numbers).sort().values.to(device)
 
 
-def _nearest(values: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+def _nearest(values: Tensor, codes: Tensor) -> Tensor:
     """The number of the nearest of the ascending `codes`, uint8; of two as near, the lower one."""
     middles = (codes[1:] + codes[:-1]) / 2
     if len(codes) > 16:
@@ -266,9 +258,11 @@ BF16_KINDS = ("int8",)
 MIN_OUTPUTS = 16  # a layer with fewer is a gate: it stays as it is
 
 
-def replaceable(
-    model: Adaptable, kind: str, head: bool = False
-) -> dict[str, tuple[Any, type[QuantizedLinear]]]:
+# a layer to replace and the class that does, by path
+Layers = dict[str, tuple[Any, type[QuantizedLinear]]]
+
+
+def replaceable(model: Adaptable, kind: str, head: bool = False) -> Layers:
     """The layers of `model` that `kind` replaces, and by which class, by path: all frozen linear
     layers but the head.
 
@@ -286,20 +280,24 @@ def replaceable(
         raise UserError(
             f"{type(model).__name__} cannot be quantized to {kind}: its scans need whole weights"
         )
-    layers: dict[str, tuple[Any, type[QuantizedLinear]]] = {}
-    whole = ((path, m) for path, m in model.named_modules() if not isinstance(m, QuantizedLinear))
-    for path, module in whole:
-        if isinstance(module, Embedding) or module is model.language_model.lm_head:
-            eight_bits = Int8Embedding if isinstance(module, Embedding) else Int8Linear
-            layers |= {path: (module, eight_bits)} if head and kind in BF16_KINDS else {}
+    layers = {}
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            continue
+        if isinstance(module, Embedding):
+            is_chosen, packed = head and kind in BF16_KINDS, Int8Embedding
+        elif module is model.language_model.lm_head:
+            is_chosen, packed = head and kind in BF16_KINDS, Int8Linear
         elif isinstance(module, nn.Linear) and module.out_features >= MIN_OUTPUTS:
-            layers |= (
-                {path: (module, KINDS[kind])} if head or not module.weight.requires_grad else {}
-            )
+            is_chosen, packed = head or not module.weight.requires_grad, KINDS[kind]
+        else:
+            continue
+        if is_chosen:
+            layers[path] = module, packed
     return layers
 
 
-def pack(model: Any, kind: str, layers: dict[str, tuple[Any, type[QuantizedLinear]]]) -> Any:
+def pack(model: Any, kind: str, layers: Layers) -> Any:
     """Replace these `layers` of `model`, as `replaceable` returns them; returns it."""
     for path, (module, quantized) in layers.items():
         model.set_submodule(path, quantized(module).train(module.training))

@@ -16,11 +16,12 @@ from PIL import Image
 
 from eval.vqa_scoring import exact_match
 from model.attention import Attention, attention_modules, tapped
+from model.boxes import parse_boxes
 from model.common import UserError, quoted
 from model.differential import Differential
 from model.generate import check_finite, generate
 from model.paligemma import PaliGemma
-from model.processor import Batch, Processor, parse_boxes
+from model.processor import Batch, Processor
 from model.tokenizer import SPACE, Texts
 
 ONE_MAP = {

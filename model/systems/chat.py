@@ -6,10 +6,13 @@ cannot spell control tokens: they are placed here.
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from model.common import UserError, read_json_if, read_text
 from model.generate import generate
@@ -24,7 +27,11 @@ CHATML = "<|im_start|>", "<|im_end|>", "assistant"
 SYSTEM = re.compile(r"<\|im_start\|>system(?:\\n|\n)([^'<]+)<\|im_end\|>")
 
 
-def spell(texts: Texts, text: str, slot: Sequence[int]) -> list[int]:
+def spell(
+    texts: Texts,
+    text: str,
+    slot: Sequence[int],
+) -> list[int]:
     """The ids of a text, those of `slot` in place of each `<image>`; without a slot it is text."""
     ids = []
     for place, part in enumerate(text.split(SLOT) if slot else [text]):
@@ -66,7 +73,11 @@ class TextTokenizer(Texts):
         control = [*ends, *self.marks, config.pad_token_id, config.bos_token_id, unknown]
         super().__init__(tokenizer, config.text.vocab_size, control, ends)
 
-    def prompt(self, text: str, chat: bool = False) -> list[int]:
+    def prompt(
+        self,
+        text: str,
+        chat: bool = False,
+    ) -> list[int]:
         """The ids of a text that the model is to continue, or with `chat` to answer. Raises
         UserError."""
         ids = self.conversation([(text, None)])[0] if chat else self.begin + self.encode(text)
@@ -153,14 +164,10 @@ def ask_text(
     return [tokenizer.decode(answer) for answer in answers]
 
 
-def pad_left(rows: Sequence[Sequence[int]], pad: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def pad_left(rows: Sequence[Sequence[int]], pad: int | None) -> tuple[Tensor, Tensor]:
     """Token ids (B, S) of rows of unequal length, and the attention mask (B, S). pad: None where a
     model has none."""
-    width = max(map(len, rows))
-    size = len(rows), width
-    ids = torch.full(size, pad or 0, dtype=torch.int64)
-    valid = torch.zeros(size, dtype=torch.int64)
-    for number, row in enumerate(rows):
-        ids[number, width - len(row) :] = torch.tensor(row)
-        valid[number, width - len(row) :] = 1
-    return ids, valid
+    left = partial(pad_sequence, batch_first=True, padding_side="left")
+    ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
+    valid = [torch.ones_like(row) for row in ids]
+    return left(ids, padding_value=pad or 0), left(valid)

@@ -20,15 +20,13 @@ from model.config import (
     rope_of,
 )
 
-# transformers' classes of language models, by model_type
-CLASSES = {
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-}
+# the language models, by model_type
+FAMILIES = ("gemma", "gemma2", "llama", "qwen2")
 # the control tokens of families other than Gemma's, where a file says nothing
-CONTROLS: dict[str, dict[str, int]] = {"llama": {"bos_token_id": 1, "eos_token_id": 2}, "qwen2": {}}
+CONTROLS: dict[str, dict] = {
+    "llama": {"bos_token_id": 1, "eos_token_id": 2},
+    "qwen2": {},
+}
 # of a conversation in ChatML, where no template says another
 DEFAULT_SYSTEM = "You are a helpful assistant."
 
@@ -127,53 +125,44 @@ class LanguageConfig(Config):
         """As in `Config`. What generation_config.json has comes first, as in transformers'
         `generate`."""
         raw, given = read_json(path), read_generation(path, "repetition_penalty")
+        for name in (*CONTROL_TOKENS, "repetition_penalty"):
+            if name in given:
+                raw[name] = given[name]
         with config_errors(path):
-            return cls.from_dict(
-                raw | {n: given[n] for n in (*CONTROL_TOKENS, "repetition_penalty") if n in given}
-            )
+            return cls.from_dict(raw)
 
     @classmethod
     def from_dict(cls, raw: dict) -> "LanguageConfig":
         kind = raw.get("model_type")
-        require(
-            kind in list(CLASSES),
-            f"model_type is {quoted(kind)}, expected a text model's: {', '.join(CLASSES)}",
-        )
-        require(
-            not raw.get("use_bidirectional_attention"),
-            "use_bidirectional_attention is not computed here",
-        )
-        defaults = CONTROLS.get(str(kind), CONTROL_TOKENS)
-        pad, end, bos = (raw.get(name, defaults.get(name)) for name in CONTROL_TOKENS)
-        ends = tuple(end) if isinstance(end, list) else () if end is None else (end,)
-        require(
-            all(type(id_) is int for id_ in ends),
-            f"eos_token_id is {quoted(end)}, expected token ids or null",
-        )
-        length, penalty = (
-            raw.get("max_position_embeddings", 8192),
-            raw.get("repetition_penalty") or 1.0,
-        )
-        require(
-            isinstance(penalty, int | float) and penalty > 0,
-            f"repetition_penalty is {quoted(penalty)}",
-        )
+        problem = f"model_type is {quoted(kind)}, expected a text model's: {', '.join(FAMILIES)}"
+        require(kind in FAMILIES, problem)
+        is_both_ways = raw.get("use_bidirectional_attention")
+        require(not is_both_ways, "use_bidirectional_attention is not computed here")
+        raw = CONTROLS.get(str(kind), CONTROL_TOKENS) | raw
+        end, pad = raw.get("eos_token_id"), raw.get("pad_token_id")
+        if not isinstance(end, list):
+            end = [] if end is None else [end]
+        problem = f"eos_token_id is {quoted(end)}, expected token ids or null"
+        require(all(type(id_) is int for id_ in end), problem)
+        penalty = raw.get("repetition_penalty") or 1.0
+        is_right = isinstance(penalty, int | float) and penalty > 0
+        require(is_right, f"repetition_penalty is {quoted(penalty)}")
         return cls(
             decoder_of(raw),
-            ends,
-            ends[0] if pad is None and ends else pad,
-            bos,
-            length,
+            tuple(end),
+            end[0] if pad is None and end else pad,
+            raw.get("bos_token_id"),
+            raw.get("max_position_embeddings", 8192),
             penalty,
         )
 
     def to_dict(self) -> dict:
         ends = list(self.eos_token_id)
-        values = {
-            name: v for name, v in vars(self).items() if name not in ("text", "repetition_penalty")
+        values = vars(self) | {
+            "architectures": [f"{self.text.model_type.capitalize()}ForCausalLM"],
+            "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
         }
-        values["architectures"] = [CLASSES[self.text.model_type]]
-        values["eos_token_id"] = ends[0] if len(ends) == 1 else ends or None
+        del values["text"], values["repetition_penalty"]
         return self.text.to_dict() | values
 
 
@@ -190,17 +179,22 @@ class TextModelConfig(Config):
     differential: bool = False
 
     @classmethod
-    def of(cls, plain: TextConfig, differential: bool, wide: bool = False) -> "TextModelConfig":
+    def of(
+        cls,
+        plain: TextConfig,
+        differential: bool,
+        wide: bool = False,
+    ) -> "TextModelConfig":
         """The plain model, or the differential one: half as many heads, each twice as wide (Ye et
         al. 2024, 2.2); or the plain one with such heads."""
         maps = 2 if differential or wide else 1
-        heads, key_heads = plain.num_attention_heads // maps, plain.num_key_value_heads // maps
-        sizes = {
-            "num_attention_heads": heads,
-            "num_key_value_heads": key_heads,
-            "head_dim": maps * plain.head_dim,
-        }
-        return cls(replace(plain, **sizes), differential)
+        text = replace(
+            plain,
+            num_attention_heads=plain.num_attention_heads // maps,
+            num_key_value_heads=plain.num_key_value_heads // maps,
+            head_dim=maps * plain.head_dim,
+        )
+        return cls(text, differential)
 
 
 # The plain model by name: a few thousand parameters for tests, up to two million for two cores, 90
@@ -232,17 +226,15 @@ TEXT_PRESETS = {  # vocabulary, width, layers, heads
 @dataclass(frozen=True)
 class WingsConfig(PaliGemmaConfig):
     """PaliGemma's sizes, and those of the learners. routed: with textual learners and routers, from
-    stage 2 on."""
+    stage 2 on. Its file is not in PaliGemma's format, which has no learners."""
 
     kind = "wings"
     rank: int = 64
     routed: bool = True
 
     @classmethod
-    def from_dict(cls, raw: dict) -> "WingsConfig":
-        return super(PaliGemmaConfig, cls).from_dict(
-            raw
-        )  # not in the published format, which has no learners
+    def from_dict(cls, raw: dict) -> Any:
+        return super(PaliGemmaConfig, cls).from_dict(raw)
 
     def to_dict(self) -> dict:
         return super(PaliGemmaConfig, self).to_dict()
@@ -290,11 +282,9 @@ class MambaConfig(Config):
     @property
     def rank(self) -> int:
         """R."""
-        return (
-            self.time_step_rank
-            if isinstance(self.time_step_rank, int)
-            else math.ceil(self.hidden_size / 16)
-        )
+        if isinstance(self.time_step_rank, int):
+            return self.time_step_rank
+        return math.ceil(self.hidden_size / 16)
 
     def to_dict(self) -> dict:
         beside = {"architectures": ["MambaForCausalLM"], "tie_word_embeddings": True}
@@ -345,10 +335,8 @@ class QMambaConfig(Config):
     def __post_init__(self):
         super().__post_init__()
         queries, features = self.num_image_tokens, self.vision.num_image_tokens
-        require(
-            queries <= features,
-            f"{queries} queries are more than the picture's {features} features",
-        )
+        problem = f"{queries} queries are more than the picture's {features} features"
+        require(queries <= features, problem)
         width, heads = self.projector.hidden_size, self.projector.num_attention_heads
         require(width % heads == 0, f"projector width {width} is no multiple of {heads} heads")
 
@@ -356,11 +344,8 @@ class QMambaConfig(Config):
     def num_image_tokens(self) -> int:
         """Positions of one picture in the sequence: one per query, or per feature if there are no
         queries."""
-        return (
-            self.projector.queries
-            if self.projector.projector == "qmamba"
-            else self.vision.num_image_tokens
-        )
+        has_queries = self.projector.projector == "qmamba"
+        return self.projector.queries if has_queries else self.vision.num_image_tokens
 
     pad_token_id = property(lambda self: self.text.pad_token_id)
     eos_token_id = property(lambda self: self.text.eos_token_id)

@@ -16,14 +16,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from model.attention import LayerCache
+from model.attention import LayerCache, Positions
 from model.config import require
 from model.differential import graft
 from model.gemma import Adaptable, Gemma
-from model.paligemma import initialize, summed_loss
+from model.paligemma import initialize, logits_or_loss
 from model.registry import System
-from model.systems.configs import CLASSES, TEXT_PRESETS, LanguageConfig, TextModelConfig
+from model.systems.configs import FAMILIES, TEXT_PRESETS, LanguageConfig, TextModelConfig
 from model.systems.reader import open_reader
 
 
@@ -39,15 +41,15 @@ class LanguageModel(Adaptable):
 
     def forward(
         self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
         cache: list[LayerCache] | None = None,
-        positions_to_keep: int | torch.Tensor | None = None,
+        positions_to_keep: Positions = None,
         *,
-        documents: torch.Tensor | None = None,
-        targets: torch.Tensor | None = None,
-        **unused: torch.Tensor | None,
-    ) -> torch.Tensor:
+        documents: Tensor | None = None,
+        targets: Tensor | None = None,
+        **unused: Tensor | None,
+    ) -> Tensor:
         """float32 logits (B, S, V), or those to keep; with `targets`, the loss; as
         `PaliGemma.forward`.
 
@@ -58,31 +60,28 @@ class LanguageModel(Adaptable):
         assert unused.get("pixel_values") is None, "a language model takes no pictures"
         x = self.language_model.embed(input_ids)
         if attention_mask is None:
-            length = x.shape[1] + (cache[0].length if cache else 0)
-            attention_mask = torch.ones(len(x), length, dtype=torch.int64, device=x.device)
-        causal = torch.ones_like(attention_mask)
-        hidden = self.language_model(
-            x, attention_mask.bool(), causal, cache, positions_to_keep, documents
-        )
-        head = self.language_model.head
-        if targets is None:
-            return head(hidden)
-        return summed_loss(head, self.config.text.vocab_size, hidden, targets)
+            length = cache[0].length if cache else 0
+            attention_mask = F.pad(torch.ones_like(input_ids), (length, 0), value=1)
+        causal, valid = torch.ones_like(attention_mask), attention_mask.bool()
+        hidden = self.language_model(x, valid, causal, cache, positions_to_keep, documents)
+        head, vocab_size = self.language_model.head, self.config.text.vocab_size
+        return logits_or_loss(head, vocab_size, hidden, targets)
 
     def adjusted(
         self,
-        logits: torch.Tensor,
-        prompt: torch.Tensor,
-        tokens: Sequence[torch.Tensor],
-        valid: torch.Tensor,
-    ) -> torch.Tensor:
+        logits: Tensor,
+        prompt: Tensor,
+        tokens: Sequence[Tensor],
+        valid: Tensor,
+    ) -> Tensor:
         """Logits (B, V) after the repetition penalty (Keskar et al. 2019, section 4.1) of what was
         read or said; padding was not."""
         penalty = getattr(self.config, "repetition_penalty", 1.0)
         if penalty == 1:
             return logits
         ids = torch.cat((prompt, *(token[:, None] for token in tokens)), dim=1)
-        counts = torch.zeros_like(logits).scatter_add(1, ids, valid[:, : ids.shape[1]].to(logits))
+        read = valid[:, : ids.shape[1]].to(logits)
+        counts = torch.zeros_like(logits).scatter_add(1, ids, read)
         lowered = torch.where(logits < 0, logits * penalty, logits / penalty)
         return torch.where(counts > 0, lowered, logits)
 
@@ -99,7 +98,12 @@ class TextModel(LanguageModel):
             graft(self, "split", rope_pairs="fresh", seed=seed)
 
 
-def new_model(preset: str, differential: bool, seed: int = 0, wide: bool = False) -> TextModel:
+def new_model(
+    preset: str,
+    differential: bool,
+    seed: int = 0,
+    wide: bool = False,
+) -> TextModel:
     """A model of random weights. For one seed, plain and differential models have equal embeddings,
     norms and MLPs.
 
@@ -123,6 +127,6 @@ LANGUAGE = System(
     prefixes={"language_model.lm_head.": "lm_head.", "language_model.": "model."},
     aliases={"lm_head.weight": "language_model.embed_tokens.weight"},
 )
-SYSTEMS = dict.fromkeys([LanguageConfig.kind, *CLASSES], LANGUAGE) | {
+SYSTEMS = dict.fromkeys([LanguageConfig.kind, *FAMILIES], LANGUAGE) | {
     TextModelConfig.kind: System(TextModelConfig, TextModel, asked_as="text", reader=open_reader),
 }

@@ -11,7 +11,7 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from model.attention import keep_positions
@@ -25,17 +25,17 @@ from model.systems.scan import selective_scan
 class MambaState:
     """A layer's memory of the tokens so far, of the same size for any number of them."""
 
-    conv: torch.Tensor | None = None  # (B, conv_kernel − 1, E), the convolution's last inputs
-    ssm: torch.Tensor | None = None  # (B, N, E) in fp32
+    conv: Tensor | None = None  # (B, conv_kernel − 1, E), the convolution's last inputs
+    ssm: Tensor | None = None  # (B, N, E) in fp32
 
 
 class MambaMixer(nn.Module):
     """Gated projection, short causal convolution, selective scan. Parameter names are those of
     transformers.
 
-    [x, z] = W_in h;  x = SiLU(conv(x));  [δ, B, C] = W_x x;  Δ = softplus(W_Δ δ + b_Δ);  A =
-    −exp(A_log)
-    y = scan(x, Δ, A, B, C) + D ⊙ x;  out = W_out (y ⊙ SiLU(z))
+        [x, z] = W_in h;  x = SiLU(conv(x));  [δ, B, C] = W_x x
+        Δ = softplus(W_Δ δ + b_Δ);  A = −exp(A_log)
+        y = scan(x, Δ, A, B, C) + D ⊙ x;  out = W_out (y ⊙ SiLU(z))
     """
 
     def __init__(self, config: MambaConfig):
@@ -51,8 +51,11 @@ class MambaMixer(nn.Module):
         self.out_proj = Linear(channels, config.hidden_size, bias=False)
 
     def forward(
-        self, h, valid: torch.Tensor | None = None, state: MambaState | None = None
-    ) -> torch.Tensor:
+        self,
+        h,
+        valid=None,
+        state=None,
+    ) -> Tensor:
         """h (B, S, H) to (B, S, H), from `state` on, which is updated. valid (B, S): False at
         padding, a row's end."""
         x, z = self.in_proj(h).chunk(2, dim=-1)
@@ -61,17 +64,18 @@ class MambaMixer(nn.Module):
         delta, B, C = self.x_proj(x).split(self.splits, dim=-1)
         # the bias, −7 to −2, is added in fp32: rounded to bf16 it would shift Δ by up to 2 %
         delta = F.softplus(linear(delta, self.dt_proj.weight).float() + self.dt_proj.bias.float())
-        if valid is not None:
-            delta = delta.masked_fill(
-                ~valid[..., None], 0.0
-            )  # a step with Δ = 0 leaves the state as it is
+        if valid is not None:  # a step with Δ = 0 leaves the state as it is
+            delta = delta.masked_fill(~valid[..., None], 0.0)
         y, state.ssm = selective_scan(x, delta, -self.A_log.float().exp(), B, C, state.ssm)
         y = (y + self.D.float() * x) * F.silu(z)
         return self.out_proj(y.to(h.dtype))
 
     def convolve(
-        self, x: torch.Tensor, valid: torch.Tensor | None, state: MambaState
-    ) -> torch.Tensor:
+        self,
+        x: Tensor,
+        valid: Tensor | None,
+        state: MambaState,
+    ) -> Tensor:
         """SiLU of the causal depthwise convolution of x (B, S, E), with the inputs in `state`
         before it.
 
@@ -79,15 +83,14 @@ class MambaMixer(nn.Module):
         fast on a CPU.
         """
         steps, past = x.shape[1], self.conv1d.kernel_size[0] - 1
-        inputs = (
-            F.pad(x, (0, 0, past, 0)) if state.conv is None else torch.cat((state.conv, x), dim=1)
-        )
+        if state.conv is None:
+            state.conv = x.new_zeros(len(x), past, x.shape[2])
+        inputs = torch.cat((state.conv, x), dim=1)
         if valid is None:
             state.conv = inputs[:, steps:].clone()
         else:  # the last inputs before the padding
-            state.conv = keep_positions(
-                inputs, valid.sum(1)[:, None] + torch.arange(past, device=x.device)
-            )
+            last = valid.sum(1)[:, None] + torch.arange(past, device=x.device)
+            state.conv = keep_positions(inputs, last)
         out = self.conv1d.get_parameter("bias").float()
         for shift, weight in enumerate(self.conv1d.weight[:, 0].unbind(1)):
             out = torch.addcmul(out, inputs[:, shift : shift + steps], weight)
@@ -103,8 +106,11 @@ class MambaBlock(nn.Module):
         self.mixer = MambaMixer(config)
 
     def forward(
-        self, h, valid: torch.Tensor | None = None, state: MambaState | None = None
-    ) -> torch.Tensor:
+        self,
+        h,
+        valid=None,
+        state=None,
+    ) -> Tensor:
         return h.float() + self.mixer(self.norm(h.to(self.norm.weight.dtype)), valid, state)
 
 
@@ -121,13 +127,18 @@ class Mamba(nn.Module):
         self.layers = nn.ModuleList(MambaBlock(config) for _ in range(config.num_hidden_layers))
         self.norm_f = RMSNorm(config.hidden_size, config.layer_norm_epsilon, offset=0)
 
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+    def embed(self, input_ids: Tensor) -> Tensor:
         """ids (B, S) to embeddings (B, S, H), unscaled."""
         return self.embeddings(input_ids)
 
     def forward(
-        self, x, valid=None, types=None, cache=None, positions_to_keep=None
-    ) -> torch.Tensor:
+        self,
+        x,
+        valid=None,
+        types=None,
+        cache=None,
+        positions_to_keep=None,
+    ) -> Tensor:
         """x (B, S, H) to hidden states (B, S, H) after the final norm, or those of
         `positions_to_keep`.
 
@@ -135,31 +146,33 @@ class Mamba(nn.Module):
         False at padding, on either side; its last S columns are those of x. A single step is never
         padding. `types` are ignored: image and prefix are causal, too.
         """
-        order, valid = (
-            None,
-            None if valid is None or x.shape[1] == 1 else valid[:, -x.shape[1] :].bool(),
-        )
+        order, steps = None, x.shape[1]
+        if steps == 1:
+            valid = None
         if valid is not None:
+            valid = valid[:, -steps:].bool()
             # padding is moved to the end of its row: in the recurrence and the convolution, tokens
             # must be neighbours
             order = (~valid).long().argsort(dim=1, stable=True)
             x, valid = keep_positions(x, order), valid.gather(1, order)
-        for index, layer in enumerate(self.layers):
-            if self.checkpointing and torch.is_grad_enabled() and cache is None:
+        caches = cache or [None] * len(self.layers)
+        is_checkpointed = self.checkpointing and torch.is_grad_enabled() and cache is None
+        for layer, state in zip(self.layers, caches, strict=True):
+            if is_checkpointed:
                 x = checkpoint(layer, x, valid, use_reentrant=False)
             else:
-                x = layer(x, valid, None if cache is None else cache[index])
+                x = layer(x, valid, state)
         x = self.norm_f(x)
-        return keep_positions(
-            x if order is None else keep_positions(x, order.argsort(dim=1)), positions_to_keep
-        )
+        if order is not None:
+            x = keep_positions(x, order.argsort(dim=1))
+        return keep_positions(x, positions_to_keep)
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def head(self, hidden: Tensor) -> Tensor:
         """Hidden states (…, H) to float32 logits (…, V)."""
         weight = self.embeddings.weight
         return linear(hidden.to(weight.dtype), weight).float()
 
-    def new_cache(self, capacity: int | None = None) -> list[MambaState]:
+    def new_cache(self, capacity=None) -> list[MambaState]:
         """An empty state for each layer; its size does not depend on `capacity`."""
         return [MambaState() for _ in self.layers]
 
@@ -174,7 +187,7 @@ class MambaLM(nn.Module):
 
     def forward(
         self, input_ids, attention_mask=None, *, positions_to_keep=None, cache=None, **unused
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """float32 logits (B, S, V), or those to keep, as `PaliGemma.forward`; None as
         attention_mask: no padding.
 
@@ -184,10 +197,10 @@ class MambaLM(nn.Module):
         x = self.backbone.embed(input_ids)
         return self.backbone.head(self.backbone(x, attention_mask, None, cache, positions_to_keep))
 
-    def adjusted(self, logits: torch.Tensor, *read) -> torch.Tensor:
+    def adjusted(self, logits: Tensor, *read) -> Tensor:
         return logits
 
-    def new_cache(self, capacity: int | None = None) -> list[MambaState]:
+    def new_cache(self, capacity=None) -> list[MambaState]:
         return self.backbone.new_cache()
 
 
@@ -203,11 +216,8 @@ def initialize_mixer(mixer: MambaMixer, depth: int, generator: torch.Generator) 
     mixer.out_proj.weight /= depth**0.5
     mixer.conv1d.get_parameter("bias").zero_()
     low, high = math.log(1e-3), math.log(0.1)
-    step = (
-        (torch.rand(mixer.dt_proj.out_features, generator=generator) * (high - low) + low)
-        .exp()
-        .clamp(min=1e-4)
-    )
+    drawn = torch.rand(mixer.dt_proj.out_features, generator=generator)
+    step = (drawn * (high - low) + low).exp().clamp(min=1e-4)
     mixer.dt_proj.bias.copy_(step + (-torch.expm1(-step)).log())  # softplus⁻¹
     mixer.A_log.copy_(torch.arange(1.0, mixer.A_log.shape[1] + 1).log().expand_as(mixer.A_log))
     mixer.D.fill_(1.0)

@@ -6,6 +6,9 @@ In: pictures and prompts, in which `<image>` marks the place of a picture. Out: 
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
+from model.images import Picture, load_image, pad_to_square
 from model.processor import Processor, TokenRow
 from model.systems.chat import TextTokenizer, spell
 from model.tokenizer import Texts
@@ -15,7 +18,13 @@ from model.turns import SLOT, Turn
 class SlotProcessor(Processor):
     """A picture stands where `<image>` does, or before the first prompt; bos where the text begins."""
 
-    def prompt_ids(self, prompt: str, n_images: int, has_marks: bool, is_first: bool) -> list[int]:
+    def prompt_ids(
+        self,
+        prompt: str,
+        n_images: int,
+        has_marks: bool,
+        is_first: bool,
+    ) -> list[int]:
         if is_first and not has_marks:
             prompt = SLOT * n_images + prompt
         ids = spell(self.texts, prompt + "\n", self.slot)
@@ -28,12 +37,18 @@ class SlotProcessor(Processor):
 class LanguageProcessor(SlotProcessor):
     """Beside a published language model: its tokenizer, and its turns where it has any."""
 
-    is_square = True
+    def pixels(self, picture: Picture) -> Tensor:
+        return super().pixels(pad_to_square(load_image(picture)))
 
     def open_texts(self) -> Texts:
         return TextTokenizer(self.config.language, self.tokenizer, system=self.config.system)
 
-    def layout(self, n_images: int, turns: Sequence[Turn], has_marks: bool) -> TokenRow:
+    def layout(
+        self,
+        n_images: int,
+        turns: Sequence[Turn],
+        has_marks: bool,
+    ) -> TokenRow:
         if not self.config.chat:
             return super().layout(n_images, turns, has_marks)
         if n_images and not has_marks:

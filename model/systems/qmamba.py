@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from model.attention import Attention
@@ -31,7 +31,11 @@ from model.systems.mamba import Mamba, MambaMixer, initialize_mamba, initialize_
 from model.systems.processors import SlotProcessor
 
 
-def local_mask(queries: int, keys: int, device: torch.device | str | None = None) -> torch.Tensor:
+def local_mask(
+    queries: int,
+    keys: int,
+    device=None,
+) -> Tensor:
     """Boolean mask (Q, K): query i sees the i-th span of K/Q neighbouring keys; the first K mod Q
     spans are one longer.
 
@@ -40,21 +44,26 @@ def local_mask(queries: int, keys: int, device: torch.device | str | None = None
                     . . . . . . x x
     """
     span, longer = divmod(keys, queries)
-    query, key = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)
-    start = query * span + query.clamp(max=longer)
-    return (key >= start) & (key < start + span + (query < longer))
+    number = torch.arange(queries + 1, device=device)[:, None]
+    edge = number * span + number.clamp(max=longer)
+    key = torch.arange(keys, device=device)
+    return (key >= edge[:-1]) & (key < edge[1:])
 
 
 class CrossAttention(Attention):
     """Attention whose keys and values come from a second sequence."""
 
     def forward(
-        self, x: torch.Tensor, features: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self,
+        x: Tensor,
+        features: Tensor,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         """x (B, Q, W) and features (B, K, W) to (B, Q, W); mask (Q, K), or None for none."""
-        q, k, v = self.q_proj(x), self.k_proj(features), self.v_proj(features)
-        heads = self.softmax_attention(*map(self.split_heads, (q, k, v)), mask)  # (B, N, Q, D)
-        return self.get_submodule(self.output_name)(heads.transpose(1, 2).flatten(2))
+        q = self.split_heads(self.q_proj(x))
+        k = self.split_heads(self.k_proj(features))
+        v = self.split_heads(self.v_proj(features))
+        return self.join_heads(self.softmax_attention(q, k, v, mask))
 
 
 class Connector(nn.Module):
@@ -67,7 +76,7 @@ class Connector(nn.Module):
         self.forward_mixer = MambaMixer(config.mixers)
         self.backward_mixer = MambaMixer(config.mixers)
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         out = features
         if self.order != "backward":
             out = out + self.forward_mixer(features)
@@ -86,7 +95,12 @@ class QMambaBlock(nn.Module):
         self.mixer_norm = nn.LayerNorm(width)
         self.mixer = MambaMixer(config.mixers)
         self.cross_attn = CrossAttention(
-            width, heads, heads, width // heads, bias=True, output_name="out_proj"
+            width,
+            heads,
+            heads,
+            width // heads,
+            bias=True,
+            output_name="out_proj",
         )
         self.fuse = Linear(2 * width, width)
         self.mlp_norm = nn.LayerNorm(width)
@@ -94,8 +108,11 @@ class QMambaBlock(nn.Module):
         self.fc2 = Linear(width, width)
 
     def forward(
-        self, x: torch.Tensor, features: torch.Tensor, mask: torch.Tensor | None
-    ) -> torch.Tensor:
+        self,
+        x: Tensor,
+        features: Tensor,
+        mask: Tensor | None,
+    ) -> Tensor:
         x = self.mixer_norm(x)
         x = x + self.mixer(x)
         x = self.fuse(torch.cat((x, self.cross_attn(x, features, mask)), dim=-1))
@@ -122,17 +139,19 @@ class QMambaProjector(nn.Module):
             )
         self.output = Linear(width, config.text.hidden_size)
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
+    def forward(self, features: Tensor) -> Tensor:
         """features (pictures, K, H of the vision tower) to (pictures, Q, H of the language
         model)."""
         features = self.connector(self.vision_norm(self.vision_proj(features)))
         if self.config.projector == "connector":
             return self.output(features)
-        is_local, keys = self.config.local_attention, features.shape[1]
-        mask = local_mask(len(self.queries), keys, features.device) if is_local else None
+        mask = None
+        if self.config.local_attention:
+            mask = local_mask(len(self.queries), features.shape[1], features.device)
         x = self.queries.expand(len(features), -1, -1)
+        is_checkpointed = self.checkpointing and torch.is_grad_enabled()
         for block in self.blocks:
-            if self.checkpointing and torch.is_grad_enabled():
+            if is_checkpointed:
                 x = checkpoint(block, x, features, mask, use_reentrant=False)
             else:
                 x = block(x, features, mask)
@@ -149,7 +168,8 @@ class QMamba(PaliGemma):
     @staticmethod
     def build(config: QMambaConfig) -> tuple[nn.Module, Mamba]:
         is_linear = config.projector.projector == "linear"
-        return Projector(config) if is_linear else QMambaProjector(config), Mamba(config.text)
+        projector = Projector if is_linear else QMambaProjector
+        return projector(config), Mamba(config.text)
 
     def set_checkpointing(self, on: bool) -> None:
         """For the blocks of the projector, too."""
@@ -162,10 +182,8 @@ def fill_from_mamba(projector: QMambaProjector, source: Mamba) -> None:
     sizes agree."""
     for name in ("num_hidden_layers", "hidden_size", "state_size", "expand", "conv_kernel", "rank"):
         mine, theirs = getattr(projector.config.mixers, name), getattr(source.config, name)
-        require(
-            mine == theirs,
-            f"the Mamba weights have {name} {theirs}, the projector {mine}: take others",
-        )
+        problem = f"the Mamba weights have {name} {theirs}, the projector {mine}: take others"
+        require(mine == theirs, problem)
     for block, layer in zip(projector.blocks, source.layers, strict=True):
         block.get_submodule("mixer").load_state_dict(layer.get_submodule("mixer").state_dict())
 
@@ -174,14 +192,16 @@ def fill_from_mamba(projector: QMambaProjector, source: Mamba) -> None:
 def fresh_projector(config: QMambaConfig, seed: int = 0) -> nn.Module:
     """A projector with random weights; kinds with a connector have the same weights in all the
     parts they share."""
-    if (kind := config.projector.projector) == "linear":
+    kind = config.projector.projector
+    if kind == "linear":
         return initialize(Projector(config), seed)
     with_queries = replace(config, projector=replace(config.projector, projector="qmamba"))
     projector = initialize(QMambaProjector(with_queries), seed)
     generator = torch.Generator().manual_seed(seed)
     for part, depth in ((projector.blocks, len(projector.blocks)), (projector.connector, 1)):
-        for mixer in (module for module in part.modules() if isinstance(module, MambaMixer)):
-            initialize_mixer(mixer, depth, generator)
+        for mixer in part.modules():
+            if isinstance(mixer, MambaMixer):
+                initialize_mixer(mixer, depth, generator)
     # last, so that projectors with different numbers of queries have the same other weights
     projector.queries.copy_(torch.randn(projector.queries.shape, generator=generator) * 0.02)
     if kind == "connector":

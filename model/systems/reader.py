@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from model.common import UserError
 from model.processor import Batch, TokenRow
@@ -25,13 +26,17 @@ class TextReader:
     """Rows of texts, and what may follow each."""
 
     def __init__(
-        self, encode: Callable[[str], list[int]], begin: list[int], pad: int | None, max_length: int
+        self,
+        encode: Callable[[str], list[int]],
+        begin: list[int],
+        pad: int | None,
+        max_length: int,
     ):
         # a prompt is encoded with each of its choices
         self.encode = lru_cache(maxsize=4096)(encode)
         self.begin, self.padding, self.max_length = begin, pad, max_length
 
-    def pixels(self, picture) -> torch.Tensor:
+    def pixels(self, picture) -> Tensor:
         raise UserError(
             "the model reads text alone, no pictures: take other questions, or another model"
         )
@@ -45,27 +50,41 @@ class TextReader:
         """The tokens of an answer after its prompt."""
         return self.encode(f"{prefix} {answer}")[len(self.encode(prefix.rstrip())) :]
 
-    def ask(self, model: Any, prompts: Sequence[str], *options, **more) -> list[str]:
+    def ask(
+        self,
+        model: Any,
+        prompts: Sequence[str],
+        *options,
+        **more,
+    ) -> list[str]:
         raise UserError("a model that was trained from nothing is measured, not asked")
 
     def pad(self, rows: Sequence[TokenRow]) -> Batch:
         ids, valid = pad_left([row for row, *_ in rows], self.padding)
-        no_pictures = torch.empty(0, 3, 1, 1)
-        no_index = torch.empty(0, dtype=torch.int64)
-        labels = torch.full_like(ids, -100)
-        return Batch(ids, no_pictures, torch.ones_like(ids), valid, labels, no_index)
+        return Batch(
+            ids,
+            pixel_values=torch.empty(0, 3, 1, 1),
+            token_type_ids=torch.ones_like(ids),
+            attention_mask=valid,
+            labels=torch.full_like(ids, -100),
+            image_index=torch.empty(0, dtype=torch.int64),
+        )
 
 
 class LanguageReader(TextReader):
     """The reader of a published language model, which can be asked."""
 
-    def __init__(self, tokenizer: TextTokenizer, max_length: int):
-        self.tokenizer, config = tokenizer, tokenizer.config
-        begin = tokenizer.prompt("a")[: -len(tokenizer.encode("a"))]
-        longest = min(max_length, config.max_position_embeddings)
-        super().__init__(tokenizer.encode, begin, config.pad_token_id, longest)
+    def __init__(self, tokenizer: TextTokenizer):
+        self.tokenizer, pad = tokenizer, tokenizer.config.pad_token_id
+        super().__init__(tokenizer.encode, tokenizer.begin, pad, tokenizer.max_length)
 
-    def ask(self, model: Any, prompts: Sequence[str], *options, **more) -> list[str]:
+    def ask(
+        self,
+        model: Any,
+        prompts: Sequence[str],
+        *options,
+        **more,
+    ) -> list[str]:
         """As `ask_text`."""
         return ask_text(model, self.tokenizer, prompts, *options, **more)
 
@@ -74,6 +93,6 @@ def open_reader(source: str, max_length: int) -> TextReader:
     """The reader of a language model. Raises UserError."""
     config = read_config(resolve(source, ["config.json"]) / "config.json")
     if isinstance(config, LanguageConfig):
-        return LanguageReader(load_text_tokenizer(source, max_length), max_length)
+        return LanguageReader(load_text_tokenizer(source, max_length))
     texts = Texts(load_tokenizer(find_tokenizer(source)), config.text.vocab_size, (), ())
     return TextReader(texts.encode, [BOS], PAD, max_length)

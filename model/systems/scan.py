@@ -6,21 +6,28 @@ state size (not heads), T steps of a block, whose states are in memory at the sa
 """
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 # T on a CPU. The backward pass keeps the state before each block and computes the block again: a
 # sixteenth of the memory, and faster, because a block stays in the cache.
 BLOCK = 16
-CACHE_SIZE = (
-    1 << 19
-)  # numbers that fit a CPU's cache: rows are scanned a few at a time, 1.8 times as fast
-GPU_SIZE = 1 << 26  # numbers of a block on a GPU: 256 MB, of which the backward pass holds six
+# numbers that fit a CPU's cache: rows are scanned a few at a time, 1.8 times as fast
+CACHE_SIZE = 1 << 19
+# numbers of a block on a GPU: 256 MB, of which the backward pass holds six
+GPU_SIZE = 1 << 26
 
 
 def selective_scan(
-    x, delta, A, B, C, state=None, chunk: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x,
+    delta,
+    A,
+    B,
+    C,
+    state=None,
+    chunk=None,
+) -> tuple[Tensor, Tensor]:
     """y (B, L, E) and the last state (B, N, E) of s_t = exp(Δ_t A) ⊙ s_{t−1} + (Δ_t x_t) ⊗ B_t, y_t
     = s_t C_t.
 
@@ -36,26 +43,29 @@ def selective_scan(
     if chunk is None:
         is_cpu = x.device.type == "cpu" and not isinstance(x, FakeTensor)
         chunk = 0 if is_cpu else max(1, GPU_SIZE // (batch * size * channels))
-    dtype = (
-        torch.float64
-        if torch.float64 in {tensor.dtype for tensor in (x, delta, A, B, C)}
-        else torch.float32
-    )
-    state = x.new_zeros(batch, size, channels, dtype=dtype) if state is None else state.to(dtype)
-    x, delta, A, B, C = (tensor.to(dtype).contiguous() for tensor in (x, delta, A.T, B, C))
+    given = x, delta, A.T, B, C
+    is_fp64 = any(tensor.dtype == torch.float64 for tensor in given)
+    dtype = torch.float64 if is_fp64 else torch.float32
+    x, delta, A, B, C = (tensor.to(dtype).contiguous() for tensor in given)
+    if state is None:
+        state = x.new_zeros(batch, size, channels)
+    state = state.to(dtype)
     # a decoding step: the general path would take three times as long
     if length == 1 and not torch.is_grad_enabled():
         _, states = _states(state, x, delta, A, B, parallel=False)
-        return _sum_states(C, states[:, 1:]), states[
-            :, 1
-        ].clone()  # a view would keep both states alive
-    rows = batch if chunk else max(1, CACHE_SIZE // (min(BLOCK, length) * size * channels))
-    split = zip(*(tensor.split(rows) for tensor in (x, delta, B, C, state)), strict=True)
-    parts = [
-        SelectiveScan.apply(x, delta, A, B, C, state, chunk) for x, delta, B, C, state in split
-    ]
+        y = _sum_states(C, states[:, 1:])
+        return y, states[:, 1].clone()  # a view would keep both states alive
+    rows = batch
+    if not chunk:
+        rows = max(1, CACHE_SIZE // (min(BLOCK, length) * size * channels))
+    parts = []
+    split = (tensor.split(rows) for tensor in (x, delta, B, C, state))
+    for x, delta, B, C, state in zip(*split, strict=True):
+        parts.append(SelectiveScan.apply(x, delta, A, B, C, state, chunk))
+    if len(parts) == 1:
+        return parts[0]
     y, last = zip(*parts, strict=True)
-    return (y[0], last[0]) if len(y) == 1 else (torch.cat(y), torch.cat(last))
+    return torch.cat(y), torch.cat(last)
 
 
 class SelectiveScan(torch.autograd.Function):
@@ -65,7 +75,9 @@ class SelectiveScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, delta, A, B, C, state, chunk):
         """y (B, L, E) and the last state (B, N, E), block by block."""
-        y, before, ctx.parallel, ctx.steps = torch.empty_like(x), [], bool(chunk), chunk or BLOCK
+        ctx.parallel = bool(chunk)
+        ctx.steps = chunk or BLOCK
+        y, before = torch.empty_like(x), []
         for start in range(0, x.shape[1], ctx.steps):
             block = slice(start, start + ctx.steps)
             before.append(state)
@@ -95,25 +107,24 @@ class SelectiveScan(torch.autograd.Function):
         x, delta, A, B, C, before = ctx.saved_tensors
         grad_y = grad_y.to(x.dtype)
         after = grad_state.to(x.dtype)  # a_{t+1} ⊙ g_{t+1} for the last step t of the block at hand
-        grad_x, grad_delta, grad_B, grad_C = (
-            torch.empty_like(tensor) for tensor in (x, delta, B, C)
-        )
+        grad_x = torch.empty_like(x)
+        grad_delta = torch.empty_like(delta)
         grad_A = torch.zeros_like(A)
+        grad_B = torch.empty_like(B)
+        grad_C = torch.empty_like(C)
         for start in reversed(range(0, x.shape[1], ctx.steps)):
+            # 1. the states of the block, once more
             block = slice(start, start + ctx.steps)
-            x_t, delta_t, B_t, grad_y_t = (
-                x[:, block],
-                delta[:, block],
-                B[:, block],
-                grad_y[:, block],
-            )
+            x_t, delta_t, B_t = x[:, block], delta[:, block], B[:, block]
+            grad_y_t = grad_y[:, block, None]
             decay, states = _states(before[start // ctx.steps], x_t, delta_t, A, B_t, ctx.parallel)
-            g = C[:, block, :, None] * grad_y_t[:, :, None]
+            # 2. g_t, from the last step to the first
+            g = C[:, block, :, None] * grad_y_t
             g[:, -1] += after
             _scan(decay, g, ctx.parallel, reverse=True)
             after = decay[:, 0] * g[:, 0]
-            # as batched products, these two would be several times slower
-            grad_C[:, block] = (states[:, 1:] * grad_y_t[:, :, None]).sum(-1)
+            # 3. what follows; as batched products, these two would be several times slower
+            grad_C[:, block] = (states[:, 1:] * grad_y_t).sum(-1)
             grad_B[:, block] = (g * (delta_t * x_t)[:, :, None]).sum(-1)
             grad_u = _sum_states(B_t, g)
             torch.mul(grad_u, delta_t, out=grad_x[:, block])
@@ -123,7 +134,14 @@ class SelectiveScan(torch.autograd.Function):
         return grad_x, grad_delta, grad_A, grad_B, grad_C, after, None
 
 
-def _states(state, x, delta, A, B, parallel: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _states(
+    state,
+    x,
+    delta,
+    A,
+    B,
+    parallel: bool,
+) -> tuple[Tensor, Tensor]:
     """a_t (B, T, N, E), and the states (B, T + 1, N, E) from `state` itself on."""
     decay = (delta[:, :, None] * A).exp_()
     states = decay.new_empty(len(x), x.shape[1] + 1, *A.shape)
@@ -134,21 +152,25 @@ def _states(state, x, delta, A, B, parallel: bool) -> tuple[torch.Tensor, torch.
     return decay, states
 
 
-def _scan(decay: torch.Tensor, values: torch.Tensor, parallel: bool, reverse: bool = False) -> None:
+def _scan(
+    decay: Tensor,
+    values: Tensor,
+    parallel: bool,
+    reverse: bool = False,
+) -> None:
     """v_t ← v_t + a_t ⊙ v_{t−1} for t = 1, 2, … along dimension 1, in place; reverse: v_{t−1} ←
     v_{t−1} + a_t ⊙ v_t."""
-    steps = range(1, values.shape[1])
     if parallel:
         _scan_in_parallel(decay.roll(-1 if reverse else 0, 1), values, reverse)
-    elif reverse:
-        for t in reversed(steps):
-            values[:, t - 1].addcmul_(decay[:, t], values[:, t])
-    else:
-        for t in steps:
+        return
+    for t in range(1, values.shape[1]):
+        if reverse:
+            values[:, -t - 1].addcmul_(decay[:, -t], values[:, -t])
+        else:
             values[:, t].addcmul_(decay[:, t], values[:, t - 1])
 
 
-def _scan_in_parallel(decay: torch.Tensor, values: torch.Tensor, reverse: bool) -> None:
+def _scan_in_parallel(decay: Tensor, values: Tensor, reverse: bool) -> None:
     """v_t ← v_t + a_t ⊙ v_{t−1} as in `_scan`, or with `reverse` v_t ← v_t + a_t ⊙ v_{t+1};
     overwrites `decay`, too.
 
@@ -156,27 +178,24 @@ def _scan_in_parallel(decay: torch.Tensor, values: torch.Tensor, reverse: bool) 
     Every other position takes in the one before it, they are scanned among themselves, and those
     between take in their results.
     """
-    steps, before = values.shape[1], 1 if reverse else -1
-    if steps == 1 or isinstance(
-        values, FakeTensor
-    ):  # of train/plan.py: it works in place, no memory is taken
+    steps = values.shape[1]
+    # the latter of train/plan.py: it works in place, no memory is taken
+    if steps == 1 or isinstance(values, FakeTensor):
         return
-    pairs = (steps % 2, steps - 1) if reverse else (1, steps)
-    between = ((steps - 1) % 2, steps - 2) if reverse else (2, steps)
-    slices = (
-        (slice(start, end, 2), slice(start + before, end + before, 2))
-        for start, end in (pairs, between)
-    )
-    (to, source), (rest, ends) = slices
+    to, source = slice(1, steps, 2), slice(0, steps - 1, 2)
+    rest, ends = slice(2, steps, 2), slice(1, steps - 1, 2)
+    if reverse:
+        to, source = slice(steps % 2, steps - 1, 2), slice(steps % 2 + 1, steps, 2)
+        odd = (steps - 1) % 2
+        rest, ends = slice(odd, steps - 2, 2), slice(odd + 1, steps - 1, 2)
     values[:, to].addcmul_(decay[:, to], values[:, source])
     decay[:, to].mul_(decay[:, source])
     _scan_in_parallel(decay[:, to], values[:, to], reverse)
     values[:, rest].addcmul_(decay[:, rest], values[:, ends])
 
 
-def _sum_states(weights: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+def _sum_states(weights: Tensor, states: Tensor) -> Tensor:
     """Σ_n weights (B, T, N) · states (B, T, N, E), to (B, T, E)."""
-    with torch.autocast(
-        states.device.type, enabled=False
-    ):  # autocast would compute this product in bf16
+    # autocast would compute this product in bf16
+    with torch.autocast(states.device.type, enabled=False):
         return (weights[:, :, None] @ states)[:, :, 0]

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from model.attention import Attention, LayerCache, Rope, keep_positions, tapped
 from model.config import require
@@ -48,9 +48,9 @@ class LearnerInput:
     """The keys of one kind of learner, the same in every layer."""
 
     # (B, n, H), embeddings as they enter the decoder; the layer projects keys and values from them
-    x: torch.Tensor
+    x: Tensor
     rope: Rope  # of their positions
-    mask: torch.Tensor  # (B, 1, S, Sn), cached keys included
+    mask: Tensor  # (B, 1, S, Sn), cached keys included
 
 
 class WingsRope(Rope):
@@ -60,13 +60,13 @@ class WingsRope(Rope):
     visual: LearnerInput
     textual: LearnerInput
     # (B, S, Sk): where a router counts each key; None without routers
-    buckets: torch.Tensor | None = None
+    buckets: Tensor | None = None
 
 
 class LearnerCache(LayerCache):
     """A learner's keys and values in one layer, and their columns (B, n) in the sequence."""
 
-    columns: torch.Tensor
+    columns: Tensor
 
 
 class WingsCache:
@@ -77,8 +77,11 @@ class WingsCache:
     visual: LearnerCache | None = None
     textual: LearnerCache | None = None
 
-    def __init__(self, capacity: int):
-        self.main = LayerCache(capacity)
+    def __init__(self, capacity: int | None = None):
+        self.main: Any = None if capacity is None else LayerCache(capacity)
+
+
+NO_CACHE = WingsCache()
 
 
 class Learner(nn.Module):
@@ -93,30 +96,32 @@ class Learner(nn.Module):
 
     def __init__(self, width: int, num_heads: int, rank: int):
         super().__init__()
-        assert width % (2 * num_heads) == 0, (
-            f"{width} channels cannot be cut into {num_heads} heads of an even width"
-        )
+        problem = f"{width} channels cannot be cut into {num_heads} heads of an even width"
+        assert width % (2 * num_heads) == 0, problem
         self.num_heads = num_heads
         for name in "qkvo":
-            parts = {"A": Linear(width, rank, bias=False), "B": Linear(rank, width, bias=False)}
-            self.add_module(name, nn.Sequential(OrderedDict(parts)))
+            down, up = Linear(width, rank, bias=False), Linear(rank, width, bias=False)
+            self.add_module(name, nn.Sequential(OrderedDict(A=down, B=up)))
 
     def forward(
         self, h, rope: Rope, given: LearnerInput, cache: LearnerCache | None = None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """h (B, S, H) to (B, S, H); exactly zero where a query sees no key."""
-        parts = (h, self.q), (given.x, self.k), (given.x, self.v)
-        q, k, v = (
-            (x + w(x)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x, w in parts
-        )  # (B, N, ·, H/N)
-        q, k = rope(q), given.rope(k)
+        q = rope(self.heads(h, "q"))
+        k = given.rope(self.heads(given.x, "k"))
+        v = self.heads(given.x, "v")
         if cache is not None:
             k, v = cache.extend(k, v)
         # a query with no visible key attends to all keys and its output is zeroed: an empty softmax
         # row is NaN
-        has_key = given.mask.any(-1, keepdim=True)
-        heads = F.scaled_dot_product_attention(q, k, v, given.mask | ~has_key) * has_key
+        visible = given.mask.any(-1, keepdim=True)
+        heads = F.scaled_dot_product_attention(q, k, v, given.mask | ~visible) * visible
         return self.o(heads.transpose(1, 2).flatten(2))
+
+    def heads(self, x: Tensor, name: str) -> Tensor:
+        """x·(1 + W) by head (B, N, ·, H/N)."""
+        update = self.get_submodule(name)
+        return (x + update(x)).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
 
 class Router(nn.Module):
@@ -132,7 +137,7 @@ class Router(nn.Module):
         super().__init__()
         self.linear = Linear(2 * OCTAVES, 2)
 
-    def forward(self, weights: torch.Tensor, buckets: torch.Tensor) -> torch.Tensor:
+    def forward(self, weights: Tensor, buckets: Tensor) -> Tensor:
         """Attention weights (B, N, S, Sk) and buckets (B, S, Sk) to (B, S, 2): visual, textual."""
         row = weights.float().sum(1)
         sums = row.new_zeros(*row.shape[:2], 2 * OCTAVES).scatter_add(-1, buckets, row)
@@ -153,25 +158,30 @@ class WingsAttention(Attention):
             self.router = Router()
 
     def forward(
-        self, x, rope: WingsRope, mask=None, cache: WingsCache | None = None, positions=None
-    ) -> torch.Tensor:
-        main, of_visual, of_textual = (
-            (cache.main, cache.visual, cache.textual) if cache is not None else (None,) * 3
-        )
-        visual = self.visual(x, rope, rope.visual, of_visual)
+        self,
+        x,
+        rope: WingsRope,
+        mask=None,
+        cache: WingsCache | None = None,
+        positions=None,
+    ) -> Tensor:
+        cache = cache or NO_CACHE
+        visual = self.visual(x, rope, rope.visual, cache.visual)
         if rope.buckets is None:
-            return keep_positions(super().forward(x, rope, mask, main) + visual, positions)
-        textual, outer, shares = self.textual(x, rope, rope.textual, of_textual), self.tap, []
+            attended = super().forward(x, rope, mask, cache.main)
+            return keep_positions(attended + visual, positions)
+        textual = self.textual(x, rope, rope.textual, cache.textual)
+        outer, shares = self.tap, []
 
-        def tap(weights: torch.Tensor) -> None:
+        def tap(weights: Tensor) -> None:
             shares.append(self.router(weights, rope.buckets).to(x.dtype))
             if outer is not None:
                 outer(weights)
 
         with tapped({self: tap}):
-            attended = super().forward(x, rope, mask, main)
-        visual_share, textual_share = shares[0].split(1, dim=-1)
-        return keep_positions(attended + visual_share * visual + textual_share * textual, positions)
+            attended = super().forward(x, rope, mask, cache.main)
+        of_visual, of_textual = shares[0].split(1, dim=-1)
+        return keep_positions(attended + of_visual * visual + of_textual * textual, positions)
 
 
 class WingsGemma(Gemma):
@@ -188,7 +198,14 @@ class WingsGemma(Gemma):
     def new_cache(self, capacity: int) -> list:
         return [WingsCache(capacity) for _ in self.layers]
 
-    def geometry(self, x, valid, types, cache: list | None = None, documents=None):
+    def geometry(
+        self,
+        x,
+        valid,
+        types,
+        cache: list | None = None,
+        documents=None,
+    ):
         """As `Gemma.geometry`; the rope is a `WingsRope` with the inputs of the learners and routers.
 
         The columns of a row are tokens (v_c = 1) and padding (v_c = 0), column c at position p_c = Σ_{c' ≤ c} v_{c'}.
@@ -210,40 +227,44 @@ class WingsGemma(Gemma):
         plain, full, sliding = super().geometry(x, valid, torch.ones_like(types), cache)
         rope = WingsRope(plain.positions, plain.theta, plain.stretch)
         steps, first = x.shape[1], valid.shape[1] - x.shape[1]
-        query, columns = torch.arange(first, first + steps, device=x.device), {}
+        query = pictures = torch.arange(first, first + steps, device=x.device)
         for name, kind in (("visual", 0), ("textual", 1)):
+            # 1. J_κ
             chosen = ((types == kind) & valid)[:, first:]
-            n = kind * steps if first else steps if x.is_cuda else max(1, int(chosen.sum(1).max()))
+            if first:
+                n = kind * steps
+            else:
+                n = steps if x.is_cuda else max(1, int(chosen.sum(1).max()))
             index = (~chosen).long().argsort(dim=1, stable=True)[:, :n]
-            columns[name] = first + index.masked_fill(~chosen.gather(1, index), NEVER)
+            columns = first + index.masked_fill(~chosen.gather(1, index), NEVER)
+            # 2. C_κ
             if cache and first:
-                columns[name] = torch.cat((getattr(cache[0], name).columns, columns[name]), dim=1)
+                columns = torch.cat((getattr(cache[0], name).columns, columns), dim=1)
             for layer in cache or ():
                 if first == 0:  # there is room for new text, and pictures are complete
                     setattr(layer, name, LearnerCache(n + kind * (layer.main.capacity - steps)))
-                getattr(layer, name).columns = columns[name]
-            keys = keep_positions(x, index)
-            mask = columns[name][:, None, None] <= query[:, None]
+                getattr(layer, name).columns = columns
+            # 3. what the layers read
+            if kind == 0:
+                pictures = columns
             turned = Rope(rope.positions.gather(1, index), rope.theta, rope.stretch)
-            setattr(rope, name, LearnerInput(keys, turned, mask))
+            mask = columns[:, None, None] <= query[:, None]
+            setattr(rope, name, LearnerInput(keep_positions(x, index), turned, mask))
         if self.routed:
             place = valid.long().cumsum(-1) + (self.first_position - 1)  # of the keys
-            rope.buckets = self.bucket(rope.positions, place, columns["visual"])
+            rope.buckets = self.bucket(rope.positions, place, pictures)
         return rope, full, sliding
 
     @staticmethod
-    def bucket(query: torch.Tensor, key: torch.Tensor, pictures: torch.Tensor) -> torch.Tensor:
+    def bucket(query: Tensor, key: Tensor, pictures: Tensor) -> Tensor:
         """`WingsRope.buckets` from positions of queries (B, S) and keys (B, Sk), and columns (B, n)
         of pictures."""
         distance = (query[:, :, None] - key[:, None]).clamp(min=0)
-        octave = (torch.frexp(distance + 1.0).exponent.long() - 1).clamp(
-            max=OCTAVES - 1
-        )  # octave n starts at 2ⁿ − 1
+        octave = torch.frexp(distance + 1.0).exponent.long() - 1  # octave n starts at 2ⁿ − 1
         # with one more column, which takes the padding of `pictures`
-        is_picture = key.new_zeros(len(key), key.shape[1] + 1).scatter(
-            1, pictures.clamp(max=key.shape[1]), 1
-        )[:, :-1]
-        return octave + OCTAVES * is_picture[:, None]
+        kind = F.pad(torch.zeros_like(key), (0, 1))
+        kind = kind.scatter(1, pictures.clamp(max=key.shape[1]), 1)[:, :-1]
+        return octave.clamp(max=OCTAVES - 1) + OCTAVES * kind[:, None]
 
 
 class Wings(PaliGemma):
@@ -257,41 +278,47 @@ class Wings(PaliGemma):
         if not isinstance(config, LanguageWingsConfig):
             return Projector(config), WingsGemma(config)
         width = config.text.hidden_size
-        layers = {
-            "linear_1": Linear(config.vision.hidden_size, width),
-            "gelu": nn.GELU(),
-            "linear_2": Linear(width, width),
-        }
-        return nn.Sequential(OrderedDict(layers)), WingsGemma(config)
+        first, second = Linear(config.vision.hidden_size, width), Linear(width, width)
+        projector = nn.Sequential(OrderedDict(linear_1=first, gelu=nn.GELU(), linear_2=second))
+        return projector, WingsGemma(config)
 
     def forward(
         self, input_ids, pixel_values, token_type_ids, attention_mask=None, **options
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """As `PaliGemma.forward`; of token_type_ids only the number of columns is used. All
         pictures are in the first call with a cache."""
         first = token_type_ids.shape[1] - input_ids.shape[1]
         is_text = (input_ids != self.config.image_token_id).to(token_type_ids.dtype)
-        assert not first or input_ids.is_cuda or is_text.all(), (
-            "all pictures come with the first call"
-        )
-        return super().forward(
-            input_ids, pixel_values, F.pad(is_text, (first, 0)), attention_mask, **options
-        )
+        may_read = first and not input_ids.is_cuda
+        assert not may_read or is_text.all(), "all pictures come with the first call"
+        types = F.pad(is_text, (first, 0))
+        return super().forward(input_ids, pixel_values, types, attention_mask, **options)
 
 
-def attach(base: PaliGemma, rank: int = 64, *, routed: bool = False, seed: int = 0) -> Wings:
+def attach(
+    base: PaliGemma,
+    rank: int = 64,
+    *,
+    routed: bool = False,
+    seed: int = 0,
+) -> Wings:
     """A plain PaliGemma with learners, sharing its weights; until they learn, it is `base` with all
     tokens causal."""
     is_plain = type(base) is PaliGemma and not base.grafts
-    require(
-        is_plain,
-        "learners go beside the plain attention of a PaliGemma: take a base without other parts",
+    problem = (
+        "learners go beside the plain attention of a PaliGemma: take a base without other parts"
     )
+    require(is_plain, problem)
     config = WingsConfig(**vars(base.config), rank=rank, routed=routed)
     return _assemble(config, base.state_dict(), seed).train(base.training)
 
 
-def join(config: LanguageWingsConfig, tower: Siglip, text: LanguageModel, seed: int = 0) -> Wings:
+def join(
+    config: LanguageWingsConfig,
+    tower: Siglip,
+    text: LanguageModel,
+    seed: int = 0,
+) -> Wings:
     """A language model with fresh learners and a vision tower, sharing their weights; on text alone
     it is `text`."""
     state = {f"vision_tower.{name}": tensor for name, tensor in tower.state_dict().items()}
@@ -306,32 +333,33 @@ def route(model: Wings, seed: int = 0) -> Wings:
     is exact in floating point, so the logits stay the same. Raises UserError for another model.
     """
     is_first = type(model) is Wings and not model.config.routed
-    require(
-        is_first,
-        "stage 2 of WINGS goes on from a model of stage 1, which has visual learners and no router",
+    problem = (
+        "stage 2 of WINGS goes on from a model of stage 1, which has visual learners and no router"
     )
-    state = {
-        name: 2 * p if name.endswith("visual.o.B.weight") else p
-        for name, p in model.state_dict().items()
-    }
+    require(is_first, problem)
+    state = model.state_dict()
+    for name, tensor in state.items():
+        if name.endswith("visual.o.B.weight"):
+            state[name] = 2 * tensor
     return _assemble(replace(model.config, routed=True), state, seed).train(model.training)
 
 
-def _assemble(config: WingsConfig, state: Mapping[str, torch.Tensor], seed: int) -> Wings:
+def _assemble(
+    config: WingsConfig,
+    state: Mapping[str, Tensor],
+    seed: int,
+) -> Wings:
     """A model of `config` with the tensors of `state`; parameters that are not in it are
     initialised."""
     with torch.device("meta"):
         model = Wings(config)
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
-    require(
-        not unexpected,
-        f"{unexpected[:1]} is no part of a plain PaliGemma: merge or leave out its adapter",
-    )
+    problem = f"{unexpected[:1]} is no part of a plain PaliGemma: merge or leave out its adapter"
+    require(not unexpected, problem)
     generator, fresh = torch.Generator().manual_seed(seed), {}
     for name in missing:
-        tensor = torch.zeros(
-            model.get_parameter(name).shape
-        )  # on the CPU, so that every device gets the same numbers
+        # on the CPU, so that every device gets the same numbers
+        tensor = torch.zeros(model.get_parameter(name).shape)
         if name.endswith(".A.weight"):
             nn.init.trunc_normal_(tensor, std=0.02, generator=generator)
         elif name.startswith("multi_modal_projector."):  # as in nn.Linear

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lora import adapter
 from lora.adapter import LoRALinear, quantize
@@ -78,7 +78,7 @@ def sibling(
     return plain, module
 
 
-def inputs(rows=2, width=9, hidden=24, start=1) -> tuple[torch.Tensor, Rope, torch.Tensor]:
+def inputs(rows=2, width=9, hidden=24, start=1) -> tuple[Tensor, Rope, Tensor]:
     """Hidden states, positions from `start`, and a prefix-LM mask with padding in the first row."""
     valid = torch.ones(rows, width, dtype=torch.bool)
     valid[0, :2] = False
@@ -100,7 +100,7 @@ def tiny(generation: int = 1, dtype=torch.float32) -> PaliGemma:
     return initialize(model, position_std=0.5).to(dtype).eval()
 
 
-def batch(rows=((5, 4), (2, 3))) -> dict[str, torch.Tensor]:
+def batch(rows=((5, 4), (2, 3))) -> dict[str, Tensor]:
     """A left-padded batch of (prefix, suffix) lengths after a picture of 4 tokens."""
     return left_padded(rows, 4, 28, IMAGE, seed=3)
 
@@ -115,7 +115,7 @@ def grafted(variant: str, where="both", stirred=True, **kwargs) -> PaliGemma:
     return model
 
 
-def turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def turned(x: Tensor, positions: Tensor) -> Tensor:
     """RoPE as multiplication of complex numbers, channel i with channel i + width/2; x (S,
     width)."""
     half = x.shape[-1] // 2
@@ -124,7 +124,7 @@ def turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.cat((z.real, z.imag), dim=-1)
 
 
-def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> torch.Tensor:  # noqa: C901  # every variant, written a second time
+def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> Tensor:  # noqa: C901  # every variant, written a second time
     """The output of `module` for one row x (S, H) in fp64, head by head, from its parameters and
     the papers alone."""
     kind, options = VARIANTS[variant]

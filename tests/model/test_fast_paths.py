@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
 from eval.data.records import embedded_records
@@ -45,7 +45,7 @@ def onednn(monkeypatch):
     return calls
 
 
-def gradients(output: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
+def gradients(output: Tensor, *leaves: Tensor) -> list[Tensor]:
     """Of a sum that weighs every element of `output` differently."""
     weights = torch.randn(
         output.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64
@@ -199,12 +199,12 @@ def test_the_loss_in_chunks_is_the_loss(rows_at_once, monkeypatch):
     monkeypatch.setattr(paligemma, "MAX_LOGITS", 50 * rows_at_once)
     sizes = []
     head.register_forward_hook(lambda module, args, out: sizes.append(len(out)))
-    loss = paligemma.summed_loss(head, 50, hidden, targets)
+    loss = paligemma.logits_or_loss(head, 50, hidden, targets)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert max(sizes) == min(rows_at_once, 14) and sum(sizes) == 14
     for mine, theirs in zip(torch.autograd.grad(loss, leaves), whole, strict=True):
         assert torch.allclose(mine, theirs, atol=1e-6)
-    nothing = paligemma.summed_loss(head, 50, hidden, torch.full_like(targets, -100))
+    nothing = paligemma.logits_or_loss(head, 50, hidden, torch.full_like(targets, -100))
     assert nothing == 0 and not torch.autograd.grad(nothing, hidden)[0].any()
 
 

@@ -11,7 +11,8 @@ from PIL import Image
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
-from model.images import fit, load_image, pad_to_square, to_pixels
+from model.images import load_image, to_pixels
+from model.systems.processors import pad_to_square
 from tests.files import picture
 from tests.runs import refused
 
@@ -196,4 +197,4 @@ def test_what_is_no_picture_is_one_line(tmp_path):
     refused(
         lambda: load_image(Image.new("1", (9440, 9440))), "9440 × 9440 pixels"
     )  # with alpha of 1.4 GB
-    refused(lambda: fit(Image.new("1", (1, 18_900)), SIDE, square=True), "1 × 18900 pixels")
+    refused(lambda: pad_to_square(Image.new("1", (1, 18_900))), "1 × 18900 pixels")

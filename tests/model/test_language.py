@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -102,14 +103,14 @@ def opened(folder, backend: str = "eager", **options) -> LanguageModel:
     return model
 
 
-def batch(rows=ROWS) -> dict[str, torch.Tensor]:
+def batch(rows=ROWS) -> dict[str, Tensor]:
     """A left-padded batch."""
     ids = torch.randint(3, 128, (len(rows), max(rows)), generator=torch.Generator().manual_seed(1))
     valid = (torch.arange(max(rows)) >= max(rows) - torch.tensor(rows)[:, None]).long()
     return {"input_ids": ids * valid, "attention_mask": valid}
 
 
-def theirs(hf, inputs) -> torch.Tensor:
+def theirs(hf, inputs) -> Tensor:
     """With the positions of transformers' own `generate`: the first token's is 0."""
     positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     return hf(**inputs, position_ids=positions, use_cache=False).logits

@@ -21,9 +21,10 @@ from transformers import PaliGemmaProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 import model.images as images_module
+from model.boxes import parse_boxes
 from model.config import PRESETS, PaliGemmaConfig, TextConfig, VisionConfig
 from model.images import load_image, to_pixels
-from model.processor import Batch, Processor, load_tokenizer, parse_boxes
+from model.processor import Batch, Processor, load_tokenizer
 from model.source import BUNDLED_FOLDER, resolve
 from model.tokenizer import LOCATIONS
 from tests.files import picture

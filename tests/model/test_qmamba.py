@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from torch import Tensor
 from transformers.models.mamba.modeling_mamba import MambaMixer as HFMambaMixer
 
 from model.config import VisionConfig
@@ -71,7 +72,7 @@ def test_the_mask_of_the_paper():
     assert ProjectorConfig().mixers == MambaConfig()  # the default projector takes mamba-130m
 
 
-def by_other_hands(module: QMambaProjector, x: torch.Tensor) -> torch.Tensor:
+def by_other_hands(module: QMambaProjector, x: Tensor) -> Tensor:
     """The paper's equations in fp64, over transformers' mixer and torch's attention, filled with
     our weights."""
     config = module.config
@@ -84,7 +85,7 @@ def by_other_hands(module: QMambaProjector, x: torch.Tensor) -> torch.Tensor:
         reference = HFMambaMixer(sizes, 0)
         reference.load_state_dict(mixer.state_dict())
         with pytest.MonkeyPatch.context() as patch:  # its fp32 islands, too, in fp64
-            patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+            patch.setattr(Tensor, "float", Tensor.double)
             return reference.double().eval()(h)
 
     def attention(attn, q, kv):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
 from model.config import TextConfig
@@ -39,7 +39,7 @@ def stirred(differential=True) -> TextModel:
     return model
 
 
-def ids(rows=2, width=13) -> torch.Tensor:
+def ids(rows=2, width=13) -> Tensor:
     return torch.randint(0, 64, (rows, width), generator=torch.Generator().manual_seed(5))
 
 
@@ -59,7 +59,7 @@ def test_the_model_is_transformers_diffllama():
     )
     reference = DiffLlamaForCausalLM(config).eval()
 
-    def parted(weight: torch.Tensor) -> torch.Tensor:
+    def parted(weight: Tensor) -> Tensor:
         """Rows (pairs · 2 · d) in our order to (2 · pairs · d), theirs: first halves, then second
         halves."""
         return weight.unflatten(0, (-1, 2, 8)).transpose(0, 1).flatten(0, 2)

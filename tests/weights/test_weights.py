@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import PaliGemmaForConditionalGeneration, SiglipVisionConfig, SiglipVisionModel
 
 import weights.export
@@ -60,7 +61,7 @@ def hf1():
     return hf_model(1)
 
 
-def tensors_of(hf, dialect: str = "A", head: str | None = None) -> dict[str, torch.Tensor]:
+def tensors_of(hf, dialect: str = "A", head: str | None = None) -> dict[str, Tensor]:
     """The state dict of a transformers model under the names of a dialect."""
     tensors = {name: tensor.clone() for name, tensor in hf.state_dict().items()}
     tied = tensors.pop("lm_head.weight")
@@ -69,7 +70,7 @@ def tensors_of(hf, dialect: str = "A", head: str | None = None) -> dict[str, tor
     return tensors | ({head: tied} if head else {})
 
 
-def save(folder: Path, hf, tensors: dict[str, torch.Tensor], shards: int = 1) -> Path:
+def save(folder: Path, hf, tensors: dict[str, Tensor], shards: int = 1) -> Path:
     """A model folder: config.json as transformers writes it, and the tensors in one file or in
     shards."""
     folder.mkdir(exist_ok=True)
