@@ -9,9 +9,10 @@ the share of exact answers, the log-probability of an answer and where the atten
 decides it, with 95 % intervals over contexts; needles.json with every question, layer and head, and
 a figure.
 
-A context of L tokens is prose with N facts of one form at random places, such as "The magic number
-of Oslo is 48213." A question is a fact up to its value. A context is read once, and its questions
-are asked from the cache. Training and test share no form, city, kind of value or prose.
+A context of L tokens is prose with N facts at random places, such as "The magic number of Oslo is
+48213."; each city has two, a magic and a postal number. A question is a fact up to its value. A
+context is read once, and its questions are asked from the cache. Training and test share no form,
+city, kind of value or prose.
 """
 
 import json
@@ -75,7 +76,7 @@ FORMS = {
         lambda dice: str(dice.randrange(10_000, 100_000)),
     ),
 }
-MOST = len(FORMS["test"].cities)
+MOST = 2 * len(FORMS["test"].cities)
 
 
 class Context(NamedTuple):
@@ -138,9 +139,10 @@ class Haystack:
         them. Raises UserError if they do not fit."""
         # 1. the facts
         encode = self.tokenizer.encode
-        template = dice.choice(self.form.templates)
+        cities = dice.sample(self.form.cities, -(-facts // 2))
+        pairs = [(template, city) for template in self.form.templates for city in cities]
         needles, questions = [], []
-        for city in dice.sample(self.form.cities, facts):
+        for template, city in dice.sample(pairs, facts):
             value = self.form.value(dice)
             said = template.format(city)
             needles.append(encode(f" {said} {value}."))
@@ -301,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flag(parser, "--out", "folder (default: runs/eval/needles/MODEL)", type=Path)
     args = parser.parse_args(argv)
     if max(args.facts) > MOST:
-        raise UserError(f"--facts {max(args.facts)}: there are {MOST} cities: give less")
+        raise UserError(f"--facts {max(args.facts)}: there are {MOST} of a form: give less")
     sentences = sentences_of(args.text)
     subject = model_of(args)
     model, reader = open_model(args, subject, text=True)
