@@ -20,6 +20,7 @@ import os.path
 import random
 import re
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -310,11 +311,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not isinstance(reader, LanguageReader):
         raise UserError(f"{shown(subject.name)}: is no published language model: give one")
     haystack = Haystack(reader.tokenizer, sentences, "test")
+    plan = list(product(args.lengths, args.facts))
+    for length, facts in plan:  # what does not fit is said at once
+        haystack.context(random.Random(0), length, facts, 1)
     rungs = []
-    for length in args.lengths:
-        for facts in args.facts:
-            rungs.append(measure(model, haystack, length, facts, args.contexts, args.asked))
-            print(f"{length} tokens, {facts} facts: {len(rungs[-1]['questions'])} questions")
+    for length, facts in plan:
+        rungs.append(measure(model, haystack, length, facts, args.contexts, args.asked))
+        print(
+            f"{length} tokens, {facts} facts: {len(rungs[-1]['questions'])} questions", flush=True
+        )
     folder = out_folder(args.out, "needles", subject.title)
     write_text(folder / "needles.json", json.dumps(rungs) + "\n")
     figures.save(figure(rungs, shown(subject.name)), folder / "needles.png")

@@ -123,6 +123,7 @@ def test_the_command(folder, tmp_path, capsys):
     book = tmp_path / "book.txt"
     book.write_text("Too short to be prose.\n\nIt has two lines, and that is not enough.")
     refused(lambda: needles.main([*flags, "--text", str(book)]), "book.txt", "1 sentences of prose")
+    refused(lambda: needles.main([*flags, "--facts", "2", "60"]), "60 facts fill 500 tokens")
     refused(lambda: needles.main([*flags, "--facts", "99"]), "--facts 99", "64 of a form")
     refused(lambda: needles.main(["--model", "embedded"]), "no published language model")
 
