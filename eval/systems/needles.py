@@ -287,7 +287,14 @@ def figure(rungs: Sequence[dict], title: str) -> Image.Image:
                     x, y = left + head * wide, top + layer * high
                     color = figures.accuracy_color(min(1.0, share**0.5))
                     sheet.box(x, y, x + wide, y + high, fill=color)
-    sheet.text(110, 50, "attention by layer (down) and head (across)", 12, figures.SOFT, "lm")
+    sheet.text(
+        110,
+        50,
+        "attention by layer (down) and head (across), the darker the more",
+        12,
+        figures.SOFT,
+        "lm",
+    )
     return sheet.finish()
 
 
@@ -322,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     folder = out_folder(args.out, "needles", subject.title)
     write_text(folder / "needles.json", json.dumps(rungs) + "\n")
-    figures.save(figure(rungs, shown(subject.name)), folder / "needles.png")
+    figures.save(figure(rungs, shown(subject.title)), folder / "needles.png")
     print("\n".join(["", *table(rungs), "", f"{folder}: needles.json, needles.png"]))
 
 
