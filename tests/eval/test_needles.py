@@ -110,6 +110,7 @@ def test_replies_are_those_of_one_pass(kind, folder, haystacks, seeded):
         np.testing.assert_allclose(shares.sum(0), 1, atol=1e-5)
 
 
+@pytest.mark.long
 def test_the_command(folder, tmp_path, capsys):
     """Breaks when a rung, a measure or a file is missing, or a mistake is no line."""
     flags = f"--model {folder} --contexts 3 --asked 2 --lengths 500 --facts 1 4".split()

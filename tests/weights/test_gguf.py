@@ -195,6 +195,7 @@ def rows_of(kind: str, bpe: Path) -> int:
     return 1722 if kind.startswith("gemma") else len(vocabulary(bpe)) + 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("packed", ["F32", "F16", "Q8_0", "Q4_0", "Q4_1"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_weights_are_the_files(kind, packed, bpe, tmp_path):
@@ -218,6 +219,7 @@ def test_the_weights_are_the_files(kind, packed, bpe, tmp_path):
         assert torch.allclose(logits, opened(ids).logits, atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("packed", ["F16", "Q4_1"])
 @pytest.mark.parametrize("kind", ["gemma2", "llama", "qwen2"])  # those that it opens
 def test_transformers_reads_the_same(kind, packed, bpe, tmp_path):
@@ -276,6 +278,7 @@ def test_a_llama_3(bpe, tmp_path):
     refused(lambda: main([str(tmp_path / "a.gguf"), str(tmp_path / "b")]), "than Llama 3.1's")
 
 
+@pytest.mark.long
 def test_damaged_and_foreign_files(bpe, tmp_path):
     """Breaks when a bad file has a traceback, or leaves a folder."""
     hf = hf_of("qwen2", rows_of("qwen2", bpe))
