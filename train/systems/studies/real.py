@@ -45,7 +45,7 @@ QUIET = (512, 4)  # tokens and facts
 LOUD = ((512, 16), (1024, 32))
 ASKED = 4  # facts of a context
 LENGTHS = {"few": 200, "prose": 320}  # tokens of a row
-TIMES = 1.2  # seconds of a step with two maps beside plain LoRA's, measured once
+TIMES = 1.15  # seconds of a step with two maps beside plain LoRA's, measured once
 PLAIN = ("plain", "plain again")
 ROWS: dict[str, dict] = {
     "plain": {"kind": "softmax"},
