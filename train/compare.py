@@ -17,6 +17,7 @@ STUDIES = {
     "wings": "train.systems.studies.wings",
     "qmamba": "train.systems.studies.qmamba",
     "text": "train.systems.studies.text",
+    "real": "train.systems.studies.real",
 }
 
 

@@ -6,8 +6,11 @@ browser.
                                                          side by side, linked
     python -m eval.explore --data jsonl:test.jsonl --limit 20
                                                          hits and misses
+    python -m eval.explore --model TEXT-MODEL --prompt "…" --mark "WORDS OF IT"
+                                                         a language model over a text
 
-In: a picture and a prompt, or examples with their answers. Out: one HTML file of less than 5 MB
+In: a picture and a prompt, or examples with their answers; for a language model a text, and words
+of it that are looked at in place of a picture. Out: one HTML file of less than 5 MB
 that needs neither a server nor the network: the picture and the words under the attention that
 decides each token of the answer; of a differential model both maps and what is left of them, beside
 the base model's.
@@ -21,15 +24,18 @@ from eval.command import add_flag, add_limit, command_parser, positive
 from eval.data.records import one_picture_records
 from eval.explore.page import page
 from eval.explore.record import Case
-from eval.open import add_model_flags, load_subject, models_of, open_subject, out_folder
+from eval.open import add_model_flags, load_subject, models_of, open_subject, out_folder, wording_of
 from model.common import UserError, run_command, shown, write_text
 from model.images import load_image
 
 
-def cases_of(args: argparse.Namespace) -> list[Case]:
+def cases_of(args: argparse.Namespace, is_text: bool) -> list[Case]:
     """The questions that the flags name, not yet asked. Raises UserError."""
+    if is_text:
+        return [Case(None, args.prompt, mark=args.mark)]
     if bool(args.data) == bool(args.image and args.prompt):
-        raise UserError("give --image and --prompt, or --data with examples and their answers")
+        problem = "give --image and --prompt, or --data with examples and their answers"
+        raise UserError(f"{problem}; to language models --prompt alone")
     if not args.data:
         return [Case(load_image(args.image), args.prompt)]
     records = one_picture_records(args.data, args.limit, args.images)
@@ -45,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_model_flags(parser, many=True)
     add_flag(parser, "--image", "a picture", metavar="FILE")
     add_flag(parser, "--prompt", "such as 'answer en Where is the dog?'", metavar="TEXT")
+    words = "words of the prompt of a language model, such as a needle (default: all)"
+    add_flag(parser, "--mark", words, "", metavar="TEXT")
     data = (
         "in place of both: embedded, jsonl:FILE, csv:FILE, vqav2:DIR or coco:FILE; shows hits and "
         "misses"
@@ -60,12 +68,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # 1. the questions, and the place of the page
     subjects = models_of(args)
-    cases = cases_of(args)
+    is_alone = args.prompt and not args.image and not args.data
+    is_text = is_alone and all(wording_of(subject.source) == "text" for subject in subjects)
+    cases = cases_of(args, is_text)
     out = args.out or out_folder(None, subjects[0].title) / "explore.html"
     out_folder(out.parent)
     # 2. the answers; one model is in memory at a time
     for subject in subjects:
-        model, processor = open_subject(args, subject)
+        model, processor = open_subject(args, subject, text=is_text)
         for case in cases:
             case.ask(subject.title, model, processor, args.max_new_tokens)
         del model

@@ -95,17 +95,17 @@ function base(panel, width, height) {
 
 function paint(panel, canvas, values, limit) {
   const width = Math.max(1, Math.round((canvas.clientWidth || 60) * Math.min(2, devicePixelRatio || 1)));
-  const [w, h] = panel.entry.size, height = Math.max(1, Math.round((width * h) / w)), side = panel.side;
+  const [w, h] = panel.entry.size, height = Math.max(1, Math.round((width * h) / w)), { columns, rows } = panel;
   Object.assign(canvas, { width, height });
   const pixels = new ImageData(new Uint8ClampedArray(base(panel, width, height)), width, height);
   const grid = values && patches(panel, values), colors = [rgb("--more"), rgb("--less")];
-  const between = (size) => Array.from({ length: size }, (_, n) => {
-    const at = Math.min(side - 1, Math.max(0, ((n + 0.5) * side) / size - 0.5)), low = Math.floor(at);
-    return [low, Math.min(side - 1, low + 1), at - low];
+  const between = (size, count) => Array.from({ length: size }, (_, n) => {
+    const at = Math.min(count - 1, Math.max(0, ((n + 0.5) * count) / size - 0.5)), low = Math.floor(at);
+    return [low, Math.min(count - 1, low + 1), at - low];
   });
-  const across = between(width);
-  if (grid) between(height).forEach(([top, bottom, down], y) => {
-    const row = Array.from({ length: side }, (_, n) => grid[top * side + n] * (1 - down) + grid[bottom * side + n] * down);
+  const across = between(width, columns);
+  if (grid) between(height, rows).forEach(([top, bottom, down], y) => {
+    const row = Array.from({ length: columns }, (_, n) => grid[top * columns + n] * (1 - down) + grid[bottom * columns + n] * down);
     across.forEach(([left, right, part], x) => {
       const value = row[left] * (1 - part) + row[right] * part, opacity = 0.85 * Math.min(1, Math.abs(value) / limit);
       const ink = colors[value < 0 ? 1 : 0], i = 4 * (y * width + x);
@@ -125,11 +125,11 @@ function outline(context, panel, width, height) {
     context.strokeRect(left, top, right - left, bottom - top);
   }
   if (panel.patch === null) return;
-  const size = [width / panel.side, height / panel.side], at = [panel.patch % panel.side, Math.floor(panel.patch / panel.side)];
+  const { columns, rows } = panel, size = [width / columns, height / rows], at = [panel.patch % columns, Math.floor(panel.patch / columns)];
   context.strokeRect(at[0] * size[0], at[1] * size[1], ...size);
 }
 
-const patches = (panel, values) => values.slice(panel.entry.picture[0], panel.entry.picture[0] + panel.side ** 2);
+const patches = (panel, values) => values.slice(panel.entry.picture[0], panel.entry.picture[0] + panel.entry.picture[1]);
 const largest = (values) => values.reduce((most, value) => Math.max(most, Math.abs(value)), 0);
 
 // Full color is the largest weight on the picture of all unsigned maps, at least an even share of all keys
@@ -141,10 +141,12 @@ function limitOf(panel, kind, layer, head) {
 
 // Numbers
 
+const lookedAt = (entry) => (entry.text ? "marked words" : "picture");
+
 function drawMasses(panel, [picture, prompt, answer, first], kind) {
   const list = $("dl", panel.root), bar = $(".bar", panel.root), mass = { picture, prompt, answer, first, total: picture + prompt + answer };
   const sign = kind === "change" ? (value) => (value < 0 ? "−" : "+") + percent(Math.abs(value)).replace("%", "points") : percent;
-  const rows = [["picture", "picture", 1], ["prompt", "prompt (prefix)", 2], ["answer", "answer so far (suffix)", 3]];
+  const rows = [["picture", lookedAt(panel.entry), 1], ["prompt", "prompt (prefix)", 2], ["answer", "answer so far (suffix)", 3]];
   bar.replaceChildren(...rows.map(([name, , number]) => {
     const part = make("i");
     part.style.cssText = `width:${100 * Math.max(0, mass[name])}%;background:var(--mass-${number})`;
@@ -167,6 +169,7 @@ function drawWords(panel, values) {
     const name = values[key] < 0 ? "--less" : "--more", share = Math.round((85 * Math.abs(values[key])) / most);
     span.style.background = `color-mix(in srgb, var(${name}) ${share}%, transparent)`;
     if (+key >= panel.model.prompt) span.className = +key < panel.model.prompt + panel.number ? "new" : "new later";
+    if (panel.entry.text && +key >= panel.entry.picture[0] && +key < panel.entry.picture[0] + panel.columns) span.classList.add("mark");
     return /^[ ‹]./.test(text) || +key === panel.model.prompt ? [" ", span] : [span];
   }));
 }
@@ -239,10 +242,12 @@ function drawPanel(panel, full) {
   $(".high", root).textContent = `${signed ? "+" : ""}${top} ${unit}`;
   const mass = drawMasses(panel, map.sums, kind), best = patches(panel, values).reduce((at, value, n, all) => (value > all[at] ? n : at), 0);
   const at = panel.patch ?? best, value = patches(panel, values)[at];
-  $(".where", root).textContent = `${panel.patch === null ? "Most on" : "On"} row ${Math.floor(at / panel.side) + 1}, column ${(at % panel.side) + 1} of ${panel.side}: ${percent(value, 2)}`;
+  const row = Math.floor(at / panel.columns) + 1, column = (at % panel.columns) + 1;
+  const place = panel.entry.text ? `“${model.words[panel.entry.picture[0] + at].trim() || "␣"}”` : `row ${row}, column ${column} of ${panel.columns}`;
+  $(".where", root).textContent = `${panel.patch === null ? "Most on" : "On"} ${place}: ${percent(value, 2)}`;
   drawWords(panel, values);
   if (full) { drawStrips(panel); drawLaws(panel); }
-  const summary = `${model.name}: token ${panel.token.text.trim()}, ${HINTS[kind]}, layer ${state.layer + 1}, ${head < 0 ? "mean over heads" : `head ${head + 1}`}: ${percent(mass.picture)} on the picture, ${percent(mass.first)} on the first token. ${$(".where", root).textContent}.`;
+  const summary = `${model.name}: token ${panel.token.text.trim()}, ${HINTS[kind]}, layer ${state.layer + 1}, ${head < 0 ? "mean over heads" : `head ${head + 1}`}: ${percent(mass.picture)} on the ${lookedAt(panel.entry)}, ${percent(mass.first)} on the first token. ${$(".where", root).textContent}.`;
   big.setAttribute("aria-label", summary);
   return summary;
 }
@@ -277,15 +282,17 @@ function buildPanel(entry, model) {
   grid.append(...[...root.children].slice(1));
   root.append(grid);
   const image = make("img", { src: entry.image });
-  const panel = { root, entry, model, image, side: Math.round(Math.sqrt(entry.picture[1])), patch: null, bases: new Map() };
+  const rows = entry.text ? 1 : Math.round(Math.sqrt(entry.picture[1])), columns = entry.picture[1] / rows;
+  const panel = { root, entry, model, image, columns, rows, patch: null, bases: new Map() };
+  for (const what of root.querySelectorAll(".what")) what.textContent = lookedAt(entry);
   $("h2", root).textContent = model.name;
   $(".formula", root).textContent = model.formula || "A";
   $(".hint", root).textContent = kindsOf(model).map((kind) => `${NAMES[kind]}: ${HINTS[kind]}`).join(" · ");
   $(".tokens", root).append(...model.tokens.map((token, n) => tokenButton(token, n)));
   const big = $(".big", root);
   big.onpointermove = (event) => {
-    const box = big.getBoundingClientRect(), part = (value, size) => Math.min(panel.side - 1, Math.floor((panel.side * value) / size));
-    panel.patch = part(event.clientY - box.top, box.height) * panel.side + part(event.clientX - box.left, box.width);
+    const box = big.getBoundingClientRect(), part = (value, size, count) => Math.min(count - 1, Math.floor((count * value) / size));
+    panel.patch = part(event.clientY - box.top, box.height, rows) * columns + part(event.clientX - box.left, box.width, columns);
     drawPanel(panel, false);
   };
   big.onpointerleave = () => { panel.patch = null; drawPanel(panel, false); };
@@ -318,6 +325,7 @@ async function openCase(number) {
   $("#panels").replaceChildren(...panels.map((panel) => panel.root));
   $("#prompt").textContent = entry.prompt;
   $("#picture").src = entry.image;
+  $("#picture").hidden = entry.text;
   const said = entry.models.map((model) => `${entry.models.length > 1 ? model.name + ": " : ""}${model.text || "(nothing)"}`).join(" · ");
   $("#verdict").textContent = said + (entry.truth ? ` · right: ${entry.truth}` : "");
   $("#verdict").className = entry.hit === null ? "soft" : entry.hit ? "soft hit" : "soft miss";

@@ -90,15 +90,19 @@ def model_entry(name: str, said: Said, maps: Maps) -> dict:
 def case_entry(case: Case) -> dict:
     """What the page knows of a question and its answers, but for the maps."""
     first, _ = next(iter(case.answers.values()))
+    count = int(first.slots.sum())
+    # a text has a strip in its place: a token beside the other
+    image = case.image or Image.new("RGB", (4 * count, count), "white")
     return {
+        "text": case.image is None,
         "prompt": case.prompt,
         "truth": " / ".join(dict.fromkeys(case.truths)),
         "hit": case.hit,
         "models": [model_entry(name, *answer) for name, answer in case.answers.items()],
-        "image": picture_url(case.image),
-        "size": case.image.size,
+        "image": picture_url(image),
+        "size": image.size,
         "boxes": case.boxes,
-        "picture": [int(first.slots.argmax()), int(first.slots.sum())],
+        "picture": [int(first.slots.argmax()), count],
     }
 
 

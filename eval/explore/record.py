@@ -1,13 +1,13 @@
 """What the explorer shows: every map that decides a token of an answer, by layer and head.
 
-In: a model, a picture and a prompt. Out: a `Case`, with the answer of each model and its `Maps`:
-the rows of attention of the positions that decide its tokens, recorded in one forward pass over
-prompt and answer.
+In: a model, a prompt and a picture, or a text alone and words of it. Out: a `Case`, with the answer
+of each model and its `Maps`: the rows of attention of the positions that decide its tokens,
+recorded in one forward pass over prompt and answer.
 """
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from model.differential import Differential
 from model.generate import check_finite, generate
 from model.paligemma import PaliGemma
 from model.processor import Batch, Processor
-from model.tokenizer import SPACE
+from model.tokenizer import SPACE, Texts
 
 ONE_MAP = {
     "dex": "A, one map: dex changes outputs, o − λ·o·W_D",
@@ -62,15 +62,16 @@ class Maps:
 
 @dataclass
 class Case:
-    """One question about one picture, and what each model says."""
+    """One question about one picture, or a text alone, and what each model says."""
 
-    image: Image.Image
+    image: Image.Image | None
     prompt: str
     truths: tuple[str, ...] = ()  # the right answers, none where nobody knows
     answers: dict[str, tuple[Said, Maps]] = field(default_factory=dict)  # by the model's name
     hit: bool | None = None  # whether the first model is right
     # (left, top, right, bottom) in pixels, of the first model
     boxes: list[list[float]] = field(default_factory=list)
+    mark: str = ""  # of a text alone: the words that are looked at, in place of a picture
 
     def ask(
         self,
@@ -80,11 +81,12 @@ class Case:
         limit: int,
     ) -> None:
         """Let a model answer in up to `limit` tokens, and keep its maps. Raises UserError."""
-        said = answer(model, processor, self.image, self.prompt, limit)
+        said = answer(model, processor, self.image, self.prompt, limit, self.mark)
         if not self.answers:
             if self.truths:
                 self.hit = exact_match(said.text, self.truths)
-            self.boxes = [list(box) for _, box in parse_boxes(said.text, *self.image.size)]
+            if self.image is not None:
+                self.boxes = [list(box) for _, box in parse_boxes(said.text, *self.image.size)]
         self.answers[title] = said, maps_of(model, said, quoted(self.prompt))
 
     def add_plain(self, title: str, plain: PaliGemma) -> None:
@@ -96,15 +98,26 @@ class Case:
 
 
 def answer(
-    model: PaliGemma,
-    processor: Processor,
-    image: Image.Image,
+    model: Any,
+    processor: Any,
+    image: Image.Image | None,
     prompt: str,
     limit: int,
+    mark: str = "",
 ) -> Said:
-    """The greedy answer of up to `limit` tokens. Raises UserError."""
+    """The greedy answer of up to `limit` tokens. Without an image `processor` is the reader of a
+    language model, and `mark` are words of the prompt. Raises UserError."""
+    # 1. the prompt
     device = next(model.parameters()).device
-    batch = processor([image], [prompt]).to(device)
+    is_text = image is None
+    if is_text:
+        texts = processor.tokenizer
+        row = processor.row_of(0, [(prompt, None)])
+        batch = replace(processor.pad([row]), pixel_values=None).to(device)
+    else:
+        texts = processor.texts
+        batch = processor([image], [prompt]).to(device)
+    # 2. the answer
     new = generate(
         model,
         batch.input_ids,
@@ -114,22 +127,42 @@ def answer(
         limit,
     )[0]
     ids = torch.cat((batch.input_ids[0], new)).tolist()
-    slots = np.array(ids) == processor.config.image_token_id
+    # 3. what is looked at, and the words
+    slots = np.array(ids) == getattr(model.config, "image_token_id", None)
+    if is_text:
+        slots = marked(processor, prompt, mark, ids)
     words = {}
     for position, id_ in enumerate(ids):
-        if not slots[position]:
-            words[position] = spell_token(processor, id_)
-    text = processor.decode(new.tolist())
-    return Said(batch, new, text, words, slots[:-1])
+        if is_text or not slots[position]:
+            words[position] = spell_token(texts, model.config.bos_token_id, id_)
+    return Said(batch, new, texts.decode(new.tolist()), words, slots[:-1])
 
 
-def spell_token(processor: Processor, id_: int) -> str:
+def marked(reader: Any, prompt: str, mark: str, ids: list[int]) -> np.ndarray:
+    """Which of the ids, (S,) bool, are the words `mark`, by default all but the first token."""
+    start = prompt.find(mark)
+    if start < 0:
+        raise UserError(f"--mark {quoted(mark)} is not in the prompt: give words of it")
+    end = start + len(mark) if mark else len(prompt)
+    first, last = (len(reader.encode(prompt[:place].rstrip())) for place in (start, end))
+    slots = np.zeros(len(ids), dtype=bool)
+    begin = len(reader.begin)
+    slots[max(1, begin + first) : begin + last] = True
+    return slots
+
+
+def spell_token(texts: Texts, bos: int | None, id_: int) -> str:
     """The text of a token, its spaces included; names for those without one."""
-    names = {processor.config.bos_token_id: "start", processor.config.eos_token_id: "end"}
-    # the embedding has a few rows more
-    if id_ in names or id_ >= processor.tokenizer.vocab_size():
-        return f"‹{names.get(id_, id_)}›"
-    return processor.tokenizer.id_to_piece(id_).replace(SPACE, " ")
+    if id_ == bos:
+        return "‹start›"
+    if id_ in texts.ends:
+        return "‹end›"
+    if id_ >= texts.pieces:  # the embedding has a few rows more
+        return f"‹{id_}›"
+    piece = texts.tokenizer.id_to_piece(id_)
+    if SPACE in piece or piece.isascii():
+        return piece.replace(SPACE, " ")
+    return texts.tokenizer.decode([id_])
 
 
 def decoder_layers(model: Any) -> list[Attention]:
@@ -185,7 +218,7 @@ def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
     def compare(projection, args, values: torch.Tensor) -> None:
         patches = values[0, slots].float()
         lengths = (patches - patches.mean(0)).norm(dim=-1)
-        apart.append((lengths / lengths.max()).cpu().numpy())
+        apart.append((lengths / lengths.max().clamp_min(1e-12)).cpu().numpy())
 
     # 1. one pass, up to the position that decides the last token
     batch = said.batch

@@ -1,0 +1,152 @@
+"""Needles in prose: contexts are what they say, replies are those of one pass over all tokens, and
+the explorer shows a text."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from eval.explore.__main__ import main as explore
+from eval.systems import needles
+from eval.systems.needles import FORMS, SHARES, Haystack, ask, sentences_of
+from model.attention import attention_modules, tapped
+from model.differential import graft
+from model.systems.chat import load_text_tokenizer
+from tests.eval.test_explore import data_of
+from tests.pieces import language_folder
+from tests.runs import refused
+from weights.load import load_text
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("language") / "llama"
+    language_folder(path, "llama", 2048).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def haystacks(folder) -> dict[str, Haystack]:
+    tokenizer = load_text_tokenizer(folder)
+    return {split: Haystack(tokenizer, sentences_of(None), split) for split in FORMS}
+
+
+def test_a_context_holds_its_facts(haystacks):
+    """Breaks when a context has another length, a place is not a fact's, or a question is of
+    another fact."""
+    for split, haystack in haystacks.items():
+        decode, begin = haystack.tokenizer.decode, haystack.tokenizer.begin
+        context = haystack.context(random.Random(3), 700, 6, 4)
+        assert len(context.ids) == 700
+        assert context.ids[: len(begin)] == begin
+        facts = [decode(context.ids[start:end]) for start, end in context.places]
+        assert len(set(facts)) == 6
+        for fact, (question, answer) in zip(facts[:4], context.questions, strict=True):
+            assert fact == f" {decode(question).strip()}{decode(answer)}."
+            (city,) = (city for city in FORMS[split].cities if city in fact)
+            assert sum(city in other for other in facts) == 2
+        taken = {place for start, end in context.places for place in range(start, end)}
+        rest = decode([id_ for place, id_ in enumerate(context.ids) if place not in taken])
+        assert "of Oslo" not in rest
+        assert context == haystack.context(random.Random(3), 700, 6, 4)
+        assert len(haystack.context(random.Random(4), 400, 1, 4).questions) == 1
+    refused(lambda: haystack.context(random.Random(0), 400, 16, 1), "16 facts fill 400 tokens")
+
+
+def test_training_and_test_share_nothing(haystacks):
+    """Breaks when what is tested was trained on: a city, a form, a value, a sentence."""
+    train, test = FORMS["train"], FORMS["test"]
+    assert not {*train.cities} & {*test.cities}
+    assert not {*train.templates} & {*test.templates}
+    values = [{form.value(random.Random(n)) for n in range(99)} for form in (train, test)]
+    assert not values[0] & values[1]
+    parts = [{tuple(ids) for ids in haystack.sentences} for haystack in haystacks.values()]
+    assert not parts[0] & parts[1]
+
+
+@pytest.mark.parametrize("kind", [None, "twin", "v2"])
+@torch.no_grad()
+def test_replies_are_those_of_one_pass(kind, folder, haystacks, seeded):
+    """Breaks when a question sees an earlier one, or attention is of another query, place or map."""
+    model = load_text(folder)
+    if kind:
+        graft(model, kind)
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in ("q2", "k2", "lambda", ".mu")):
+                parameter += 0.3 * torch.randn_like(parameter)
+    context = haystacks["test"].context(random.Random(1), 500, 3, 3)
+    replies = ask(model, context, "it")
+    for number, (question, answer) in enumerate(context.questions):
+        layers = attention_modules(model)
+        maps = {path: [] for path in layers}
+        inputs = {}
+        for path, layer in layers.items():
+            layer.register_forward_pre_hook(
+                lambda _, args, path=path, kept=inputs: kept.update({path: args[0]})
+            )
+        ids = torch.tensor([[*context.ids, *question, *answer]])
+        with tapped({layer: maps[path].append for path, layer in layers.items()}):
+            logits = model(ids)[0].double().log_softmax(-1)
+        first = 500 + len(question)
+        truth = logits[first - 1 : -1].gather(1, ids[0, first:, None])
+        assert replies[number].log_probability == pytest.approx(truth.sum().item(), abs=1e-4)
+        place = first - 1 + context.shared
+        rows = []
+        for path, layer in layers.items():
+            row = maps[path][0][0, :, place]
+            if kind:
+                factor = layer.factor(inputs[path])
+                factor = factor if factor.shape[-2] == 1 else factor[:, :, place, None]
+                row = layer.blend(factor[..., 0].reshape(-1, 1), row, maps[path][1][0, :, place])
+            row = row.abs() / row.abs().sum(-1, keepdim=True)
+            rows.append(row)
+        rows = torch.stack(rows)
+        start, end = context.places[number]
+        shares = replies[number].shares
+        np.testing.assert_allclose(shares[0], rows[..., start:end].sum(-1), atol=1e-5)
+        np.testing.assert_allclose(shares[2], rows[..., 0], atol=1e-5)
+        np.testing.assert_allclose(shares.sum(0), 1, atol=1e-5)
+
+
+@pytest.mark.long
+def test_the_command(folder, tmp_path, capsys):
+    """Breaks when a rung, a measure or a file is missing, or a mistake is no line."""
+    flags = f"--model {folder} --contexts 3 --asked 2 --lengths 500 --facts 1 4".split()
+    needles.main([*flags, "--out", str(tmp_path)])
+    table = capsys.readouterr().out
+    assert "| 500, 4 " in table
+    rungs = json.loads((tmp_path / "needles.json").read_text())
+    assert [len(rung["questions"]) for rung in rungs] == [3, 6]
+    assert np.shape(rungs[0]["heads"]) == (len(SHARES), 2, 2)
+    assert (tmp_path / "needles.png").stat().st_size > 1000
+    book = tmp_path / "book.txt"
+    book.write_text("Too short to be prose.\n\nIt has two lines, and that is not enough.")
+    refused(lambda: needles.main([*flags, "--text", str(book)]), "book.txt", "1 sentences of prose")
+    refused(lambda: needles.main([*flags, "--facts", "2", "60"]), "60 facts fill 500 tokens")
+    refused(lambda: needles.main([*flags, "--facts", "99"]), "--facts 99", "64 of a form")
+    refused(lambda: needles.main(["--model", "embedded"]), "no published language model")
+
+
+def test_the_explorer_shows_a_text(folder, tmp_path):
+    """Breaks when the page of a text has a picture's parts, or other words are marked."""
+    prompt, out = (
+        "The number of Oslo is 48213. Wood is cheap. The number of Oslo is",
+        tmp_path / "a.html",
+    )
+    flags = ["--model", str(folder), "--max-new-tokens", "2", "--out", str(out)]
+    explore([*flags, "--prompt", prompt, "--mark", "Oslo is 48213."])
+    (case,) = data_of(out.read_text())["cases"]
+    start, count = case["picture"]
+    words = case["models"][0]["words"]
+    assert case["text"]
+    assert "".join(words[str(start + n)] for n in range(count)) == " Oslo is 48213."
+    assert words["0"] == "‹start›"
+    assert "".join(list(words.values())[1:]).startswith(prompt)
+    explore([*flags, "--prompt", prompt])
+    (case,) = data_of(out.read_text())["cases"]
+    assert case["picture"] == [1, len(words) - 2]
+    refused(lambda: explore([*flags, "--prompt", prompt, "--mark", "Lima"]), "--mark 'Lima'")
+    pair = [*flags, "--model", "embedded", "--prompt", prompt]
+    refused(lambda: explore(pair), "to language models --prompt alone")

@@ -1,0 +1,61 @@
+"""The study on a pretrained model, on a tiny random one: rows are trained and asked as it says."""
+
+import json
+import random
+
+import pytest
+import torch
+
+from eval.systems.needles import Haystack
+from tests.pieces import language_folder
+from train.systems.studies import real
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("language") / "llama"
+    language_folder(path, "llama", 2048).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """Rungs that a tokenizer of bytes fills."""
+    monkeypatch.setattr(real, "LENGTHS", {"few": 500, "prose": 60})
+    monkeypatch.setattr(real, "QUIET", (300, 1))
+    monkeypatch.setattr(real, "LOUD", ((400, 2), (500, 3)))
+    monkeypatch.setattr(real, "ASKED", 1)
+
+
+def test_rows_to_learn_from(folder, short):
+    """Breaks when a row asks about another fact, or learns anything but the answers."""
+    haystack: Haystack = real.haystacks(str(folder), None)["train"]
+    decode = haystack.tokenizer.decode
+    ids, labels = real.row_of(haystack, "few", random.Random(2))
+    assert len(ids) == len(labels) > 500
+    answers = [id_ for id_, label in zip(ids, labels, strict=True) if label != -100]
+    assert answers == [label for label in labels if label != -100]
+    for word in decode(answers).split():
+        assert word in decode(ids[:500])
+    ids, labels = real.row_of(haystack, "prose", random.Random(2))
+    assert ids == labels
+    assert len(ids) == 60
+
+
+@pytest.mark.long
+def test_the_study(folder, short, tmp_path, capsys):
+    """Breaks when a row cannot be trained, a measure is missing, or equal rows are not equal."""
+    flags = f"--base {folder} --quick --steps 1 --contexts 2 --jobs 1 --out {tmp_path}".split()
+    real.main(flags)
+    report = capsys.readouterr().out
+    assert "twin-small, few" in report
+    cells = {}
+    for file in (tmp_path / "cells").rglob("cell.json"):
+        cell = json.loads(file.read_text())
+        cells[cell["row"]] = cell["scores"]["test"]
+    assert len(cells) == 2 * len(real.ROWS) + 1  # a control that trains longer
+    scores = cells["plain, few"]
+    assert [len(scores[name]) for name in ("exact", "quiet", "fall", "loss")] == [4, 2, 2, 2]
+    assert scores["loss"] != cells["plain again, few"]["loss"]
+    assert scores["loss"] != cells["plain, prose"]["loss"]
+    assert torch.tensor(cells["dex, few"]["signal"]).isfinite().all()

@@ -1,0 +1,312 @@
+"""GGUF files become folders whose weights are transformers', to the bit, and whose tokenizer is the
+file's; damaged and foreign files are refused in one line."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sentencepiece
+import tokenizers
+import torch
+import transformers
+
+from model.source import BUNDLED_FOLDER
+from model.systems.chat import load_text_tokenizer
+from tests.reference import randomize
+from tests.runs import refused
+from weights.gguf import main
+from weights.load import load_text
+
+gguf = pytest.importorskip("gguf")
+
+KINDS = ("gemma", "gemma2", "llama", "qwen2")
+# llama.cpp's names, the rarest first
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.layers": "blk",
+    "input_layernorm": "attn_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "self_attn.o_proj": "attn_output",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+}
+TEXTS = ["Is there a dog?", "  two  spaces", "naïve 北京 🦒", "a\n\nb\t", "1,234.5 it's", "we'll  "]
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 3e-6,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory) -> Path:
+    """A byte-level tokenizer.json, learned from a few words."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    split = tokenizers.pre_tokenizers
+    tokenizer.pre_tokenizer = split.Sequence(
+        [split.Digits(individual_digits=True), split.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=split.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXTS * 3, trainer)
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+def hf_of(kind: str, vocab_size: int, **more):
+    """A random model of transformers; with a head of its own where the family has one."""
+    names = {"gemma": "Gemma", "gemma2": "Gemma2", "llama": "Llama", "qwen2": "Qwen2"}
+    make = getattr(transformers, f"{names[kind]}Config")
+    if kind.startswith("gemma"):
+        more |= {"head_dim": 32}
+    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+    config = make(**SIZES, vocab_size=vocab_size, **ids, **more)
+    torch.manual_seed(0)
+    hf = transformers.AutoModelForCausalLM.from_config(config).eval()
+    randomize(hf)
+    return hf
+
+
+def converted(name: str, tensor: torch.Tensor, hf) -> np.ndarray:
+    """A tensor as llama.cpp writes it."""
+    kind, config = hf.config.model_type, hf.config
+    if kind.startswith("gemma") and "norm" in name:
+        tensor = tensor + 1
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for part, count in heads.items():
+        if kind == "llama" and part in name:
+            halves = tensor.unflatten(0, (count, 2, -1))
+            tensor = halves.transpose(1, 2).reshape(tensor.shape)
+    return tensor.numpy()
+
+
+def write_file(
+    path: Path, hf, bpe: Path, packed: str = "F32", factors=None, pre: str = "smollm", scaling=""
+) -> dict:
+    """A GGUF file as llama.cpp's converter writes it; what its tensors are worth, by transformers'
+    names."""
+    config, kind = hf.config, hf.config.model_type
+    writer = gguf.GGUFWriter(path, kind)
+    # 1. sizes
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    if kind != "qwen2":
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    if kind == "gemma2":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    # 2. the tokenizer
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_pad_token_id(0)
+    writer.add_chat_template("{{ messages }}")
+    if kind.startswith("gemma"):
+        sentencepiece_vocabulary(writer)
+    else:
+        byte_vocabulary(writer, bpe, pre)
+    # 3. the tensors
+    worth = {}
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
+    if scaling:
+        writer.add_string(f"{kind}.rope.scaling.type", scaling)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    for name, tensor in hf.state_dict().items():
+        if name in tied:
+            continue
+        theirs = name
+        for ours, other in NAMES.items():
+            theirs = theirs.replace(ours, other)
+        post = "post_attention_norm" if kind == "gemma2" else "ffn_norm"
+        theirs = theirs.replace("post_attention_layernorm", post)
+        stored = gguf.GGMLQuantizationType[packed if tensor.dim() == 2 else "F32"]
+        data = gguf.quantize(converted(name, tensor, hf), stored)
+        writer.add_tensor(theirs, data, raw_dtype=stored)
+        value = torch.tensor(gguf.dequantize(gguf.quantize(tensor.numpy(), stored), stored))
+        if kind.startswith("gemma") and "norm" in name:
+            value = tensor + 1 - 1  # rounded as in the file
+        worth[name] = value
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return worth
+
+
+def vocabulary(bpe: Path) -> list[str]:
+    """Its tokens, by their ids."""
+    vocab = tokenizers.Tokenizer.from_file(str(bpe)).get_vocab()
+    return sorted(vocab, key=vocab.__getitem__)
+
+
+def byte_vocabulary(writer, bpe: Path, pre: str) -> None:
+    tokens = vocabulary(bpe)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list([*tokens, "[PAD0]"])
+    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3) + [5])
+    merges = json.loads(bpe.read_text())["model"]["merges"]
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+
+
+def sentencepiece_vocabulary(writer) -> None:
+    model = str(BUNDLED_FOLDER / "tokenizer.model")
+    pieces = sentencepiece.SentencePieceProcessor(model_file=model)
+    writer.add_tokenizer_model("llama")
+    numbers = range(pieces.vocab_size())
+    writer.add_token_list([pieces.id_to_piece(n) for n in numbers])
+    writer.add_token_scores([pieces.get_score(n) for n in numbers])
+    kinds = dict.fromkeys(numbers, 1)
+    for n in numbers:
+        if pieces.id_to_piece(n).startswith("<loc"):
+            kinds[n] = 4
+        for kind, test in {2: pieces.is_unknown, 3: pieces.is_control, 6: pieces.is_byte}.items():
+            if test(n):
+                kinds[n] = kind
+    writer.add_token_types(list(kinds.values()))
+    writer.add_add_space_prefix(False)
+    writer.add_unk_token_id(3)
+
+
+def rows_of(kind: str, bpe: Path) -> int:
+    """Pieces of the vocabulary, with one that fills it up."""
+    return 1722 if kind.startswith("gemma") else len(vocabulary(bpe)) + 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("packed", ["F32", "F16", "Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_weights_are_the_files(kind, packed, bpe, tmp_path):
+    """Breaks when a tensor is of another place, order, offset or value than the file means, or the
+    folder is not transformers'."""
+    more = {} if kind.startswith("gemma") else {"tie_word_embeddings": packed == "Q8_0"}
+    if kind == "llama":
+        more |= {"attention_bias": packed == "F16", "mlp_bias": packed == "F16"}
+    hf = hf_of(kind, rows_of(kind, bpe), **more)
+    worth = write_file(tmp_path / "a.gguf", hf, bpe, packed)
+    main([str(tmp_path / "a.gguf"), str(tmp_path / "out")])
+    state = load_text(tmp_path / "out").state_dict()
+    named = {name.replace("language_model.lm_head", "lm_head"): t for name, t in state.items()}
+    named = {name.replace("language_model.", "model."): t for name, t in named.items()}
+    assert named.keys() == worth.keys()
+    assert not [name for name, value in worth.items() if not torch.equal(named[name], value)]
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ids = torch.randint(3, 100, (2, 9))
+    with torch.no_grad():
+        logits = load_text(tmp_path / "out")(ids)
+        assert torch.allclose(logits, opened(ids).logits, atol=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("packed", ["F16", "Q4_1"])
+@pytest.mark.parametrize("kind", ["gemma2", "llama", "qwen2"])  # those that it opens
+def test_transformers_reads_the_same(kind, packed, bpe, tmp_path):
+    """Breaks when the file's weights are others than transformers' own reading of it."""
+    hf = hf_of(kind, rows_of(kind, bpe))
+    write_file(tmp_path / "a.gguf", hf, bpe, packed)
+    main([str(tmp_path / "a.gguf"), str(tmp_path / "out")])
+    options = {"gguf_file": "a.gguf", "dtype": torch.float32}
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options).state_dict()
+    ours = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert ours.keys() == theirs.keys()
+    assert not [name for name, value in theirs.items() if not torch.equal(ours[name], value)]
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "llama", "qwen2"])
+def test_the_tokenizer_is_the_files(kind, bpe, tmp_path):
+    """Breaks when a text has other ids than with the tokenizer that the file was made from."""
+    write_file(tmp_path / "a.gguf", hf_of(kind, rows_of(kind, bpe)), bpe)
+    main([str(tmp_path / "a.gguf"), str(tmp_path / "out")])
+    ours = load_text_tokenizer(tmp_path / "out")
+    if kind != "gemma2":  # of a sentencepiece model transformers needs protobuf
+        opened = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert ours.config.eos_token_id == (1,)
+    assert ours.config.bos_token_id == 2
+    theirs = sentencepiece.SentencePieceProcessor(str(BUNDLED_FOLDER / "tokenizer.model"))
+    if kind != "gemma2":
+        theirs = tokenizers.Tokenizer.from_file(str(bpe))
+    for text in [*TEXTS, "detect dog <loc0012>"]:
+        ids = theirs.encode(text)
+        if kind != "gemma2":
+            ids = ids.ids
+            assert ours.decode(ids) == text
+            assert opened.encode(text, add_special_tokens=False) == ids
+        assert ours.encode(text) == ids, text
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+
+
+def test_a_llama_3(bpe, tmp_path):
+    """Breaks when the stretched RoPE of Llama 3.1, which a file has as factors, is another one, or
+    a text does not begin with bos."""
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    hf = hf_of("llama", rows_of("llama", bpe), rope_parameters=rope, head_dim=64)
+    plain = 10000.0 ** -(torch.arange(0, 64, 2) / 64)
+    factors = (plain / hf.model.rotary_emb.inv_freq).numpy().round(5)
+    assert factors.min() == 1
+    assert factors.max() == 8
+    write_file(tmp_path / "a.gguf", hf, bpe, factors=factors, pre="llama-bpe")
+    main([str(tmp_path / "a.gguf"), str(tmp_path / "out")])
+    ids = torch.randint(3, 100, (1, 400))
+    with torch.no_grad():
+        ours = load_text(tmp_path / "out")(ids)
+        assert torch.allclose(ours, hf(ids).logits, atol=1e-4)
+    assert load_text_tokenizer(tmp_path / "out").prompt("a")[0] == 2
+    write_file(tmp_path / "a.gguf", hf, bpe, factors=factors**2, pre="llama-bpe")
+    refused(lambda: main([str(tmp_path / "a.gguf"), str(tmp_path / "b")]), "than Llama 3.1's")
+
+
+@pytest.mark.long
+def test_damaged_and_foreign_files(bpe, tmp_path):
+    """Breaks when a bad file has a traceback, or leaves a folder."""
+    hf = hf_of("qwen2", rows_of("qwen2", bpe))
+    file, out = tmp_path / "a.gguf", tmp_path / "out"
+
+    def said(*parts: str) -> None:
+        refused(lambda: main([str(file), str(out)]), "a.gguf", *parts)
+        assert not out.exists()
+
+    said("not found")
+    file.write_bytes(b"")
+    said("no whole GGUF file")
+    write_file(file, hf, bpe)
+    whole = file.read_bytes()
+    for size in (3, 20, 400, len(whole) // 2, len(whole) - 100):
+        file.write_bytes(whole[:size])
+        said("no whole GGUF file")
+    for place in range(8, 20000, 499):  # whatever is damaged, it is one line or a model
+        file.write_bytes(whole[:place] + b"\xff" * 8 + whole[place + 8 :])
+        try:
+            main([str(file), str(tmp_path / f"out{place}")])
+        except ValueError as error:
+            assert "\n" not in str(error)
+    file.write_bytes(whole.replace(b"qwen2", b"qwen9"))
+    said("'qwen9'", "expected one of gemma")
+    file.write_bytes(whole.replace(b"smollm", b"rollms"))
+    said("'rollms'")
+    file.write_bytes(whole.replace(b"blk.1.attn_q.w", b"blk.1.attn_z.w"))
+    said("missing language_model.layers.1.self_attn.q_proj.weight")
+    write_file(file, hf, bpe, scaling="yarn")
+    said("rope type 'yarn'")

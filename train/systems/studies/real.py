@@ -1,0 +1,210 @@
+"""Study: does a second attention map find facts among others like them, in a model that somebody
+pretrained?
+
+    python -m train.compare --rows real --base FOLDER [--text FILE] [--quick]
+
+In: a published language model, such as `python -m weights.gguf` writes, and prose. Each row is a
+graft with LoRA beside it, trained for the same steps of one row, in two designs that leave room:
+
+- few: 1, 2 or 4 facts in 200 tokens are asked. Does what was learned in a quiet room hold in a
+  loud one?
+- prose: the next token of 320 tokens; the facts are asked without training.
+
+Tests are of other forms, cities, values and prose, see `eval/systems/needles.py`: LOUD rungs, and a
+QUIET one. The fall is what a context loses from the quiet rung to the loud ones. The control is the
+mean of two plain rows; `plain + head norm` is `shared` with λ = 0. Rates are not searched for.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from eval.systems.needles import Haystack, measure, sentences_of
+from model.differential import graft, variants_of
+from model.systems.chat import load_text_tokenizer
+from train.flags import flag, from_values
+from train.model import open_model
+from train.optim import count, rate_factor, set_rates, trainable
+from train.settings import Settings
+from train.studies import built, engine, report
+from train.studies.cells import Job, digest
+from train.studies.rules import Measure
+from train.studies.training import read_given
+from weights.fingerprint import exact_fingerprint
+from weights.load import load_text
+
+CPU = torch.device("cpu")
+QUIET = (512, 4)  # tokens and facts
+LOUD = ((512, 16), (1024, 32))
+ASKED = 4  # facts of a context
+LENGTHS = {"few": 200, "prose": 320}  # tokens of a row
+TIMES = 1.15  # seconds of a step with two maps beside plain LoRA's, measured once
+PLAIN = ("plain", "plain again")
+ROWS: dict[str, dict] = {
+    "plain": {"kind": "softmax"},
+    "plain again": {"kind": "softmax", "drawn": 1000},  # other initial values, the same rows
+    "plain + head norm": {"kind": "shared", "one_map": True},
+    "twin-small": {"kind": "twin", "mu": 0.25},
+    "v2": {"kind": "v2"},
+    "dex": {"kind": "dex"},
+}
+# written before any row but plain was trained: by row, what each design does to exact answers
+FEW_STEPS = "so few steps part no two maps far enough to cancel what both see"
+PREDICTED = {
+    "plain + head norm": ("worse", "a norm that the model never had loses what it knows"),
+    "twin-small": ("equivalent", FEW_STEPS),
+    "v2": ("equivalent", FEW_STEPS),
+    "dex": ("equivalent", "one map, and a linear change of what it reads"),
+}
+QUICK = {"seeds": 1, "contexts": 3, "steps": 5}
+
+
+@dataclass(frozen=True)
+class Options(engine.StudyOptions):
+    base: str = flag("", "folder of a published language model", metavar="FOLDER")
+    text: Path | None = flag(None, "prose (default: Python's reference manual)", metavar="FILE")
+    contexts: int = flag(30, "of a rung", least=1, metavar="N")
+    steps: int = flag(40, "of a run", least=1)
+    rate: float = flag(2e-4, "of LoRA", least=0)
+
+
+@cache
+def haystacks(base: str, text: Path | None) -> dict[str, Haystack]:
+    """By split."""
+    tokenizer = load_text_tokenizer(base)
+    sentences = sentences_of(text)
+    return {split: Haystack(tokenizer, sentences, split) for split in ("train", "test")}
+
+
+def row_of(haystack: Haystack, design: str, dice: random.Random) -> tuple[list[int], list[int]]:
+    """Token ids, and labels: answers alone, or all tokens of prose; −100 means none."""
+    length = LENGTHS[design]
+    if design == "prose":
+        ids = sum(haystack.prose(dice, length), [])
+        return ids, ids
+    context = haystack.context(dice, length, dice.choice((1, 2, 4)), 2)
+    ids, labels = list(context.ids), [-100] * length
+    for question, answer in context.questions:
+        ids += question + answer
+        labels += [-100] * len(question) + answer
+    return ids, labels
+
+
+def loss_of(model: Any, ids: list[int], labels: list[int]) -> torch.Tensor:
+    """Nats a token."""
+    logits = model(torch.tensor([ids]))[0, :-1]
+    return F.cross_entropy(logits, torch.tensor(labels[1:]))
+
+
+def make(options: Options, job: Job, folder: Path) -> dict:
+    """Train a row, and ask it."""
+    # 1. the model, its graft and LoRA
+    changes = dict(job.changes)
+    design, steps, kind = (changes.pop(name) for name in ("design", "steps", "kind"))
+    seed = job.seed + changes.pop("drawn", 0)
+    model = load_text(options.base)
+    if changes.pop("one_map", False):
+        graft(model, kind, seed=seed)
+        for variant in variants_of(model).values():
+            built.without_second_map(variant)
+        kind = "softmax"
+    option = tuple(f"{name}={value}" for name, value in changes.items())
+    settings = Settings(base=options.base, device="cpu", attention=kind, option=option)
+    settings = replace(settings, r=16, alpha=32.0, lr=options.rate, seed=seed)
+    model, optimizer = open_model(settings, CPU, model)
+    # 2. training
+    of = haystacks(options.base, options.text)
+    dice = random.Random(f"train/{job.seed}")
+    learned = list(trainable(model).values())
+    for step in range(steps):
+        set_rates(optimizer, rate_factor(step, steps, 0.1, "cosine"))
+        loss_of(model.train(), *row_of(of["train"], design, dice)).backward()
+        torch.nn.utils.clip_grad_norm_(learned, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    # 3. what it finds, and what it costs elsewhere
+    scores = asked(model.eval(), of["test"], options.contexts)
+    return {"scores": {"test": scores}, "facts": {"parameters": count(learned)}}
+
+
+@torch.no_grad()
+def asked(model: Any, haystack: Haystack, contexts: int) -> dict[str, list[float]]:
+    """The scores of all measures."""
+    exact = {}
+    scores = {"exact": [], "signal": []}
+    for rung in (QUIET, *LOUD):
+        questions = measure(model, haystack, *rung, contexts, ASKED)["questions"]
+        right = [float(question["exact"]) for question in questions]
+        exact[rung] = np.reshape(right, (contexts, ASKED)).mean(1)
+        if rung == QUIET:
+            scores["quiet"] = right
+            continue
+        scores["exact"] += right
+        scores["signal"] += [float(np.log(q["asked"] / q["others"])) for q in questions]
+    loud = np.mean([exact[rung] for rung in LOUD], axis=0)
+    scores["fall"] = (exact[QUIET] - loud).tolist()
+    dice = random.Random("prose")
+    rows = [row_of(haystack, "prose", dice) for _ in range(contexts)]
+    scores["loss"] = [loss_of(model, *row).item() for row in rows]
+    return scores
+
+
+def study_of(options: Options) -> engine.Study:
+    # 1. the rows of each design, beside its plain ones
+    rows, tables = {}, {}
+    for design in LENGTHS:
+        names = {row: f"{row}, {design}" for row in ROWS}
+        for row, name in names.items():
+            rows[name] = (*{"design": design, "steps": options.steps, **ROWS[row]}.items(),)
+        plain = tuple(names[row] for row in PLAIN)
+        variants = [name for row, name in names.items() if row not in PLAIN]
+        tables[f"plain LoRA, {design}"] = dict.fromkeys(variants, plain)
+        tables[f"plain, A/A, {design}"] = {plain[1]: plain[:1]}
+    two_maps = [f"{row}, few" for row in ("twin-small", "v2")]
+    tables["one plain row, few"] = dict.fromkeys(two_maps, ("plain, few",))
+    # 2. the measures
+    contexts = range(options.contexts)
+    one = [context for context in contexts for _ in range(ASKED)]
+    many = [f"{rung}/{context}" for rung in LOUD for context in one]
+    rungs = [f"{length} tokens, {facts} facts" for length, facts in LOUD for _ in one]
+    beside = {"is_share": False, "in_mean": False}
+    signal = "attention, log of asked ÷ others"
+    loss = "loss on prose, nats"
+    measures = {
+        "exact": Measure("exact among many", many, rungs=rungs),
+        "quiet": Measure("exact among few", one, in_mean=False),
+        "fall": Measure("the fall", contexts, less_is_better=True, in_mean=False),
+        "signal": Measure(signal, many, margin=0.2, rungs=rungs, failed=-20.0, **beside),
+        "loss": Measure(loss, contexts, margin=0.03, less_is_better=True, failed=11.0, **beside),
+    }
+    # 3. the study
+    predictions = []
+    for row, (verdict, reason) in PREDICTED.items():
+        predictions += [(f"{row}, {design}", "exact", verdict, reason) for design in LENGTHS]
+    decided = exact_fingerprint(load_text(options.base)), tuple(sentences_of(options.text))
+    return engine.Study(
+        name="compare-real",
+        title="Two attention maps in a pretrained model: one fact among many",
+        rows=rows,
+        make=partial(make, options),
+        key=digest(decided, options.contexts, options.rate),
+        measures=measures,
+        beside=tables,
+        main="exact",
+        lengthen=("steps", options.steps, dict.fromkeys(two_maps, TIMES)),
+        predictions=tuple(predictions),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    given = read_given(Options, argv, "train.compare --rows real", __doc__, QUICK)
+    options = from_values(Options, given)
+    options = replace(options, out=options.out or Path("runs", "compare-real"))
+    print(report.write(engine.run(study_of(options), options)))
