@@ -425,21 +425,21 @@ def test_disabled(kind, inputs, model):
     "options",
     [
         {},
-        {"kind": "split", "rope_pairs": "fresh", "norm": False},
-        {"kind": "dex", "heads": [1, 3], "feed_forward": "swiglu-new"},
-        {"kind": "shared", "where": "both", "lambda_init": 0.3},
-        {"kind": "v2"},
-        {"kind": "twin", "where": "vision", "r": 3, "alpha": 5.0},
+        {"attention": "split", "rope_pairs": "fresh", "norm": False},
+        {"attention": "dex", "heads": [1, 3], "feed_forward": "swiglu-new"},
+        {"attention": "shared", "diff_in": "both", "lambda_init": 0.3},
+        {"attention": "v2"},
+        {"attention": "twin", "diff_in": "vision", "r": 3, "alpha": 5.0},
     ],
-    ids=lambda options: options.get("kind", "plain"),
+    ids=lambda options: options.get("attention", "plain"),
 )
 def test_saved_and_loaded_here_is_the_same_to_the_bit(tmp_path, hf, inputs, model, options):
     """Breaks when a rank, an alpha, the dropout, or a variant's options or parameters are lost in
     the files."""
     if options:
         graft(model, **options)
-    if options.get("where") == "vision":  # a second call, in another order
-        graft(model, "dex", where="decoder")
+    if options.get("diff_in") == "vision":  # a second call, in another order
+        graft(model, "dex", diff_in="decoder")
     inject(model, ["q_proj", "o_proj", "fc1"], r=3, alpha=10, dropout=0.25)
     inject(model, ["v_proj"], r=5, alpha=1, dropout=0.25)
     inject(model, ["k_proj", "fc2"], r=2, alpha=90, dropout=0.25)
@@ -461,6 +461,7 @@ def test_saved_and_loaded_here_is_the_same_to_the_bit(tmp_path, hf, inputs, mode
             peft.PeftModel.from_pretrained(copy.deepcopy(hf), str(tmp_path))
         config = json.loads((tmp_path / "adapter_config.json").read_text())
         (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"peft_type": "LORA"}))
+        assert {"kind", "where"} < config["differential"][0].keys()  # as files written before
     again = ours(hf)
     assert load(again, tmp_path) == list(lora_layers(model))
     assert torch.equal(again(**inputs), model(**inputs))

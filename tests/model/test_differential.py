@@ -105,11 +105,11 @@ def batch(rows=((5, 4), (2, 3))) -> dict[str, torch.Tensor]:
     return left_padded(rows, 4, 28, IMAGE, seed=3)
 
 
-def grafted(variant: str, where="both", stirred=True, **kwargs) -> PaliGemma:
+def grafted(variant: str, diff_in="both", stirred=True, **kwargs) -> PaliGemma:
     model = tiny(**kwargs)
     plain_names = set(model.state_dict())
     kind, options = VARIANTS[variant]
-    graft(model, kind, where=where, **options)
+    graft(model, kind, diff_in=diff_in, **options)
     if stirred:
         stir(model, plain_names)
     return model
@@ -238,7 +238,7 @@ def test_exact_variants_start_at_the_base_to_the_bit(variant, dtype, backend, ge
     kind, options = VARIANTS[variant]
     with torch.no_grad():
         base = model(**batch())
-        graft(model, kind, where="both", **options)
+        graft(model, kind, diff_in="both", **options)
         assert torch.equal(model(**batch()), base)
         adapter.inject(model, TARGETS, 4, 8.0, dropout=0.5)
         assert torch.equal(model.train()(**batch()), base)
@@ -325,7 +325,7 @@ def test_above_one_lambda_flips_the_attention():
 def test_lambda_is_scheduled_from_layer_one():
     """Breaks when layers are counted from 0, which gives the first one a negative λ_init."""
     model = tiny()
-    graft(model, "shared", where="both")
+    graft(model, "shared", diff_in="both")
     for layers in (model.language_model.layers, model.vision_tower.encoder.layers):
         assert [round(layer.self_attn.lambda_init, 6) for layer in layers] == [0.2, 0.355509]
     assert KINDS["shared"](plain_attention(), 18).lambda_init == pytest.approx(0.796342, abs=1e-6)
@@ -402,7 +402,7 @@ def test_new_parameters_are_fp32_drawn_by_the_seed_and_trained(variant):
     models, (kind, options) = [tiny(dtype=torch.bfloat16) for _ in range(3)], VARIANTS[variant]
     state = torch.get_rng_state()
     names, *_ = [
-        graft(model, kind, where="both", seed=seed, **options)
+        graft(model, kind, diff_in="both", seed=seed, **options)
         for model, seed in zip(models, (1, 1, 2), strict=True)
     ]
     assert torch.equal(torch.get_rng_state(), state)
@@ -476,7 +476,8 @@ def test_mistakes_are_named_and_change_nothing():
     assert all(type(layer.self_attn) is Attention for layer in model.language_model.layers)
     graft(model, "twin")
     refused(
-        lambda: graft(model, "dex", where="both"), "language_model.layers.0 has no plain attention"
+        lambda: graft(model, "dex", diff_in="both"),
+        "language_model.layers.0 has no plain attention",
     )
     assert type(model.vision_tower.encoder.layers[0].self_attn) is Attention
     merged = tiny()

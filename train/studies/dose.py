@@ -57,13 +57,16 @@ OTHERS = 15  # distractors
 TUNING_SEEDS = (100, 101, 102)
 PLAIN = ("plain", "plain again")
 ROWS: dict[str, dict] = {
-    "plain": {"kind": "softmax"},
-    "plain again": {"kind": "softmax", "drawn": 1000},  # other initial values, the same examples
-    "plain + head norm": {"kind": "shared", "one_map": True},
-    "shared": {"kind": "shared"},
-    "twin-small": {"kind": "twin", "mu": 0.25},
-    "v2": {"kind": "v2"},
-    "dex": {"kind": "dex"},
+    "plain": {"attention": "softmax"},
+    "plain again": {
+        "attention": "softmax",
+        "drawn": 1000,
+    },  # other initial values, the same examples
+    "plain + head norm": {"attention": "shared", "one_map": True},
+    "shared": {"attention": "shared"},
+    "twin-small": {"attention": "twin", "mu": 0.25},
+    "v2": {"attention": "v2"},
+    "dex": {"attention": "dex"},
 }
 # Written before any row but plain was run at these caps: from MILD up, below it, and why
 ONE_MAP = ("equivalent", "equivalent", "one map")
@@ -195,7 +198,7 @@ def train(
     base: Path,
     rate: float,
     seed: int,
-    kind: str,
+    attention: str,
     cap: float | None,
     steps: int,
     drawn=0,
@@ -209,15 +212,15 @@ def train(
     model = load_base(settings, CPU)
     cap_logits(model, cap)
     # 2. its graft and adapter
-    if kind == "softmax":
+    if attention == "softmax":
         settings = replace(settings, r=20, alpha=40.0)  # as many parameters as the largest row
     if one_map:
-        graft(model, kind, seed=settings.seed)
+        graft(model, attention, seed=settings.seed)
         for variant in variants_of(model).values():
             built.without_second_map(variant)
-        kind = "softmax"  # no other graft
+        attention = "softmax"  # no other graft
     option = tuple(f"{name}={value}" for name, value in options.items())
-    settings = replace(settings, attention=kind, option=option)
+    settings = replace(settings, attention=attention, option=option)
     model, optimizer = open_model(settings, CPU, model)
     # 3. training
     learn(model.train(), optimizer, steps, "cosine", seed)
