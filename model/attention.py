@@ -258,19 +258,21 @@ class Attention(nn.Module):
         # nothing needs the logits or the weights themselves
         if self.softcap is None and self.tap is None:
             return fused_attention(q, k, v, mask, scale)
-        groups = q.shape[1] // k.shape[1]
-        if groups > 1:
-            k = k.repeat_interleave(groups, dim=1)
-            v = v.repeat_interleave(groups, dim=1)
+        logits = self.logits(q, k, mask, scale)
+        weights = F.softmax(logits, dim=-1, dtype=torch.float32).to(q.dtype)
+        if self.tap is not None:
+            self.tap(weights)
+        return torch.matmul(weights, v.repeat_interleave(q.shape[1] // v.shape[1], dim=1))
+
+    def logits(self, q, k, mask, scale: float) -> torch.Tensor:
+        """qkᵀ·scale (B, N, Sq, Sk), bounded, and very low where the mask hides a key."""
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         logits = torch.matmul(q, k.transpose(2, 3)) * scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         if mask is not None:
             logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
-        weights = F.softmax(logits, dim=-1, dtype=torch.float32).to(q.dtype)
-        if self.tap is not None:
-            self.tap(weights)
-        return torch.matmul(weights, v)
+        return logits
 
 
 def fused_attention(q, k, v, mask, scale: float) -> torch.Tensor:

@@ -1,16 +1,22 @@
-"""Differential attention on pretrained weights: six siblings of plain attention, and how they are grafted and folded.
+"""Differential attention on pretrained weights: siblings of plain attention, and how they are grafted and folded.
 
-    name       heads                                          new parameters of a layer       at step 0    maps
-    softmax    A·V                                            –                               exact        1
-    shared     norm((1 − λ)·A·V)·(1 − λ_init)                 4·D, D                          shifted      1
-    split      norm((A₁ − λ·A₂)·V)·(1 − λ_init)               4·D/2, D                        shifted      2
-    twin       o₁ + μ·(o₁ − o₂)                               LoRA on q and k, N              exact        2
-    v2         o₁ − σ(w·x + b)·o₂, one K                      LoRA on q, (H + 1)·N            nearly exact 2
-    dex        o − λ·o·W_D, merges into W_O                   D·D, 1                          exact        1
+    name         heads                              new parameters of a layer  at step 0     maps
+    softmax      A·V                                –                          exact         1
+    shared       norm((1 − λ)·A·V)·(1 − λ_init)     4·D, D                     shifted       1
+    split        norm((A₁ − λ·A₂)·V)·(1 − λ_init)   4·D/2, D                   shifted       2
+    twin         o₁ + μ·(o₁ − o₂)                   LoRA on q and k, N         exact         2
+    v2           o₁ − σ(w·x + b)·o₂, one K          LoRA on q, (H + 1)·N       nearly exact  2
+    difflora     o₁ − λ·o₂                          LoRA on q and k, 1         shifted       2
+    dex          o − λ·o·W_D, merges into W_O       D·D, 1                     exact         1
+    mean         o − λ·Ū                            N                          exact         1, Ū's
+    gate         o·2σ(w·x)                          H·N                        exact         1
+    temperature  A of t·q, merges into W_Q          N                          exact         1
+    sink         o·σ(logsumexp(s) − b)              N                          nearly exact  1
 
-A is an attention map, o = A·V, norm an RMSNorm by head, W_O the output projection. "The paper" is
-Differential MultiModal Transformers (Li et al. 2025, arXiv 2507.15875), which this project
-rebuilds; the original is Differential Transformer (Ye et al. 2024).
+A is an attention map of the logits s, o = A·V, Ū the mean of the visible values, norm an RMSNorm by
+head, W_O the output projection. The last four are controls: each has one part of what a second map
+may do. "The paper" is Differential MultiModal Transformers (Li et al. 2025, arXiv 2507.15875),
+which this project rebuilds; the original is Differential Transformer (Ye et al. 2024).
 
 New parameters are fp32 whatever the model's dtype, because λ, μ and small updates are lost in
 bf16's 8 bits; maps are subtracted in fp32. Set the model's dtype before grafting: `model.to(dtype)`
@@ -47,13 +53,17 @@ class Differential(Attention):
     # projections whose weights a second branch reads too: no LoRA is merged there
     read_twice: tuple[str, ...] = ()
     foldable = False  # `fold` makes plain attention of it
+    lora_half = ""  # of a LoRA on `folds_into`: the one that folding changes
     # two maps are blended as A₁ + f·(A₁ − A₂), not as A₁ − f·A₂, f being `factor`
     extrapolates = False
+    lambda_init = 0.0
 
     def __init__(self, plain: Attention, layer: int):
         with torch.device("meta"):
             super().__init__(**plain.sizes())
         self.adopt(plain)
+        self.folds_into = self.output_name
+        self.subln: nn.Module | None = None  # the norm of what is left
 
     def coefficient(self) -> Any:
         """The weight of the second map in fp32: λ (1,), or λ or μ of each head (N,).
@@ -68,18 +78,38 @@ class Differential(Attention):
         """
         return self.coefficient()[:, None, None]
 
-    def blend(
-        self, factor: torch.Tensor, first: torch.Tensor, second: torch.Tensor
-    ) -> torch.Tensor:
-        """Two maps, or two products of maps with V, combined in fp32.
+    def blend(self, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """Two products of maps with V, combined and normed in fp32, in their dtype.
 
         Where it extrapolates, equal ones are `first` to the bit.
         """
-        first = first.float()
-        second = second.float()
+        factor = self.factor(x)
+        wide = first.float()
         if self.extrapolates:
-            return torch.lerp(first, second, -factor)
-        return first - factor * second
+            heads = torch.lerp(wide, second.float(), -factor)
+        else:
+            heads = wide - factor * second.float()
+        return self.normalise(heads).to(first.dtype)
+
+    def normalise(self, heads: torch.Tensor) -> torch.Tensor:
+        """norm(heads)·(1 − λ_init) of heads (B, N, S, D) in fp32; without a norm, heads."""
+        return heads if self.subln is None else self.subln(heads) * (1 - self.lambda_init)
+
+    def fold_into(self, layer: nn.Linear) -> None:
+        """Change a linear layer so that plain attention computes the same with it."""
+
+
+def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """factor·x, computed in fp32, in the dtype of x."""
+    return (x.float() * factor).to(x.dtype)
+
+
+def scores_of(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """N numbers of hidden states x (B, S, H) by a linear layer, in fp32, as (B, N, S, 1)."""
+    bias = None if linear.bias is None else linear.bias.float()
+    with torch.autocast(x.device.type, enabled=False):
+        scores = F.linear(x.float(), linear.weight.float(), bias)
+    return scores.transpose(1, 2)[..., None]
 
 
 class Softmax(Differential):
@@ -122,10 +152,6 @@ class Reparametrised(Differential):
             - second.sum(-1, keepdim=True).exp()
             + self.lambda_init
         )
-
-    def normalise(self, heads: torch.Tensor) -> torch.Tensor:
-        """norm(heads)·(1 − λ_init) of heads (B, N, S, D) in fp32; without `norm`, heads."""
-        return heads if self.subln is None else self.subln(heads) * (1 - self.lambda_init)
 
 
 class Shared(Reparametrised):
@@ -197,7 +223,7 @@ class Split(Reparametrised):
         maps = zip(self.halves(q), self.halves(k), strict=True)
         scale = self.scale * 2**0.5  # 1/√(D/2)
         outputs = (self.softmax_attention(*half, v, mask, scale) for half in maps)
-        return self.normalise(self.blend(self.factor(x), *outputs)).to(v.dtype)
+        return self.blend(x, *outputs)
 
     def halves(self, x: torch.Tensor) -> list[torch.Tensor]:
         """x (…, D) as two of (…, D/2), padded with zeros to a multiple of 8.
@@ -218,6 +244,7 @@ class Branched(Differential):
     """
 
     maps = 2
+    alone = False  # the second branch is the variant's LoRA without the base product
 
     def __init__(self, plain: Attention, layer: int, r: int, alpha: float, dropout: float):
         super().__init__(plain, layer)
@@ -247,7 +274,8 @@ class Branched(Differential):
         base = base_layer(projection)(x)
         lora = getattr(projection, "lora", None)
         first = base if lora is None else lora.add_to(base, x)
-        second = self.get_submodule(f"{name[0]}2").add_to(base, x)
+        shared = torch.zeros_like(base) if self.alone else base
+        second = self.get_submodule(f"{name[0]}2").add_to(shared, x)
         return torch.cat([self.split_heads(first), self.split_heads(second)], dim=1)
 
     def mix(self, x, q, k, v, mask) -> torch.Tensor:
@@ -255,7 +283,7 @@ class Branched(Differential):
         maps = zip(q.chunk(2, dim=1), keys, strict=True)
         # as fast as one call of 2N heads
         outputs = (self.softmax_attention(*branch, v, mask) for branch in maps)
-        return self.blend(self.factor(x), *outputs).to(v.dtype)
+        return self.blend(x, *outputs)
 
 
 class Twin(Branched):
@@ -320,15 +348,49 @@ class V2(Branched):
 
     def factor(self, x: torch.Tensor) -> torch.Tensor:
         """λ = σ(w·x + b) of each token and head (B, N, S, 1)."""
-        with torch.autocast(x.device.type, enabled=False):  # λ in fp32
-            gate = F.linear(
-                x.float(), self.lambda_proj.weight.float(), self.lambda_proj.bias.float()
-            )
-        return torch.sigmoid(gate).transpose(1, 2)[..., None]
+        return torch.sigmoid(scores_of(self.lambda_proj, x))
 
     def coefficient(self) -> torch.Tensor:
         """σ(b) (N,): λ where w·x is 0, as everywhere at step 0."""
         return torch.sigmoid(self.lambda_proj.bias.float())
+
+
+class DiffLora(Branched):
+    """DiffLoRA (Misrahi et al. 2025, arXiv 2507.23588): o₁ − λ·o₂ of two branches with a LoRA each.
+
+    λ is a learned number of the layer that starts at `lambda_init`: theirs is fixed, or learned as
+    in `Reparametrised`. With `alone`, the second branch reads its LoRA alone, whose B is then drawn
+    like A: with both B at zero no gradient would reach them. `norm`: by head, as of `split`.
+    """
+
+    kind = "difflora"
+    read_twice = ("q_proj", "k_proj")
+
+    def __init__(
+        self,
+        plain: Attention,
+        layer: int,
+        *,
+        r: int = 16,
+        alpha: float = 32.0,
+        dropout: float = 0.0,
+        lambda_init: float = 0.1,
+        alone: bool = False,
+        norm: bool = False,
+    ):
+        super().__init__(plain, layer, r, alpha, dropout)
+        if not 0 <= lambda_init < 1:
+            raise UserError(f"lambda_init is {lambda_init!r}, expected a number in [0, 1)")
+        self.lambda_init = lambda_init
+        self.lambda_d = nn.Parameter(torch.full((1,), float(lambda_init)))
+        self.subln = nn.RMSNorm(self.head_dim, eps=1e-5) if norm else None
+        self.alone = alone
+        for name in ("q2", "k2") if alone else ():
+            weight = self.get_parameter(f"{name}.lora_B.weight")
+            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+    def coefficient(self) -> torch.Tensor:
+        return self.lambda_d.float()
 
 
 class Dex(Differential):
@@ -342,6 +404,7 @@ class Dex(Differential):
 
     kind = "dex"
     foldable = True
+    lora_half = "lora_A"  # (W + B·A)·M = W·M + B·(A·M)
 
     def __init__(
         self,
@@ -385,16 +448,101 @@ class Dex(Differential):
     def coefficient(self) -> torch.Tensor:
         return self.lambda_d.float()
 
-    def folded(self, weight: torch.Tensor) -> torch.Tensor:
-        """W·(I − λ·W_D)ᵀ at the columns of each chosen head of W (…, N·D), in fp32."""
-        by_head = weight.float().unflatten(1, (self.num_heads, self.head_dim)).clone()  # (H, N, D)
+    def fold_into(self, layer: nn.Linear) -> None:
+        """W·(I − λ·W_D)ᵀ at the columns of each chosen head of W (…, N·D)."""
+        by_head = layer.weight.float().unflatten(1, (self.num_heads, self.head_dim)).clone()
         noise = by_head[:, self.heads] @ self.w_d.float().T
         by_head[:, self.heads] -= self.lambda_d.float() * noise
-        return by_head.flatten(1)
+        layer.weight.copy_(by_head.flatten(1))
+
+
+# Controls: one part each of what a second map may do
+
+
+class Mean(Differential):
+    """o − λ·Ū, Ū the mean of the visible values: a floor that all positions share is subtracted.
+
+    One λ a head, 0 at the start, where its gradient is −⟨∂o, Ū⟩. The map of Ū is uniform: that of
+    queries that are zero.
+    """
+
+    kind = "mean"
+    maps = 2
+
+    def __init__(self, plain: Attention, layer: int):
+        super().__init__(plain, layer)
+        self.lambda_mean = nn.Parameter(torch.zeros(self.num_heads))
+
+    def coefficient(self) -> torch.Tensor:
+        return self.lambda_mean.float()
+
+    def mix(self, x, q, k, v, mask) -> torch.Tensor:
+        queries = q, torch.zeros_like(q)
+        return self.blend(x, *(self.softmax_attention(each, k, v, mask) for each in queries))
+
+
+class Gate(Differential):
+    """Gated attention by head (Qiu et al. 2025, arXiv 2505.06708): o·2σ(w·x), where w starts at 0."""
+
+    kind = "gate"
+
+    def __init__(self, plain: Attention, layer: int):
+        super().__init__(plain, layer)
+        self.gate = nn.Linear(self.hidden_size, self.num_heads, bias=False)
+        nn.init.zeros_(self.gate.weight)
+
+    def mix(self, x, q, k, v, mask) -> torch.Tensor:
+        open_to = 2 * torch.sigmoid(scores_of(self.gate, x))
+        return scaled(self.softmax_attention(q, k, v, mask), open_to)
+
+
+class Temperature(Differential):
+    """One factor a head for q, 1 at the start: a sharper or flatter map. It folds into q_proj."""
+
+    kind = "temperature"
+    foldable = True
+    lora_half = "lora_B"
+
+    def __init__(self, plain: Attention, layer: int):
+        super().__init__(plain, layer)
+        self.folds_into = "q_proj"
+        self.temperature = nn.Parameter(torch.ones(self.num_heads))
+
+    def project(self, x: torch.Tensor, rope: Rope | None):
+        q, k, v = super().project(x, rope)
+        return scaled(q, self.temperature.float()[:, None, None]), k, v
+
+    def fold_into(self, layer: nn.Linear) -> None:
+        """The rows of each head of W (N·D, …), and the bias, times its factor."""
+        factors = self.temperature.repeat_interleave(self.head_dim)
+        layer.weight.mul_(factors[:, None])
+        if layer.bias is not None:
+            layer.bias.mul_(factors)
+
+
+class Sink(Differential):
+    """A learned logit b of each head beside the keys, as in gpt-oss: o·σ(logsumexp(s) − b).
+
+    b starts at `start`, far below the others; at 0 it is the softmax that adds one to its sum.
+    """
+
+    kind = "sink"
+
+    def __init__(self, plain: Attention, layer: int, *, start: float = -4.0):
+        super().__init__(plain, layer)
+        if not abs(start) <= 60:
+            raise UserError(f"start is {start!r}, expected a logit of at most ±60")
+        self.sinks = nn.Parameter(torch.full((self.num_heads,), float(start)))
+
+    def mix(self, x, q, k, v, mask) -> torch.Tensor:
+        total = self.logits(q, k, mask, self.scale).float().logsumexp(-1, keepdim=True)
+        left = torch.sigmoid(total - self.sinks.float()[:, None, None])
+        return scaled(self.softmax_attention(q, k, v, mask), left)
 
 
 # Every variant by name. A new one is a class above and its place here.
-KINDS: dict[str, type[Differential]] = {c.kind: c for c in (Softmax, Shared, Split, Twin, V2, Dex)}
+VARIANTS = (Softmax, Shared, Split, Twin, V2, DiffLora, Dex, Mean, Gate, Temperature, Sink)
+KINDS: dict[str, type[Differential]] = {variant.kind: variant for variant in VARIANTS}
 
 
 def options_of(attention: str) -> dict[str, Any]:
@@ -551,37 +699,34 @@ def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def fold(model: Adaptable) -> None:
     """Make a grafted model plain again, in place, where plain parts can compute the same.
 
-    That is after softmax, dex and swiglu. A dex folded into a bf16 weight is rounded to it. Merged
-    LoRA is folded too, so that it can still be unmerged. Raises UserError, and folds nothing, for
-    other variants, unmerged LoRA, and a dex on weights of few bits.
+    That is after softmax, dex, temperature and swiglu. What is folded into a bf16 weight is rounded
+    to it. Merged LoRA is folded too, so that it can still be unmerged. Raises UserError, and folds
+    nothing, for other variants, unmerged LoRA, and weights of few bits that would change.
     """
     # 1. whether it can be done
     variants = variants_of(model)
     feed_forwards = {record.feed_forward for record in model.grafts}
     for path, module in variants.items():
-        output = module.get_submodule(module.output_name)
         if not module.foldable or "swiglu-new" in feed_forwards:
             what = f"{module.kind!r} with {', '.join(feed_forwards)}"
             raise UserError(f"{path}: no plain model computes {what}: keep it as base and adapter")
-        if not getattr(output, "merged", True):
+        name = module.folds_into
+        projection = module.get_submodule(name)
+        if not getattr(projection, "merged", True):
             raise UserError(
-                f"{path}.{module.output_name} carries LoRA: merge the adapter before folding the "
-                "graft"
+                f"{path}.{name} carries LoRA: merge the adapter before folding the graft"
             )
-        if isinstance(module, Dex) and not base_layer(output).weight.is_floating_point():
-            raise UserError(
-                f"{path}.{module.output_name} is quantized: fold before, or open the base anew"
-            )
+        if module.lora_half and not base_layer(projection).weight.is_floating_point():
+            raise UserError(f"{path}.{name} is quantized: fold before, or open the base anew")
     # 2. what the variant changes goes into the weights
     for path, module in variants.items():
-        if isinstance(module, Dex):
-            projection: Any = module.get_submodule(module.output_name)
-            weights = [base_layer(projection).weight]
-            if lora := getattr(projection, "lora", None):  # (W + B·A)·M = W·M + B·(A·M)
+        if module.lora_half:
+            projection: Any = module.get_submodule(module.folds_into)
+            lora = getattr(projection, "lora", None)
+            if lora:
                 projection.unmerge()
-                weights.append(lora.lora_A.weight)
-            for weight in weights:
-                weight.copy_(module.folded(weight))
+                module.fold_into(lora.get_submodule(module.lora_half))
+            module.fold_into(base_layer(projection))
             if lora:
                 projection.merge()
         with torch.device("meta"):

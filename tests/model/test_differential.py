@@ -36,8 +36,14 @@ VARIANTS = {
     "v2": ("v2", {"r": 3, "alpha": 6.0}),
     "dex": ("dex", {}),
     "dex-heads": ("dex", {"heads": [1]}),
+    "difflora": ("difflora", {"r": 3, "alpha": 6.0}),
+    "difflora-alone": ("difflora", {"r": 3, "alpha": 6.0, "alone": True, "norm": True}),
+    "mean": ("mean", {}),
+    "gate": ("gate", {}),
+    "temperature": ("temperature", {}),
+    "sink": ("sink", {}),
 }
-EXACT = ("softmax", "twin", "dex", "dex-heads")
+EXACT = ("softmax", "twin", "dex", "dex-heads", "mean", "gate", "temperature")
 THETA, IMAGE = 10000.0, 127
 TARGETS = r"language_model\..*\.(self_attn|mlp)\.\w+_proj"
 
@@ -144,13 +150,18 @@ def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> to
         if second or "base_layer" in stem:
             weight = weight + low_rank(second or f"{name}_proj.lora")[own]
         bias = p.get(stem + "bias", torch.zeros(module.num_heads * width, dtype=torch.float64))
+        if second and options.get("alone"):
+            return x @ low_rank(second)[own].T
         return x @ weight.T + bias[own]
 
-    def attention_map(q, k, scale):
+    def bounded(q, k, scale):
         logits = q @ k.T * scale
         if module.softcap:
             logits = module.softcap * torch.tanh(logits / module.softcap)
-        return logits.masked_fill(~mask, -math.inf).softmax(-1)
+        return logits.masked_fill(~mask, -math.inf)
+
+    def attention_map(q, k, scale):
+        return bounded(q, k, scale).softmax(-1)
 
     def lam():
         init = options.get("lambda_init", 0.8 - 0.6 * math.exp(-0.3))  # the second layer
@@ -161,7 +172,8 @@ def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> to
         if not options.get("norm", True):
             return out
         rms = (out.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
-        return out / rms * p["subln.weight"] * (1 - lam()[1])
+        init = 0.1 if kind == "difflora" else lam()[1]
+        return out / rms * p["subln.weight"] * (1 - init)
 
     heads = []
     for head in range(module.num_heads):
@@ -193,6 +205,11 @@ def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> to
             second = attention_map(turned(q2, positions), turned(k2, positions), scale)
             ratio = p["mu"][head] / (1 + p["mu"][head])
             out = (full - ratio * second) @ v / (1 - ratio)
+        elif kind == "difflora":
+            q2, k2 = projected("q", head, "q2"), projected("k", key_head, "k2")
+            second = attention_map(turned(q2, positions), turned(k2, positions), scale)
+            out = (full - p["lambda_d"] * second) @ v
+            out = normed(out) if options.get("norm") else out
         elif kind == "v2":
             q2 = projected("q", head, "q2")
             second = attention_map(turned(q2, positions), turned(k, positions), scale)
@@ -202,6 +219,18 @@ def heads_by_equation(module: Attention, variant: str, x, positions, mask) -> to
             out = full @ v
             if head in options.get("heads", range(module.num_heads)):
                 out = out - p["lambda_d"] * (out @ p["w_d"])
+        elif kind == "mean":
+            seen = mask.double()
+            out = (full - p["lambda_mean"][head] * seen / seen.sum(-1, keepdim=True)) @ v
+        elif kind == "gate":
+            out = full @ v * 2 * torch.sigmoid(x @ p["gate.weight"][head])[:, None]
+        elif kind == "temperature":
+            q = q * p["temperature"][head]
+            out = attention_map(turned(q, positions), turned(k, positions), scale) @ v
+        elif kind == "sink":
+            logits = bounded(turned(q, positions), turned(k, positions), scale)
+            beside = torch.full((len(x), 1), p["sinks"][head].item(), dtype=torch.float64)
+            out = torch.cat([logits, beside], dim=-1).softmax(-1)[:, :-1] @ v
         heads.append(out)
     return torch.cat(heads, dim=-1) @ p["o_proj.weight"].T + p.get("o_proj.bias", 0.0)
 
@@ -255,7 +284,9 @@ def test_how_far_each_variant_starts():
             module.lambda_q1.data.zero_(), module.lambda_q2.data.zero_()
         return relative_error(module(x, rope, mask), plain(x, rope, mask))
 
-    assert shift("twin") == shift("dex") == shift("softmax") == 0
+    assert [shift(kind) for kind in (*EXACT, "dex") if kind in KINDS] == [0] * len(EXACT)
+    assert abs(shift("difflora") - 0.1) < 1e-6 and shift("difflora", lambda_init=0.0) == 0
+    assert 0 < shift("sink") < 0.02 < shift("sink", start=0.0)
     assert abs(shift("v2") - 0.018) < 1e-4  # σ(−4)
     assert abs(shift("shared", norm=False, lambda_init=0.0, silence=True)) < 1e-6
     half = shift("split", norm=False, lambda_init=0.0, silence=True)
@@ -276,7 +307,7 @@ def test_shared_is_one_scaled_attention(monkeypatch):
         calls.clear()
         module(*inputs())
         assert len(calls) == KINDS[kind].maps
-    assert [KINDS[kind].maps for kind in KINDS] == [1, 1, 2, 2, 2, 1]
+    assert [KINDS[kind].maps for kind in KINDS] == [1, 1, 2, 2, 2, 2, 1, 2, 1, 1, 1]
     plain, module = sibling("shared-bare")
     x, rope, mask = inputs()
     assert (
@@ -499,11 +530,12 @@ def test_a_variant_says_which_lora_may_be_merged(variant, name):
     before = module(x, rope, mask)
     getattr(module, name).merge()
     getattr(module, name).lora.lora_B.weight.data.zero_()
-    assert (relative_error(module(x, rope, mask), before) < 1e-5) == (name not in module.read_twice)
+    is_free = name not in module.read_twice or variant == "difflora-alone"
+    assert (relative_error(module(x, rope, mask), before) < 1e-5) == is_free
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("variant", ["dex", "dex-heads"])
+@pytest.mark.parametrize("variant", ["dex", "dex-heads", "temperature"])
 def test_lora_can_be_removed_after_folding(variant):
     """Breaks when `unmerge` or `disabled` restores an output projection without the fold, or a
     merge adds twice."""
@@ -530,24 +562,24 @@ def test_folding_refuses_what_no_plain_model_computes():
     """Breaks when an export drops a second branch or a new feed-forward, or rounds a fold into
     integers of 8 bits."""
     for kind, feed_forward in (
-        *((kind, "mlp") for kind in ("shared", "split", "twin", "v2")),
+        *((kind, "mlp") for kind in KINDS if not KINDS[kind].foldable),
         ("dex", "swiglu-new"),
     ):
         model = tiny()
         graft(model, kind, feed_forward=feed_forward)
         refused(partial(fold, model), f"no plain model computes '{kind}'")
         assert model.language_model.layers[0].self_attn.kind == kind
-    for kind in ("dex", "softmax"):
+    for kind in ("dex", "temperature", "softmax"):
         model = grafted(kind)
         quantize(model.requires_grad_(False))
         logits = model(**batch())
         with (
             pytest.raises(UserError, match="is quantized")
-            if kind == "dex"
+            if kind != "softmax"
             else contextlib.nullcontext()
         ):
             fold(model)
-        assert torch.equal(model(**batch()), logits) and bool(model.grafts) == (kind == "dex")
+        assert torch.equal(model(**batch()), logits) and bool(model.grafts) == (kind != "softmax")
 
 
 def swiglu(x, gate, up, down):
