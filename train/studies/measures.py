@@ -9,6 +9,9 @@ from operator import eq
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
 from eval import needle, vqa
 from eval.data import scenes
 from eval.data.published import Annotation, NeedleTest, read_vqa
@@ -66,6 +69,21 @@ def scene_needles(kind: str, tests: int, split: str = "test") -> list[NeedleTest
     """Needles of the embedded scenes; `tests` is rounded to whole turns over the places."""
     places = scenes.layout_of(kind)[0] ** 2
     return needle.embedded_tests(kind, -(-tests // places) * places, split=split)
+
+
+def with_noise(tests: Sequence[NeedleTest], strength: float) -> list[NeedleTest]:
+    """The tests with Gaussian noise on every pixel, of a standard deviation in steps of 255."""
+    noisy = []
+    for number, test in enumerate(tests):
+        pictures = tuple(partial(add_noise, p, strength, number) for p in test.pictures)
+        noisy.append(replace(test, pictures=pictures))
+    return noisy
+
+
+def add_noise(picture: Callable[[], Image.Image], strength: float, seed: int) -> Image.Image:
+    pixels = np.asarray(picture(), dtype=float)
+    noise = np.random.default_rng(seed).normal(0, strength, pixels.shape)
+    return Image.fromarray((pixels + noise).round().clip(0, 255).astype(np.uint8))
 
 
 def coco_needles(tests: int, coco: str, captions: str | None) -> tuple[str, list[NeedleTest]]:
