@@ -5,10 +5,14 @@ import contextlib
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from transformers import Qwen3NextConfig
+from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from lora import adapter
 from lora.adapter import LoRALinear, quantize
@@ -485,6 +489,44 @@ def test_the_branches_of_twin_part_by_themselves():
     assert (module.mu.grad != 0).all()
 
 
+@torch.no_grad()
+def test_gate_and_sink_are_those_of_transformers():
+    """Breaks when our gate is not that of Qwen3-Next, or our sink not that of gpt-oss."""
+    x, _, mask = inputs()
+    bias = torch.zeros(mask.shape).masked_fill(~mask, -1e9)
+    _, sink = sibling("sink")
+    q, k, v = sink.project(x, None)
+    theirs = SimpleNamespace(num_key_value_groups=2, sinks=sink.sinks, training=False)
+    heads, _ = modeling_gpt_oss.eager_attention_forward(theirs, q, k, v, bias, sink.scale)
+    assert relative_error(sink.mix(x, q, k, v, mask).transpose(1, 2), heads) < 1e-6
+
+    _, gate = sibling("gate")
+    sizes = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = Qwen3NextConfig(**sizes, attn_implementation="eager")
+    attention = modeling_qwen3_next.Qwen3NextAttention(config, 0)
+    attention.q_norm = attention.k_norm = nn.Identity()
+    rows = gate.gate.weight.repeat_interleave(16, dim=0)  # theirs has a gate of each channel
+    both = torch.cat([t.view(4, 16, 24) for t in (gate.q_proj.weight, rows)], dim=1)
+    attention.q_proj.weight.copy_(both.flatten(0, 1))
+    attention.k_proj.weight.copy_(gate.k_proj.weight)
+    attention.v_proj.weight.copy_(gate.v_proj.weight)
+    attention.o_proj.weight.copy_(2 * gate.o_proj.weight)  # σ, not 2σ
+    unrotated = torch.ones(2, 9, 16), torch.zeros(2, 9, 16)
+    assert relative_error(gate(x, None, mask), attention(x, unrotated, bias)[0]) < 1e-6
+
+
+def test_mean_leaves_the_needle_alone():
+    """Breaks when the floor that a bounded map leaves on all positions is not what is subtracted."""
+    module = KINDS["mean"](plain_attention(n=1, k=1, softcap=0.5), 1)
+    q, k, v = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 9, 16), torch.randn(1, 1, 9, 16)
+    q[..., 0], k[..., 0], k[0, 0, 4, 0] = 400.0, -1.0, 1.0  # as sharp as the cap allows
+    low, high = math.exp(-0.5), math.exp(0.5)
+    total = 8 * low + high
+    module.lambda_mean.data.fill_(9 * low / total)
+    left = module.mix(torch.zeros(1, 1, 24), q, k, v, None)
+    assert relative_error(left, (high - low) / total * v[:, :, 4:5]) < 1e-5
+
+
 def test_mistakes_are_named_and_change_nothing():
     """Breaks when a mistyped or hopeless graft is accepted, or leaves half a graft behind."""
     model = tiny()
@@ -500,6 +542,8 @@ def test_mistakes_are_named_and_change_nothing():
         *(("twin", {"mu": mu}) for mu in (None, "1", 10**400, math.nan)),
         *(("v2", {"r": r}) for r in (None, 2.0, True, [2])),
         ("split", {"rope_pairs": ["kept"]}),
+        *(("difflora", {"lambda_init": start}) for start in (1.0, math.nan, "layer")),
+        *(("sink", {"start": start}) for start in (None, 61, math.nan)),
         *(("softmax", {"seed": seed}) for seed in ("x", 1.5, None, 2**70)),
     ):
         refused(partial(graft, model, kind, **options))
