@@ -53,7 +53,7 @@ class Reparametrised(Differential):
     def __init__(
         self, plain: Attention, layer: int, width: int, lambda_init: float | str, norm: bool
     ):
-        super().__init__(plain, layer)
+        super().__init__(plain, layer, norm)
         start = lambda_init
         if lambda_init == "layer":
             start = 0.8 - 0.6 * math.exp(-0.3 * (layer - 1))
@@ -65,7 +65,6 @@ class Reparametrised(Differential):
         self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
             nn.Parameter(0.1 * torch.randn(width)) for _ in range(4)
         )
-        self.subln = nn.RMSNorm(self.head_dim, eps=1e-5) if norm else None
 
     def coefficient(self) -> torch.Tensor:
         first = self.lambda_q1.float() * self.lambda_k1.float()
@@ -169,8 +168,16 @@ class Branched(Differential):
     maps = 2
     alone = False  # the second branch is the variant's LoRA without the base product
 
-    def __init__(self, plain: Attention, layer: int, r: int, alpha: float, dropout: float):
-        super().__init__(plain, layer)
+    def __init__(
+        self,
+        plain: Attention,
+        layer: int,
+        r: int,
+        alpha: float,
+        dropout: float,
+        norm: bool = False,
+    ):
+        super().__init__(plain, layer, norm)
         for name in self.read_twice:
             projection = self.get_submodule(name)
             if getattr(projection, "merged", False):
@@ -221,6 +228,7 @@ class Twin(Branched):
     kind = "twin"
     read_twice = ("q_proj", "k_proj")
     extrapolates = True
+    weight_name = "mu"  # (N,); λ is μ/(1 + μ)
 
     def __init__(
         self,
@@ -238,10 +246,6 @@ class Twin(Branched):
                 f"mu is {mu!r}, expected a number above 0: at 0 the second branch gets no gradient"
             )
         self.mu = nn.Parameter(torch.full((self.num_heads,), float(mu)))
-
-    def coefficient(self) -> torch.Tensor:
-        """μ (N,); λ is μ/(1 + μ)."""
-        return self.mu.float()
 
 
 class V2(Branched):
@@ -288,6 +292,7 @@ class DiffLora(Branched):
 
     kind = "difflora"
     read_twice = ("q_proj", "k_proj")
+    weight_name = "lambda_d"
 
     def __init__(
         self,
@@ -301,19 +306,15 @@ class DiffLora(Branched):
         alone: bool = False,
         norm: bool = False,
     ):
-        super().__init__(plain, layer, r, alpha, dropout)
+        super().__init__(plain, layer, r, alpha, dropout, norm)
         if not 0 <= lambda_init < 1:
             raise UserError(f"lambda_init is {lambda_init!r}, expected a number in [0, 1)")
         self.lambda_init = lambda_init
         self.lambda_d = nn.Parameter(torch.full((1,), float(lambda_init)))
-        self.subln = nn.RMSNorm(self.head_dim, eps=1e-5) if norm else None
         self.alone = alone
         for name in ("q2", "k2") if alone else ():
             weight = self.get_parameter(f"{name}.lora_B.weight")
             nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-
-    def coefficient(self) -> torch.Tensor:
-        return self.lambda_d.float()
 
 
 class Dex(Differential):
@@ -327,6 +328,7 @@ class Dex(Differential):
 
     kind = "dex"
     foldable = True
+    weight_name = "lambda_d"
     lora_half = "lora_A"  # (W + B·A)·M = W·M + B·(A·M)
 
     def __init__(
@@ -367,9 +369,6 @@ class Dex(Differential):
         wide = heads.float()
         noise = torch.matmul(wide, self.w_d.float())
         return (wide - self.lambda_d.float() * noise).to(heads.dtype)
-
-    def coefficient(self) -> torch.Tensor:
-        return self.lambda_d.float()
 
     def fold_into(self, layer: nn.Linear) -> None:
         """W·(I − λ·W_D)ᵀ at the columns of each chosen head of W (…, N·D)."""

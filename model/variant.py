@@ -30,19 +30,21 @@ class Differential(Attention):
     # two maps are blended as A₁ + f·(A₁ − A₂), not as A₁ − f·A₂, f being `factor`
     extrapolates = False
     lambda_init = 0.0
+    weight_name = ""  # of the parameter that is the weight of the second map
 
-    def __init__(self, plain: Attention, layer: int):
+    def __init__(self, plain: Attention, layer: int, norm: bool = False):
         with torch.device("meta"):
             super().__init__(**plain.sizes())
         self.adopt(plain)
         self.folds_into = self.output_name
-        self.subln: nn.Module | None = None  # the norm of what is left
+        self.subln = nn.RMSNorm(self.head_dim, eps=1e-5) if norm else None
 
     def coefficient(self) -> Any:
         """The weight of the second map in fp32: λ (1,), or λ or μ of each head (N,).
 
         None for a variant without.
         """
+        return self.get_parameter(self.weight_name).float() if self.weight_name else None
 
     def factor(self, x: torch.Tensor) -> torch.Tensor:
         """The weight of the second map where the hidden states are x (B, S, H), in fp32.
@@ -101,13 +103,11 @@ class Mean(Differential):
 
     kind = "mean"
     maps = 2
+    weight_name = "lambda_mean"
 
     def __init__(self, plain: Attention, layer: int):
         super().__init__(plain, layer)
         self.lambda_mean = nn.Parameter(torch.zeros(self.num_heads))
-
-    def coefficient(self) -> torch.Tensor:
-        return self.lambda_mean.float()
 
     def mix(self, x, q, k, v, mask) -> torch.Tensor:
         queries = q, torch.zeros_like(q)

@@ -1,5 +1,9 @@
-"""The tables and figures of RESULTS.md, from the CSV files in this folder: `python
-docs/results/pages.py`.
+"""The tables and figures of RESULTS.md, from the CSV files in this folder.
+
+    python docs/results/pages.py
+
+It writes a page beside each CSV, the figures, and in RESULTS.md every table between the comments
+`<!-- NAME -->` and `<!-- end -->`.
 
 A line of a CSV is a cell on one measure. Intervals are 95 % of Student's t over runs, paired by
 seed; questions are the same for all. Of a row that was tried at several rates those runs count that
@@ -27,13 +31,15 @@ from model.common import write_text  # noqa: E402
 from train.chart import line_chart  # noqa: E402
 from train.estimates import Estimate, estimate  # noqa: E402
 from train.studies import built, dose  # noqa: E402
-from train.studies.rules import is_inside  # noqa: E402
+from train.studies.rules import Measure, is_inside, judge  # noqa: E402
 
 Scores = dict[tuple[str, str, str], dict[int, float]]  # percent by seed, of (study, row, measure)
 GRAFTS = ("shared", "split", "twin-small", "v2", "dex")
 LORA = "fine-tuned"
 SIZES = ("LoRA r17", "LoRA r18", "LoRA r19", "LoRA r20")
 BUDGETS = (100, 400, 1600)  # steps
+CONTROLS = ("twin-small", "v2", "difflora", "mean", "gate", "temperature", "sink")
+PLAIN_GRAFTS = (LORA, "LoRA r17", "LoRA r20")
 # The row or rows that each row is subtracted from, by file
 BESIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "scratch": {"split": ("plain",), "narrow": ("plain",)},
@@ -42,6 +48,8 @@ BESIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "text": {f"{kind}, 0.6m": ("plain, 0.6m",) for kind in ("differential", "wide")},
     "dose": {row: dose.PLAIN for row in dose.ROWS if row not in dose.PLAIN}
     | {"plain again": ("plain",)},
+    "controls": dict.fromkeys(CONTROLS, dose.PLAIN) | {"plain again": ("plain",)},
+    "grafts": dict.fromkeys(CONTROLS[1:], PLAIN_GRAFTS) | dict.fromkeys(PLAIN_GRAFTS[1:], (LORA,)),
     "attention": dict.fromkeys(GRAFTS, (LORA, *SIZES)) | dict.fromkeys(SIZES, (LORA,)),
     **{f"budget-{steps}": dict.fromkeys(GRAFTS[2:], (LORA,)) for steps in BUDGETS},
 }
@@ -72,7 +80,7 @@ def read(name: str, split: str = "test") -> Scores:
     scores: Scores = {}
     for place, of_seeds in sums.items():
         scores[place] = {seed: 100 * right / n for seed, (right, n) in sorted(of_seeds.items())}
-    if split == "test" and name.startswith(("attention", "budget")):
+    if split == "test" and name.startswith(("attention", "budget", "grafts")):
         add_means(scores, in_range(read(name, "validation")))
     return scores
 
@@ -158,23 +166,23 @@ def tables(name: str) -> str:
 # Figures
 
 
-def draw_doses() -> None:
+def draw_doses(name: str) -> None:
     """The difference to the plain rows over the cap, by task and steps."""
-    scores = read("dose")
+    scores = read(name)
     found: dict = defaultdict(dict)
     for study in dict.fromkeys(place[0] for place in scores):
         # pyright: ignore
         task, cap, times = re.fullmatch(r"dose, (\w+), cap ([\w.]+), (\d) x", study).groups()
         gaps = {}
-        for row, beside in BESIDE["dose"].items():
+        for row, beside in BESIDE[name].items():
             if (study, row, task) in scores:
                 gaps[row] = gap(scores, study, row, beside, task)._asdict()
         found[task, times][None if cap == "None" else float(cap)] = gaps
     for (task, times), by_cap in found.items():
-        if len(by_cap) > 1:
+        if len(by_cap) > 2 or name == "dose" and len(by_cap) > 1:
             where = "Built task" if task == "built" else "Needle in the embedded base"
             picture = dose.draw_gaps(f"{where}, {times} x the steps", by_cap)
-            save(picture, HERE / f"dose-{task}-{times}.png")
+            save(picture, HERE / f"{name}-{task}-{times}.png")
 
 
 def kept(scores: Scores, row: str) -> list[tuple[int, float]]:
@@ -290,10 +298,99 @@ def draw_text() -> None:
     save(line_chart(lines, *labels, marked=lines, bars=bars), HERE / "text.png")
 
 
+# The tables of RESULTS.md
+
+
+def judged(name: str, study: str, measure: str, guess: float) -> dict[str, dict]:
+    """The differences to all plain rows, with their verdicts by the rules of all studies, Holm's
+    over them."""
+    scores = read(name)
+    known = read(name, "validation")
+    control = next(iter(BESIDE[name].values()))
+    gaps = {}
+    for row, beside in BESIDE[name].items():
+        if beside == control:
+            gaps[row, measure] = gap(scores, study, row, control, measure)
+    middle = np.mean([mean(known[study, row, measure]) for row in control])
+    inside = list(gaps) if is_inside(float(middle), guess) else []
+    verdicts = judge(gaps, inside, {measure: Measure(measure, ())})
+    found = {}
+    for place, of_row in gaps.items():
+        found[place[0]] = of_row._asdict() | verdicts[place]
+    return found
+
+
+def doses(task: str, guess: float) -> str:
+    """Both runs of a task: that of the controls, and the earlier one."""
+    body = []
+    for name, others in ("controls", CONTROLS), ("dose", ("plain + head norm", "shared", "dex")):
+        scores = read(name)
+        studies = [f"dose, {task}, cap {cap}, 1 x" for cap in (0.5, 0.25)]
+        plain = [[mean(scores[study, row, task]) for row in dose.PLAIN] for study in studies]
+        middles = [f"{np.mean(of_study):.1f}" for of_study in plain]
+        title = "**plain**, right answers, %" + (", earlier run" if name == "dose" else "")
+        body.append([title, *middles, ""])
+        tables = [judged(name, study, task, guess) for study in studies]
+        for row in others:
+            texts = [interval_text(table[row], 1, signed=True) for table in tables]
+            verdicts = dict.fromkeys(table[row]["verdict"] for table in tables)
+            seen = [
+                table[row]["visible"] for table in tables if table[row]["verdict"] == "undecided"
+            ]
+            beside = f" (±{max(seen):.1f})" if seen else ""
+            body.append([f"`{row}`", *texts, ", ".join(verdicts) + beside])
+        chance = [gap(scores, study, "plain again", ("plain",), task) for study in studies]
+        texts = [interval_text(of._asdict(), 1, signed=True) for of in chance]
+        body.append(["A/A: `plain again` − `plain`", *texts, ""])
+    head = ["minus plain attention, points", "c = 0.5", "c = 0.25", "verdict"]
+    return "\n".join(markdown_table(head, body))
+
+
+def branches() -> str:
+    """The two cosines of branches.csv, the mean over layers and runs, with the least and the most."""
+    found = defaultdict(lambda: defaultdict(list))
+    with (HERE / "branches.csv").open(encoding="utf-8", newline="") as text:
+        for line in csv.DictReader(text):
+            for kind in ("learning", "input"):
+                if line[kind]:
+                    found[line["row"], line["state"]][kind].append(float(line[kind]))
+    body = []
+    for (row, state), kinds in found.items():
+        texts = []
+        for kind in ("learning", "input"):
+            known = kinds.get(kind)
+            text = "–"
+            if known:
+                text = f"{np.mean(known):+.2f} ({min(known):+.2f} to {max(known):+.2f})"
+            texts.append(text)
+        body.append([f"`{row}`", state, *texts])
+    return "\n".join(markdown_table(["row", "when", "learning", "input"], body))
+
+
+TABLES = {
+    "built": lambda: doses("built", 12.5),
+    "needle": lambda: doses("needle", 6.25),
+    "branches": branches,
+}
+
+
+def fill(page: str) -> str:
+    """A page with the tables between its comments."""
+    for name, table in TABLES.items():
+        before, mark, rest = page.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        assert mark and end, f"RESULTS.md has no place for the table {name}"
+        page = "".join([before, mark, table(), "\n", end, after])
+    return page
+
+
 if __name__ == "__main__":
+    page = HERE.parents[1] / "RESULTS.md"
+    write_text(page, fill(page.read_text(encoding="utf-8")))
     for name in BESIDE:
         write_text(HERE / f"{name}.md", tables(name))
-    draw_doses()
+    draw_doses("dose")
+    draw_doses("controls")
     draw_distractors()
     draw_seeds()
     draw_grafts()
