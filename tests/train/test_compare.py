@@ -22,7 +22,14 @@ from train.model import load_base, open_model
 from train.optim import count, trainable
 from train.studies import attention, training
 from train.studies.attention import PLAIN, ROWS, control_by_size, tasks_of
-from train.studies.measures import accuracy, asking, training_records, vqa_task
+from train.studies.measures import (
+    accuracy,
+    asking,
+    scene_needles,
+    training_records,
+    vqa_task,
+    with_noise,
+)
 from train.systems.studies import qmamba, wings
 
 CPU = torch.device("cpu")
@@ -46,13 +53,14 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch, capsys):
     )
     for row in ("fine-tuned", "dex", "LoRA r18"):
         assert all(
-            counted[row, "test", seed] == 5 and counted[row, "validation", seed] == 5
-            for seed in (0, 1)
+            counted[row, "test", seed] == counted[row, "validation", seed] == 8 for seed in (0, 1)
         )
     table = json.loads((tmp_path / "comparison.json").read_text())["tables"][
         "the mean of all plain rows"
     ]
-    assert [gap["measure"] for gap in table] == ["mean", "VQA", "n2o2", "n3d8", "n4o1", "e16"]
+    noisy = [f"n4o1, noise {strength}" for strength in attention.NOISE]
+    measures = ["mean", "VQA", "n2o2", "n3d8", "n4o1", *noisy, "e16"]
+    assert [gap["measure"] for gap in table] == measures
     monkeypatch.setattr(training, "train_on", None)
     compare.main(command)
     assert capsys.readouterr().out == text
@@ -280,3 +288,17 @@ def test_mistakes_are_told_before_anything_is_trained(flags, tmp_path, monkeypat
         UserError, match=flags.split()[-1].removeprefix("--no-").partition(":")[2] or "--"
     ):
         compare.main(["--base", "tiny", "--device", "cpu", "--out", str(tmp_path), *flags.split()])
+
+
+def test_noise_is_of_its_strength_and_the_same_for_all():
+    """Breaks when noise is of another strength, drawn anew for each row, or moves the needle."""
+    clean = scene_needles("n4o1", 16)
+    pixels = {}
+    for strength in (0, 8, 8.0):
+        tests = with_noise(clean, strength)
+        assert [test.places for test in tests] == [test.places for test in clean]
+        pixels[type(strength), strength] = np.array([test.pictures[0]() for test in tests], float)
+    exact, noisy, again = pixels.values()
+    assert np.array_equal(noisy, again)
+    inner = (exact > 40) & (exact < 215)  # where nothing is cut off
+    assert abs((noisy - exact)[inner].std() - 8) < 0.2
