@@ -13,9 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs/results"
-PAGES = sorted(FOLDER.glob("*.md"))
+PAGES = sorted(page for page in FOLDER.glob("*.md") if page.with_suffix(".csv").exists())
 REPORTS = "".join(file.read_text(encoding="utf-8") for file in FOLDER.glob("*.json"))
-NEW, EARLIER = (ROOT / "RESULTS.md").read_text(encoding="utf-8").split("\n## Earlier ")
+PAGE = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
+EARLIER = (FOLDER / "earlier.md").read_text(encoding="utf-8")
 NUMBER = r"[+−-]?\d+(?:\.\d+)?"
 ESTIMATE = re.compile(rf"({NUMBER})(?: (?:points|nats|%))?[ (]*\[({NUMBER}),\s({NUMBER})\]")
 # Two-sided 5 % points of Student's t by degrees of freedom, from a printed table
@@ -87,10 +88,11 @@ def from_cells(page: Path) -> list[tuple[float, ...]]:
         for pool in (
             ("plain", "plain again"),
             ("fine-tuned", *(f"LoRA r{rank}" for rank in range(17, 21))),
+            ("fine-tuned", "LoRA r17", "LoRA r20"),
         ):
             if all((study, measure, row, rate) in scores for row in pool):
                 of_rows = [scores[study, measure, row, rate] for row in pool]
-                scores[study, measure, "pool", rate] = {
+                scores[study, measure, str(pool), rate] = {
                     n: np.mean([of[n] for of in of_rows]) for n in of_rows[-1]
                 }
     for (place, of_row), (other, of_control) in permutations(scores.items(), 2):
@@ -117,11 +119,21 @@ def test_a_table_follows_from_its_cells(page):
 
 
 def test_every_interval_of_the_page_follows_from_cells():
-    """Breaks when an interval of RESULTS.md is changed by hand, or rests on no cells that a reader
-    has."""
-    assert len(shown := estimates(NEW)) >= 10
+    """Breaks when an interval or a table of RESULTS.md is changed by hand, or rests on no cells that
+    a reader has."""
+    fill = runpy.run_path(str(FOLDER / "pages.py"))["fill"]
+    assert fill(PAGE) == PAGE
+    assert len(shown := estimates(PAGE)) >= 10
     assert not [estimate for estimate in shown if not is_known(estimate, ALL_CELLS)]
     assert not is_known(("+40.5", *shown[-1][1:]), ALL_CELLS)
+
+
+def test_the_page_is_short_and_plain():
+    """Breaks when RESULTS.md takes more than ten minutes: 200 lines, 25 words a sentence."""
+    assert len(PAGE.splitlines()) <= 200
+    prose = re.sub(r"^([|#<!]| {4}).*$|```.*?```|\]\([^)]*\)", "", PAGE, flags=re.M | re.S)
+    sentences = re.split(r"(?<=[.?:!])\s|\n\n|\n- ", prose)
+    assert not [sentence for sentence in sentences if len(sentence.split()) > 25]
 
 
 def test_every_earlier_interval_was_written_by_a_command():

@@ -45,21 +45,10 @@ from train.studies.training import Tasks, TuningOptions, key_of, read_given, tra
 
 PLAIN = {"attention": "softmax", "feed_forward": "mlp", "option": ()}
 LORA = "fine-tuned"  # plain, of the rank that is set
-ROWS: dict[str, dict] = {
-    LORA: PLAIN,
-    "shared": PLAIN | {"attention": "shared"},
-    "split": PLAIN | {"attention": "split"},
-    "twin": PLAIN | {"attention": "twin"},
-    "twin-small": PLAIN | {"attention": "twin", "option": ("mu=0.25",)},
-    "v2": PLAIN | {"attention": "v2"},
-    "dex": PLAIN | {"attention": "dex"},
-    "difflora": PLAIN | {"attention": "difflora"},
-    "mean": PLAIN | {"attention": "mean"},
-    "gate": PLAIN | {"attention": "gate"},
-    "temperature": PLAIN | {"attention": "temperature"},
-    "sink": PLAIN | {"attention": "sink"},
-    "swiglu": PLAIN | {"feed_forward": "swiglu"},
-}
+VARIANTS = "shared split twin v2 dex difflora mean gate temperature sink".split()
+ROWS = {LORA: PLAIN} | {name: PLAIN | {"attention": name} for name in VARIANTS}
+ROWS["twin-small"] = PLAIN | {"attention": "twin", "option": ("mu=0.25",)}
+ROWS["swiglu"] = PLAIN | {"feed_forward": "swiglu"}
 # On the embedded scenes; difficulties at which plain LoRA neither guesses nor is perfect, as the
 # range table shows. eval/data/scenes.py names them: n4d7 is a 4×4 needle with 7 distractors, o1 and
 # o2 are full pictures.
