@@ -11,6 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from model.differential import graft
+from weights.load import load_model
+
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs/results"
 PAGES = sorted(page for page in FOLDER.glob("*.md") if page.with_suffix(".csv").exists())
@@ -77,7 +80,8 @@ def from_cells(page: Path) -> list[tuple[float, ...]]:
                     sums[place] += float(line["right"]), float(line["n"])
     for (*place, seed), (right, n) in sums.items():
         scores[tuple(place)][seed] = 100 * right / n
-    shares = {m: (np.mean(of) - GUESSES[m]) / (100 - GUESSES[m]) for m, of in validation.items()}
+    shares = {m: np.mean(validation[m]) for m in GUESSES.keys() & validation.keys()}
+    shares = {m: (mean - GUESSES[m]) / (100 - GUESSES[m]) for m, mean in shares.items()}
     inside = [measure for measure, share in shares.items() if 0.15 <= share <= 0.95]
     for study, row, rate in {(s, r, rate) for s, _, r, rate in scores if inside}:
         of_measures = [scores[study, measure, row, rate] for measure in inside]
@@ -126,6 +130,15 @@ def test_every_interval_of_the_page_follows_from_cells():
     assert len(shown := estimates(PAGE)) >= 10
     assert not [estimate for estimate in shown if not is_known(estimate, ALL_CELLS)]
     assert not is_known(("+40.5", *shown[-1][1:]), ALL_CELLS)
+
+
+def test_equal_branches_learn_against_each_other_and_feel_alike():
+    """Breaks when an angle is of other gradients: while o₁ = o₂, those of q are opposite, those by
+    the input equal."""
+    model = load_model("embedded")
+    graft(model, "v2")
+    angles = runpy.run_path(str(FOLDER / "branches.py"))["cosines"](model)
+    assert np.allclose(angles, [[-1, 1]] * 4, atol=1e-6)
 
 
 def test_the_page_is_short_and_plain():

@@ -26,7 +26,7 @@ from lora.adapter import (
     save,
 )
 from model import cpu
-from model.differential import graft, new_parameters
+from model.differential import KINDS, graft, new_parameters
 from tests.reference import batch, hf_forward, hf_model, ours, relative_error
 from tests.runs import refused
 
@@ -379,12 +379,12 @@ def test_what_is_trained_beside_the_adapter_is_not_dropped(tmp_path, model):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["twin", "v2", "split", "dex"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_merge_of_grafts(inputs, model, kind):
     """Breaks when a merge moves the second branch of the attention too, or one that keeps the
     function is refused."""
     graft(model, kind)
-    shared = {"twin": ["q_proj", "k_proj"], "v2": ["q_proj"]}.get(kind, [])
+    shared = KINDS[kind].read_twice
     inject(model, [name for name in SEVEN if name not in shared], 2, 4)
     logits, apart = randomize(model)(**inputs), copy.deepcopy(model)
     merge(model)
@@ -429,6 +429,9 @@ def test_disabled(kind, inputs, model):
         {"attention": "dex", "heads": [1, 3], "feed_forward": "swiglu-new"},
         {"attention": "shared", "diff_in": "both", "lambda_init": 0.3},
         {"attention": "v2"},
+        {"attention": "difflora", "alone": True, "norm": True},
+        {"attention": "sink", "start": -1.0},
+        *({"attention": kind} for kind in ("mean", "gate", "temperature")),
         {"attention": "twin", "diff_in": "vision", "r": 3, "alpha": 5.0},
     ],
     ids=lambda options: options.get("attention", "plain"),
