@@ -92,7 +92,7 @@ def from_cells(page: Path) -> list[tuple[float, ...]]:
         for pool in (
             ("plain", "plain again"),
             ("fine-tuned", *(f"LoRA r{rank}" for rank in range(17, 21))),
-            ("fine-tuned", "LoRA r17", "LoRA r20"),
+            ("fine-tuned", "LoRA r17", "LoRA r19", "LoRA r20"),
         ):
             if all((study, measure, row, rate) in scores for row in pool):
                 of_rows = [scores[study, measure, row, rate] for row in pool]

@@ -40,7 +40,7 @@ LORA = "fine-tuned"
 SIZES = ("LoRA r17", "LoRA r18", "LoRA r19", "LoRA r20")
 BUDGETS = (100, 400, 1600)  # steps
 CONTROLS = ("twin-small", "v2", "difflora", "mean", "gate", "temperature", "sink")
-PLAIN_GRAFTS = (LORA, "LoRA r17", "LoRA r20")
+PLAIN_GRAFTS = (LORA, "LoRA r17", "LoRA r19", "LoRA r20")
 # The row or rows that each row is subtracted from, by file
 BESIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "scratch": {"split": ("plain",), "narrow": ("plain",)},
@@ -394,7 +394,7 @@ def grafts() -> str:
         body.append([f"A/A: {row} − {LORA}", *texts, ""])
     runs = len(scores["attention", LORA, "mean"])
     titles = ["five measures", *(f"noise {strength}" for strength in NOISE)]
-    head = [f"minus three plain rows, {runs} runs", *titles, "verdict, five measures"]
+    head = [f"minus four plain rows, {runs} runs", *titles, "verdict, five measures"]
     return "\n".join(markdown_table(head, body))
 
 
