@@ -1,5 +1,6 @@
-"""Study: do two attention maps help where noise limits one? The dose of noise is a cap of the
-logits.
+"""Study: do two attention maps help where noise limits one, and is it the second map that does?
+
+The dose of noise is a cap of the logits.
 
     python -m train.compare --rows dose [--quick]
 
@@ -7,7 +8,8 @@ A soft cap c (Gemma 2's) bounds all logits to ±c, so that no weight of a map is
 another: the smaller c, the more attention a map has to leave on 15 distractors. Each cap is a study
 with rates of its own, chosen on seeds that are not tested. The control is the mean of two plain
 rows; what these differ by is what equal rows differ by. `plain + head norm` is `shared` with λ = 0:
-A − λ·A = (1 − λ)·A, and the norm by head takes the factor away.
+A − λ·A = (1 − λ)·A, and the norm by head takes the factor away. `mean`, `gate`, `temperature` and
+`sink` have one map and one part each of what a second one may do.
 
 Twice: in the built task (`built.py`), where `best_of_one_map` is exact; and in the decoder of the
 embedded base, with 4×4 needles. There attention was learned without a cap, and is lost with one:

@@ -81,6 +81,7 @@ def with_noise(tests: Sequence[NeedleTest], strength: float) -> list[NeedleTest]
 
 
 def add_noise(picture: Callable[[], Image.Image], strength: float, seed: int) -> Image.Image:
+    """What `picture` draws, with noise that is the same for the same seed."""
     pixels = np.asarray(picture(), dtype=float)
     noise = np.random.default_rng(seed).normal(0, strength, pixels.shape)
     return Image.fromarray((pixels + noise).round().clip(0, 255).astype(np.uint8))
