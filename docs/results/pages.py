@@ -39,6 +39,7 @@ GRAFTS = ("shared", "split", "twin-small", "v2", "dex")
 LORA = "fine-tuned"
 SIZES = ("LoRA r17", "LoRA r18", "LoRA r19", "LoRA r20")
 BUDGETS = (100, 400, 1600)  # steps
+EARLIER = ("plain + head norm", "shared", "twin-small", "v2", "dex")
 CONTROLS = ("twin-small", "v2", "difflora", "mean", "gate", "temperature", "sink")
 PLAIN_GRAFTS = (LORA, "LoRA r17", "LoRA r19", "LoRA r20")
 # The row or rows that each row is subtracted from, by file
@@ -47,8 +48,7 @@ BESIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "wings-quick": {"wings": ("full",)},
     "qmamba-quick": {"global": ("local",), "4 queries": ("local",), "16 queries": ("local",)},
     "text": {f"{kind}, 0.6m": ("plain, 0.6m",) for kind in ("differential", "wide")},
-    "dose": {row: dose.PLAIN for row in dose.ROWS if row not in dose.PLAIN}
-    | {"plain again": ("plain",)},
+    "dose": dict.fromkeys(EARLIER, dose.PLAIN) | {"plain again": ("plain",)},
     "controls": dict.fromkeys(CONTROLS, dose.PLAIN) | {"plain again": ("plain",)},
     "grafts": dict.fromkeys(CONTROLS[1:], PLAIN_GRAFTS) | dict.fromkeys(PLAIN_GRAFTS[1:], (LORA,)),
     "attention": dict.fromkeys(GRAFTS, (LORA, *SIZES)) | dict.fromkeys(SIZES, (LORA,)),
@@ -138,7 +138,7 @@ def gap(scores: Scores, study: str, row: str, controls: tuple[str, ...], measure
 def tables(name: str) -> str:
     """All scores of a file, and all differences."""
     scores = read(name)
-    about = (__doc__ or "").split("\n\n")[1]
+    about = (__doc__ or "").split("\n\n")[-1]
     blocks = [f"# {name}", " ".join(about.splitlines())]
     for study in dict.fromkeys(place[0] for place in scores):
         rows = list(dict.fromkeys(row for s, row, _ in scores if s == study))
@@ -323,27 +323,31 @@ def judged(name: str, study: str, measure: str, guess: float) -> dict[str, dict]
 
 
 def doses(task: str, guess: float) -> str:
-    """Both runs of a task: that of the controls, and the earlier one."""
-    body = []
+    """Both runs of a task: that of the controls, and the earlier one, as one where their plain rows
+    are equal."""
+    studies = [f"dose, {task}, cap {cap}, 1 x" for cap in (0.5, 0.25)]
+    plain, rows, chance = [], [], []
     for name, others in ("controls", CONTROLS), ("dose", ("plain + head norm", "shared", "dex")):
         scores = read(name)
-        studies = [f"dose, {task}, cap {cap}, 1 x" for cap in (0.5, 0.25)]
-        plain = [[mean(scores[study, row, task]) for row in dose.PLAIN] for study in studies]
-        middles = [f"{np.mean(of_study):.1f}" for of_study in plain]
-        title = "**plain**, right answers, %" + (", earlier run" if name == "dose" else "")
-        body.append([title, *middles, ""])
+        middles = [np.mean([mean(scores[s, row, task]) for row in dose.PLAIN]) for s in studies]
+        plain.append(["**plain**, right answers, %", *(f"{of:.1f}" for of in middles), ""])
         tables = [judged(name, study, task, guess) for study in studies]
+        rows.append([])
         for row in others:
             texts = [interval_text(table[row], 1, signed=True) for table in tables]
-            verdicts = dict.fromkeys(table[row]["verdict"] for table in tables)
-            seen = [
-                table[row]["visible"] for table in tables if table[row]["verdict"] == "undecided"
-            ]
-            beside = f" (±{max(seen):.1f})" if seen else ""
-            body.append([f"`{row}`", *texts, ", ".join(verdicts) + beside])
-        chance = [gap(scores, study, "plain again", ("plain",), task) for study in studies]
-        texts = [interval_text(of._asdict(), 1, signed=True) for of in chance]
-        body.append(["A/A: `plain again` − `plain`", *texts, ""])
+            verdicts = " and ".join(dict.fromkeys(table[row]["verdict"] for table in tables))
+            seen = [of[row]["visible"] for of in tables if of[row]["verdict"] == "undecided"]
+            if seen:
+                verdicts += f" (±{max(seen):.1f})"
+            rows[-1].append([f"`{row}`", *texts, verdicts])
+        gaps = [gap(scores, study, "plain again", ("plain",), task) for study in studies]
+        texts = [interval_text(of_study._asdict(), 1, signed=True) for of_study in gaps]
+        chance.append(["A/A: `plain again` − `plain`", *texts, ""])
+    body = [plain[0], *rows[0]]
+    if plain[0] != plain[1]:
+        plain[1][0] += ", earlier run"
+        body += [chance[0], plain[1]]
+    body += [*rows[1], chance[1]]
     head = ["minus plain attention, points", "c = 0.5", "c = 0.25", "verdict"]
     return "\n".join(markdown_table(head, body))
 

@@ -299,6 +299,7 @@ def test_noise_is_of_its_strength_and_the_same_for_all():
         assert [test.places for test in tests] == [test.places for test in clean]
         pixels[type(strength), strength] = np.array([test.pictures[0]() for test in tests], float)
     exact, noisy, again = pixels.values()
+    assert " at 0x" not in repr(with_noise(clean, 8))  # an address would name other cells each time
     assert np.array_equal(noisy, again)
     inner = (exact > 40) & (exact < 215)  # where nothing is cut off
     assert abs((noisy - exact)[inner].std() - 8) < 0.2

@@ -71,20 +71,28 @@ def scene_needles(kind: str, tests: int, split: str = "test") -> list[NeedleTest
     return needle.embedded_tests(kind, -(-tests // places) * places, split=split)
 
 
+@dataclass(frozen=True)
+class Noisy:
+    """A picture with Gaussian noise on every pixel, of a standard deviation in steps of 255. It is
+    the same for the same seed; what it prints as names a cell."""
+
+    picture: Callable[[], Image.Image]
+    strength: float
+    seed: int
+
+    def __call__(self) -> Image.Image:
+        pixels = np.asarray(self.picture(), dtype=float)
+        noise = np.random.default_rng(self.seed).normal(0, self.strength, pixels.shape)
+        return Image.fromarray((pixels + noise).round().clip(0, 255).astype(np.uint8))
+
+
 def with_noise(tests: Sequence[NeedleTest], strength: float) -> list[NeedleTest]:
-    """The tests with Gaussian noise on every pixel, of a standard deviation in steps of 255."""
+    """The tests with noise on their pictures."""
     noisy = []
-    for number, test in enumerate(tests):
-        pictures = tuple(partial(add_noise, p, strength, number) for p in test.pictures)
+    for seed, test in enumerate(tests):
+        pictures = tuple(Noisy(picture, strength, seed) for picture in test.pictures)
         noisy.append(replace(test, pictures=pictures))
     return noisy
-
-
-def add_noise(picture: Callable[[], Image.Image], strength: float, seed: int) -> Image.Image:
-    """What `picture` draws, with noise that is the same for the same seed."""
-    pixels = np.asarray(picture(), dtype=float)
-    noise = np.random.default_rng(seed).normal(0, strength, pixels.shape)
-    return Image.fromarray((pixels + noise).round().clip(0, 255).astype(np.uint8))
 
 
 def coco_needles(tests: int, coco: str, captions: str | None) -> tuple[str, list[NeedleTest]]:
