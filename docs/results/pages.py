@@ -301,6 +301,20 @@ def draw_text() -> None:
 
 # The tables of RESULTS.md
 
+# what a head gives
+HEADS = {
+    "twin-small": "o₁ + μ·(o₁ − o₂), μ = 0.25",
+    "v2": "o₁ − σ(w·x + b)·o₂",
+    "difflora": "o₁ − λ·o₂, λ from 0.1",
+    "mean": "o − λ·Ū, Ū the mean of the values in sight",
+    "gate": "o·2σ(w·x)",
+    "temperature": "o of t·q",
+    "sink": "o·σ(logsumexp(s) − b), s the logits",
+    "plain + head norm": "norm(o)·(1 − λ₀)",
+    "shared": "norm((1 − λ)·o)·(1 − λ₀), the source's",
+    "dex": "o − λ·o·W",
+}
+
 
 def judged(name: str, study: str, measure: str, guess: float) -> dict[str, dict]:
     """The differences to all plain rows, with their verdicts by the rules of all studies, Holm's
@@ -323,44 +337,45 @@ def judged(name: str, study: str, measure: str, guess: float) -> dict[str, dict]
 
 
 def doses(task: str, guess: float) -> str:
-    """Both runs of a task: that of the controls, and the earlier one, as one where their plain rows
-    are equal."""
+    """The rows of the controls' run; in the built task those of the earlier one too, whose plain rows
+    came out the same."""
     studies = [f"dose, {task}, cap {cap}, 1 x" for cap in (0.5, 0.25)]
-    plain, rows, chance = [], [], []
-    for name, others in ("controls", CONTROLS), ("dose", ("plain + head norm", "shared", "dex")):
-        scores = read(name)
-        middles = [np.mean([mean(scores[s, row, task]) for row in dose.PLAIN]) for s in studies]
-        plain.append(["**plain**, right answers, %", *(f"{of:.1f}" for of in middles), ""])
+    scores = read("controls")
+    middles = [np.mean([mean(scores[s, row, task]) for row in dose.PLAIN]) for s in studies]
+    body = [["**plain**, right answers, %", "o", *(f"{of:.1f}" for of in middles), ""]]
+    parts = [("controls", CONTROLS)]
+    if task == "built":
+        parts.append(("dose", ("plain + head norm", "shared", "dex")))
+    for name, others in parts:
         tables = [judged(name, study, task, guess) for study in studies]
-        rows.append([])
         for row in others:
             texts = [interval_text(table[row], 1, signed=True) for table in tables]
             verdicts = " and ".join(dict.fromkeys(table[row]["verdict"] for table in tables))
             seen = [of[row]["visible"] for of in tables if of[row]["verdict"] == "undecided"]
             if seen:
                 verdicts += f" (±{max(seen):.1f})"
-            rows[-1].append([f"`{row}`", *texts, verdicts])
-        gaps = [gap(scores, study, "plain again", ("plain",), task) for study in studies]
-        texts = [interval_text(of_study._asdict(), 1, signed=True) for of_study in gaps]
-        chance.append(["A/A: `plain again` − `plain`", *texts, ""])
-    body = [plain[0], *rows[0]]
-    if plain[0] != plain[1]:
-        plain[1][0] += ", earlier run"
-        body += [chance[0], plain[1]]
-    body += [*rows[1], chance[1]]
-    head = ["minus plain attention, points", "c = 0.5", "c = 0.25", "verdict"]
+            body.append([f"`{row}`", HEADS[row], *texts, verdicts])
+    gaps = [gap(scores, study, "plain again", ("plain",), task) for study in studies]
+    texts = [interval_text(of_study._asdict(), 1, signed=True) for of_study in gaps]
+    body.append(["A/A: `plain again` − `plain`", "", *texts, ""])
+    head = ["minus plain, points", "a head gives", "c = 0.5", "c = 0.25", "verdict"]
+    if task != "built":  # heads are named once
+        head.pop(1)
+        for line in body:
+            line.pop(1)
     return "\n".join(markdown_table(head, body))
 
 
 def branches() -> str:
-    """The two cosines of branches.csv, the mean over layers and runs, with the least and the most."""
+    """The two cosines of branches.csv, the mean over layers and runs, with the least and the most;
+    rows that are alike share a line."""
     found = defaultdict(lambda: defaultdict(list))
     with (HERE / "branches.csv").open(encoding="utf-8", newline="") as text:
         for line in csv.DictReader(text):
             for kind in ("learning", "input"):
                 if line[kind]:
                     found[line["row"], line["state"]][kind].append(float(line[kind]))
-    body = []
+    rows = defaultdict(list)
     for (row, state), kinds in found.items():
         texts = []
         for kind in ("learning", "input"):
@@ -369,7 +384,8 @@ def branches() -> str:
             if known:
                 text = f"{np.mean(known):+.2f} ({min(known):+.2f} to {max(known):+.2f})"
             texts.append(text)
-        body.append([f"`{row}`", state, *texts])
+        rows[(state, *texts)].append(f"`{row}`")
+    body = [[", ".join(names), *place] for place, names in rows.items()]
     return "\n".join(markdown_table(["row", "when", "learning", "input"], body))
 
 
@@ -413,10 +429,13 @@ TABLES = {
 def fill(page: str) -> str:
     """A page with the tables between its comments."""
     for name, table in TABLES.items():
+        if name == "grafts" and not (HERE / "grafts.csv").exists():
+            continue  # while that study runs
         before, mark, rest = page.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition("<!-- end -->")
         assert mark and end, f"RESULTS.md has no place for the table {name}"
-        page = "".join([before, mark, table(), "\n", end, after])
+        text = re.sub(r"(?<=[ \[(])-(?=\d)", "−", table())
+        page = "".join([before, mark, text, "\n", end, after])
     return page
 
 
@@ -424,7 +443,8 @@ if __name__ == "__main__":
     page = HERE.parents[1] / "RESULTS.md"
     write_text(page, fill(page.read_text(encoding="utf-8")))
     for name in BESIDE:
-        write_text(HERE / f"{name}.md", tables(name))
+        if (HERE / f"{name}.csv").exists():
+            write_text(HERE / f"{name}.md", tables(name))
     draw_doses("dose")
     draw_doses("controls")
     draw_distractors()
