@@ -3,6 +3,7 @@ starts, caches, names."""
 
 import contextlib
 import math
+import re
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from model.differential import KINDS, fold, graft, lambdas, map_distance, new_pa
 from model.paligemma import PaliGemma, initialize
 from tests.reference import left_padded, relative_error, set_attention_backend
 from tests.runs import refused
+from train.optim import SCALARS
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -443,6 +445,7 @@ def test_new_parameters_are_fp32_drawn_by_the_seed_and_trained(variant):
     assert torch.equal(torch.get_rng_state(), state)
     first, same, other = ({name: model.get_parameter(name) for name in names} for model in models)
     assert list(new_parameters(models[0])) == names and bool(names) == (kind != "softmax")
+    assert all(re.search(rf"lora|w_d|{SCALARS}", name) for name in names)  # they do not decay
     assert all(
         value.dtype == torch.float32 and torch.equal(value, same[name])
         for name, value in first.items()
