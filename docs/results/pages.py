@@ -408,7 +408,7 @@ def grafts() -> str:
         if verdict == "undecided":
             verdict += f" (±{tables[0][row]['visible']:.1f})"
         body.append([f"`{row}`", *texts, verdict])
-    for row in PLAIN_GRAFTS[1:]:
+    for row in PLAIN_GRAFTS[1:2]:
         gaps = [gap(scores, "attention", row, (LORA,), measure) for measure in measures]
         texts = [interval_text(of_row._asdict(), 1, signed=True) for of_row in gaps]
         body.append([f"A/A: {row} − {LORA}", *texts, ""])
