@@ -381,7 +381,9 @@ def load(
     config, file = read_config(folder), open_tensors(folder / TENSOR_FILE)
     with config_errors(folder):
         for call in config.get("differential", []):
-            graft(model, **call)
+            attention = call.pop("kind")
+            diff_in = call.pop("where")
+            graft(model, attention, diff_in=diff_in, **call)
     expected = (file.metadata() or {}).get("base_fingerprint")  # PEFT leaves none
     actual = fingerprint(model)
     if expected and expected != actual and not force:

@@ -295,24 +295,27 @@ class Attention(nn.Module):
         # nothing needs the logits or the weights themselves
         if self.softcap is None and self.tap is None:
             return fused_attention(q, k, v, mask, scale)
-        k, v = repeat_heads(q, k, v)
+        logits = self.logits(q, k, mask, scale)
+        weights = F.softmax(logits, dim=-1, dtype=torch.float32).to(q.dtype)
+        if self.tap is not None:
+            self.tap(weights)
+        return torch.matmul(weights, repeated(v, q))
+
+    def logits(self, q, k, mask, scale: float) -> Tensor:
+        """qkᵀ·scale (B, N, Sq, Sk), bounded, and very low where the mask hides a key."""
+        k = repeated(k, q)
         logits = torch.matmul(q, k.transpose(2, 3)) * scale
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         if mask is not None:
             logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
-        weights = F.softmax(logits, dim=-1, dtype=torch.float32).to(q.dtype)
-        if self.tap is not None:
-            self.tap(weights)
-        return torch.matmul(weights, v)
+        return logits
 
 
-def repeat_heads(q, k, v) -> tuple[Tensor, Tensor]:
-    """Keys and values (B, K, S, D), each head repeated for the query heads that share it."""
-    groups = q.shape[1] // k.shape[1]
-    if groups == 1:
-        return k, v
-    return k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+def repeated(heads: Tensor, q: Tensor) -> Tensor:
+    """Keys or values (B, K, S, D), each head repeated for the query heads that share it."""
+    groups = q.shape[1] // heads.shape[1]
+    return heads if groups == 1 else heads.repeat_interleave(groups, dim=1)
 
 
 def fused_attention(q, k, v, mask, scale: float) -> Tensor:
@@ -326,7 +329,7 @@ def fused_attention(q, k, v, mask, scale: float) -> Tensor:
     # CUDA's kernels take a mask or shared heads, not both
     if mask is not None and q.is_cuda:
         if k.shape[1] > 1:
-            k, v = repeat_heads(q, k, v)
+            k, v = repeated(k, q), repeated(v, q)
         else:  # shared without a copy, which would be kept for the backward pass
             k = k.expand(-1, q.shape[1], -1, -1)
             v = v.expand(-1, q.shape[1], -1, -1)

@@ -1,17 +1,26 @@
-"""Differential attention on pretrained weights: six siblings of plain attention, and how they are grafted and folded.
+"""Differential attention on pretrained weights: siblings of plain attention, and how they are grafted and folded.
 
-    name       heads                                          new parameters of a layer       at step 0    maps
-    softmax    A·V                                            –                               exact        1
-    shared     norm((1 − λ)·A·V)·(1 − λ_init)                 4·D, D                          shifted      1
-    split      norm((A₁ − λ·A₂)·V)·(1 − λ_init)               4·D/2, D                        shifted      2
-    twin       o₁ + μ·(o₁ − o₂)                               LoRA on q and k, N              exact        2
-    v2         o₁ − σ(w·x + b)·o₂, one K                      LoRA on q, (H + 1)·N            nearly exact 2
-    dex        o − λ·o·W_D, merges into W_O                   D·D, 1                          exact        1
+    name         heads                              new parameters of a layer  at step 0     maps
+    softmax      A·V                                –                          exact         1
+    shared       norm((1 − λ)·A·V)·(1 − λ_init)     4·D, D                     shifted       1
+    split        norm((A₁ − λ·A₂)·V)·(1 − λ_init)   4·D/2, D                   shifted       2
+    twin         o₁ + μ·(o₁ − o₂)                   LoRA on q and k, N         exact         2
+    v2           o₁ − σ(w·x + b)·o₂, one K          LoRA on q, (H + 1)·N       nearly exact  2
+    difflora     o₁ − λ·o₂                          LoRA on q and k, 1         shifted       2
+    dex          o − λ·o·W_D, merges into W_O       D·D, 1                     exact         1
+    mean         o − λ·Ū                            N                          exact         1, Ū's
+    gate         o·2σ(w·x)                          H·N                        exact         1
+    temperature  A of t·q, merges into W_Q          N                          exact         1
+    sink         o·σ(logsumexp(s) − b)              N                          nearly exact  1
 
-A is an attention map, o = A·V, norm an RMSNorm by head, W_O the output projection. "The paper" is Differential
-MultiModal Transformers (Li et al. 2024), which this project rebuilds; the original is Differential Transformer (Ye et
-al. 2024). New parameters are fp32 whatever the model's dtype, because λ, μ and small updates are lost in bf16's 8
-bits; maps are subtracted in fp32. Set the model's dtype before grafting: `model.to(dtype)` casts all of them.
+A is an attention map of the logits s, o = A·V, Ū the mean of the visible values, norm an RMSNorm by
+head, W_O the output projection. The last four are controls: each has one part of what a second map
+may do. "The paper" is Differential MultiModal Transformers (Li et al. 2025, arXiv 2507.15875),
+which this project rebuilds; the original is Differential Transformer (Ye et al. 2024).
+
+New parameters are fp32 whatever the model's dtype, because λ, μ and small updates are lost in
+bf16's 8 bits; maps are subtracted in fp32. Set the model's dtype before grafting: `model.to(dtype)`
+casts all of them.
 """
 
 import inspect
@@ -30,89 +39,41 @@ from model.config import fits
 from model.gemma import Adaptable, GemmaMLP
 from model.linear import Linear
 from model.lowrank import LowRank
-
-
-class Differential(Attention):
-    """A variant takes over the projections of a plain attention, trained, with LoRA, or on meta.
-    `layer` counts from 1; keyword arguments of a subclass are the options that `graft` accepts for
-    it."""
-
-    kind: str
-    maps = 1  # attention maps of a head, and calls of `tap`, A₁ first
-    read_twice: tuple[
-        str, ...
-    ] = ()  # projections whose weights a second branch reads too: no LoRA is merged there
-    foldable = False  # `fold` makes plain attention of it
-    # two maps are blended as A₁ + f·(A₁ − A₂), not as A₁ − f·A₂, f being `factor`
-    extrapolates = False
-
-    def __init__(self, plain: Attention, layer: int):
-        with torch.device("meta"):
-            super().__init__(**plain.sizes())
-        self.adopt(plain)
-
-    def coefficient(self) -> Any:
-        """The weight of the second map in fp32: λ (1,), or λ or μ of each head (N,); None for a
-        variant without."""
-
-    def factor(self, x: torch.Tensor) -> torch.Tensor:
-        """The weight of the second map where the hidden states are x (B, S, H), in fp32; broadcasts
-        to (B, N, S, 1)."""
-        return self.coefficient()[:, None, None]
-
-    def blend(
-        self, factor: torch.Tensor, first: torch.Tensor, second: torch.Tensor
-    ) -> torch.Tensor:
-        """Two maps, or two products of maps with V, combined in fp32; equal ones are `first` where
-        it extrapolates."""
-        first, second = first.float(), second.float()
-        return torch.lerp(first, second, -factor) if self.extrapolates else first - factor * second
-
-
-class Softmax(Differential):
-    kind, foldable = (
-        "softmax",
-        True,
-    )  # plain attention as a variant: the control of every comparison
+from model.variant import Differential, Gate, Mean, Sink, Softmax, Temperature, scores_of
 
 
 class Reparametrised(Differential):
-    """λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init (the paper, Eq. 3), one a layer, and the norm by
-    head (Eq. 6).
+    """λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init, one a layer, and the norm by head.
 
-    λ_init is a number in [0, 1), or "layer": 0.8 − 0.6·exp(−0.3·(layer − 1)) (Eq. 4), 0.2 in the
-    first layer and near 0.8 in deep ones. The vectors start as N(0, 0.1): at zero their gradient
-    would be zero too.
+    The paper's Eq. 3 and 6. λ_init is a number in [0, 1), or "layer": 0.8 − 0.6·exp(−0.3·(layer −
+    1)) (Eq. 4), 0.2 in the first layer and near 0.8 in deep ones. The vectors start as N(0, 0.1):
+    at zero their gradient would be zero too.
     """
 
     def __init__(
         self, plain: Attention, layer: int, width: int, lambda_init: float | str, norm: bool
     ):
-        super().__init__(plain, layer)
-        start = 0.8 - 0.6 * math.exp(-0.3 * (layer - 1)) if lambda_init == "layer" else lambda_init
+        super().__init__(plain, layer, norm)
+        start = lambda_init
+        if lambda_init == "layer":
+            start = 0.8 - 0.6 * math.exp(-0.3 * (layer - 1))
         if isinstance(start, str) or not 0 <= start < 1:
             raise UserError(
                 f"lambda_init is {lambda_init!r}, expected 'layer' or a number in [0, 1)"
             )
         self.lambda_init = start
-        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
-            self.register_parameter(name, nn.Parameter(0.1 * torch.randn(width)))
-        self.subln = nn.RMSNorm(self.head_dim, eps=1e-5) if norm else None
+        self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
+            nn.Parameter(0.1 * torch.randn(width)) for _ in range(4)
+        )
 
     def coefficient(self) -> torch.Tensor:
-        q1, k1, q2, k2 = (
-            self.get_parameter(f"lambda_{name}").float() for name in ("q1", "k1", "q2", "k2")
-        )
+        first = self.lambda_q1.float() * self.lambda_k1.float()
+        second = self.lambda_q2.float() * self.lambda_k2.float()
         return (
-            (q1 * k1).sum(-1, keepdim=True).exp()
-            - (q2 * k2).sum(-1, keepdim=True).exp()
+            first.sum(-1, keepdim=True).exp()
+            - second.sum(-1, keepdim=True).exp()
             + self.lambda_init
         )
-
-    def normalise(self, heads: torch.Tensor) -> torch.Tensor:
-        """norm(heads)·(1 − λ_init) of heads (B, N, S, D) in fp32; without `norm` the factor is left
-        out too."""
-        return heads if self.subln is None else self.subln(heads) * (1 - self.lambda_init)
 
 
 class Shared(Reparametrised):
@@ -120,14 +81,13 @@ class Shared(Reparametrised):
 
     A − λ·A = (1 − λ)·A, so it is one attention, and is computed as one. What follows from the
     equations:
-    - The norm removes the factor, norm(s·x) = sign(s)·norm(x) up to eps. λ's gradient is smaller by
-    orders of
-      magnitude than in the same model without the norm, and Adam moves λ by rounding errors. λ is
-      not learned.
+    - The norm removes the factor, norm(s·x) = sign(s)·norm(x) up to eps. λ's gradient is smaller
+      by orders of magnitude than in the same model without the norm, and Adam moves λ by rounding
+      errors. λ is not learned.
     - Where λ > 1 the attention changes its sign. With vectors of 256, this happens by chance in
-    about 2 of 18 layers.
+      about 2 of 18 layers.
     - What is left, the norm with its gain and the factor (1 − λ_init), shifts the pretrained model
-    at step 0.
+      at step 0.
     """
 
     kind = "shared"
@@ -143,8 +103,9 @@ class Shared(Reparametrised):
 
 
 class Split(Reparametrised):
-    """The original (Ye et al. 2024; the paper, Eq. 2): the two halves of a head's width are two
-    heads; V is shared.
+    """The original (Ye et al. 2024; the paper, Eq. 2): the halves of a head are two heads.
+
+    V is shared.
 
     RoPE turns the pairs (i, i + D/2). `rope_pairs` "kept" rotates first and gives each half whole
     pairs, so that the logits of both halves add up to the pretrained ones. "fresh", the paper's
@@ -153,7 +114,8 @@ class Split(Reparametrised):
     would depend on absolute positions.
     """
 
-    kind, maps = "split", 2
+    kind = "split"
+    maps = 2
 
     def __init__(
         self,
@@ -176,40 +138,46 @@ class Split(Reparametrised):
         if self.rope_pairs == "kept" or rope is None:
             return super().project(x, rope)
         q, k, v = super().project(x, None)
-        q, k = (torch.cat([rope(half) for half in t.chunk(2, dim=-1)], dim=-1) for t in (q, k))
-        return q, k, v
+        halves = [rope(half) for half in (*q.chunk(2, dim=-1), *k.chunk(2, dim=-1))]
+        return torch.cat(halves[:2], dim=-1), torch.cat(halves[2:], dim=-1), v
 
     def mix(self, x, q, k, v, mask) -> torch.Tensor:
         maps = zip(self.halves(q), self.halves(k), strict=True)
-        outputs = (
-            self.softmax_attention(*half, v, mask, self.scale * 2**0.5) for half in maps
-        )  # 1/√(D/2)
-        return self.normalise(self.blend(self.factor(x), *outputs)).to(v.dtype)
+        scale = self.scale * 2**0.5  # 1/√(D/2)
+        outputs = (self.softmax_attention(*half, v, mask, scale) for half in maps)
+        return self.blend(x, *outputs)
 
     def halves(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """x (…, D) as two of (…, D/2), padded with zeros to a multiple of 8, which CUDA's fused
-        kernels require."""
+        """x (…, D) as two of (…, D/2), padded with zeros to a multiple of 8.
+
+        CUDA's fused kernels require it.
+        """
         parts = list(x.chunk(2, dim=-1))
         if self.rope_pairs == "kept":  # channels [0:D/4] and [D/2:3D/4], and the rest
             parts = [half.flatten(-2) for half in x.unflatten(-1, (2, 2, -1)).unbind(-2)]
-        return (
-            [F.pad(half, (0, short)) for half in parts]
-            if (short := -parts[0].shape[-1] % 8)
-            else parts
-        )
+        short = -parts[0].shape[-1] % 8
+        return [F.pad(half, (0, short)) for half in parts] if short else parts
 
 
 class Branched(Differential):
-    """Two branches on one base product: base(x) + LoRA(x) of the adapter, and base(x) + a LoRA of
-    the variant's own.
+    """Two branches on one base product: base(x) + LoRA(x) of the adapter and of the variant.
 
-    The second one is beside each projection of `read_twice`: `q2`, `k2`, zero at the start.
+    The variant's LoRA is beside each projection of `read_twice`: `q2`, `k2`, zero at the start.
     """
 
     maps = 2
+    alone = False  # the second branch is the variant's LoRA without the base product
 
-    def __init__(self, plain: Attention, layer: int, r: int, alpha: float, dropout: float):
-        super().__init__(plain, layer)
+    def __init__(
+        self,
+        plain: Attention,
+        layer: int,
+        r: int,
+        alpha: float,
+        dropout: float,
+        norm: bool = False,
+    ):
+        super().__init__(plain, layer, norm)
         for name in self.read_twice:
             projection = self.get_submodule(name)
             if getattr(projection, "merged", False):
@@ -222,8 +190,10 @@ class Branched(Differential):
             )
 
     def project(self, x: torch.Tensor, rope: Rope | None):
-        """As of plain attention; where a projection is read twice, twice as many heads, branch 1
-        before branch 2."""
+        """As of plain attention; where a projection is read twice, branch 1 before branch 2.
+
+        So there are twice as many heads.
+        """
         q, k, v = (self.heads_of(name, x) for name in ("q_proj", "k_proj", "v_proj"))
         return (q, k, v) if rope is None else (rope(q), rope(k), v)
 
@@ -231,21 +201,19 @@ class Branched(Differential):
         projection = self.get_submodule(name)
         if name not in self.read_twice:
             return self.split_heads(projection(x))
-        base, lora, second = (
-            base_layer(projection)(x),
-            getattr(projection, "lora", None),
-            getattr(self, f"{name[0]}2"),
-        )
-        branches = base if lora is None else lora.add_to(base, x), second.add_to(base, x)
-        return torch.cat([self.split_heads(branch) for branch in branches], dim=1)
+        base = base_layer(projection)(x)
+        lora = getattr(projection, "lora", None)
+        first = base if lora is None else lora.add_to(base, x)
+        shared = torch.zeros_like(base) if self.alone else base
+        second = self.get_submodule(f"{name[0]}2").add_to(shared, x)
+        return torch.cat([self.split_heads(first), self.split_heads(second)], dim=1)
 
     def mix(self, x, q, k, v, mask) -> torch.Tensor:
         keys = k.chunk(2, dim=1) if "k_proj" in self.read_twice else (k, k)
         maps = zip(q.chunk(2, dim=1), keys, strict=True)
-        outputs = (
-            self.softmax_attention(*branch, v, mask) for branch in maps
-        )  # as fast as one call of 2N heads
-        return self.blend(self.factor(x), *outputs).to(v.dtype)
+        # as fast as one call of 2N heads
+        outputs = (self.softmax_attention(*branch, v, mask) for branch in maps)
+        return self.blend(x, *outputs)
 
 
 class Twin(Branched):
@@ -257,7 +225,10 @@ class Twin(Branched):
     without noise. μ has no gradient until they differ; at μ = 0 branch 2 would have none.
     """
 
-    kind, read_twice, extrapolates = "twin", ("q_proj", "k_proj"), True
+    kind = "twin"
+    read_twice = ("q_proj", "k_proj")
+    extrapolates = True
+    weight_name = "mu"  # (N,); λ is μ/(1 + μ)
 
     def __init__(
         self,
@@ -276,21 +247,17 @@ class Twin(Branched):
             )
         self.mu = nn.Parameter(torch.full((self.num_heads,), float(mu)))
 
-    def coefficient(self) -> torch.Tensor:
-        """μ (N,); λ is μ/(1 + μ)."""
-        return self.mu.float()
-
 
 class V2(Branched):
-    """Differential attention V2 (microsoft/unilm, 2026) as a graft: o₁ − σ(w·x + b)·o₂, λ by token
-    and head, no norm.
+    """Differential attention V2 (microsoft/unilm, 2026) as a graft: o₁ − σ(w·x + b)·o₂, no norm.
 
-    K and V, and so the cache, are the plain ones; there are twice as many queries. The original is
-    trained from scratch with doubled query heads; here w = 0 and b = −4 start the subtraction at
-    0.018.
+    λ is by token and head. K and V, and so the cache, are the plain ones; there are twice as many
+    queries. The original is trained from scratch with doubled query heads; here w = 0 and b = −4
+    start the subtraction at 0.018.
     """
 
-    kind, read_twice = "v2", ("q_proj",)
+    kind = "v2"
+    read_twice = ("q_proj",)
 
     def __init__(
         self,
@@ -308,27 +275,61 @@ class V2(Branched):
 
     def factor(self, x: torch.Tensor) -> torch.Tensor:
         """λ = σ(w·x + b) of each token and head (B, N, S, 1)."""
-        with torch.autocast(x.device.type, enabled=False):  # λ in fp32
-            gate = F.linear(
-                x.float(), self.lambda_proj.weight.float(), self.lambda_proj.bias.float()
-            )
-        return torch.sigmoid(gate).transpose(1, 2)[..., None]
+        return torch.sigmoid(scores_of(self.lambda_proj, x))
 
     def coefficient(self) -> torch.Tensor:
         """σ(b) (N,): λ where w·x is 0, as everywhere at step 0."""
         return torch.sigmoid(self.lambda_proj.bias.float())
 
 
-class Dex(Differential):
-    """DEX (Kong et al. 2025, arXiv 2505.16333): o − λ·o·W_D on the outputs of chosen heads; the map
-    is unchanged.
+class DiffLora(Branched):
+    """DiffLoRA (Misrahi et al. 2025, arXiv 2507.23588): o₁ − λ·o₂ of two branches with a LoRA each.
 
-    One W_D (D, D) for the chosen `heads` of a layer (None: all), starting at 0, and one λ, starting
-    at `lambda_init`: exact at step 0 without annealing λ, and with a gradient as long as λ is not 0
-    too. It is linear in o, so `fold` merges it into the output projection.
+    λ is a learned number of the layer that starts at `lambda_init`: theirs is fixed, or learned as
+    in `Reparametrised`. With `alone`, the second branch reads its LoRA alone, whose B is then drawn
+    like A: with both B at zero no gradient would reach them. `norm`: by head, as of `split`.
     """
 
-    kind, foldable = "dex", True
+    kind = "difflora"
+    read_twice = ("q_proj", "k_proj")
+    weight_name = "lambda_d"
+
+    def __init__(
+        self,
+        plain: Attention,
+        layer: int,
+        *,
+        r: int = 16,
+        alpha: float = 32.0,
+        dropout: float = 0.0,
+        lambda_init: float = 0.1,
+        alone: bool = False,
+        norm: bool = False,
+    ):
+        super().__init__(plain, layer, r, alpha, dropout, norm)
+        if not 0 <= lambda_init < 1:
+            raise UserError(f"lambda_init is {lambda_init!r}, expected a number in [0, 1)")
+        self.lambda_init = lambda_init
+        self.lambda_d = nn.Parameter(torch.full((1,), float(lambda_init)))
+        self.alone = alone
+        for name in ("q2", "k2") if alone else ():
+            weight = self.get_parameter(f"{name}.lora_B.weight")
+            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+
+class Dex(Differential):
+    """DEX (Kong et al. 2025, arXiv 2505.16333): o − λ·o·W_D on the outputs of chosen heads.
+
+    The map is unchanged. One W_D (D, D) is for the chosen `heads` of a layer (None: all) and starts
+    at 0; one λ starts at `lambda_init`. So it is exact at step 0 without annealing λ, and has a
+    gradient as long as λ is not 0 too. It is linear in o, so `fold` merges it into the output
+    projection.
+    """
+
+    kind = "dex"
+    foldable = True
+    weight_name = "lambda_d"
+    lora_half = "lora_A"  # (W + B·A)·M = W·M + B·(A·M)
 
     def __init__(
         self,
@@ -358,42 +359,41 @@ class Dex(Differential):
         heads = self.softmax_attention(q, k, v, mask)
         if len(self.heads) == self.num_heads:
             return self.change(heads)
-        chosen = set(self.heads)
-        return torch.stack(
-            [self.change(o) if n in chosen else o for n, o in enumerate(heads.unbind(1))], dim=1
-        )
+        by_head = list(heads.unbind(1))
+        for head in self.heads:
+            by_head[head] = self.change(by_head[head])
+        return torch.stack(by_head, dim=1)
 
     def change(self, heads: torch.Tensor) -> torch.Tensor:
         """o − λ·o·W_D for heads o (…, S, D), in fp32, cast back to their dtype."""
         wide = heads.float()
-        return (wide - self.lambda_d.float() * torch.matmul(wide, self.w_d.float())).to(heads.dtype)
+        noise = torch.matmul(wide, self.w_d.float())
+        return (wide - self.lambda_d.float() * noise).to(heads.dtype)
 
-    def coefficient(self) -> torch.Tensor:
-        return self.lambda_d.float()
-
-    def folded(self, weight: torch.Tensor) -> torch.Tensor:
-        """W·(I − λ·W_D)ᵀ at the columns of each chosen head of W (…, N·D), in fp32."""
-        by_head = weight.float().unflatten(1, (self.num_heads, self.head_dim)).clone()  # (H, N, D)
-        by_head[:, self.heads] -= self.lambda_d.float() * (
-            by_head[:, self.heads] @ self.w_d.float().T
-        )
-        return by_head.flatten(1)
+    def fold_into(self, layer: nn.Linear) -> None:
+        """W·(I − λ·W_D)ᵀ at the columns of each chosen head of W (…, N·D)."""
+        by_head = layer.weight.float().unflatten(1, (self.num_heads, self.head_dim)).clone()
+        noise = by_head[:, self.heads] @ self.w_d.float().T
+        by_head[:, self.heads] -= self.lambda_d.float() * noise
+        layer.weight.copy_(by_head.flatten(1))
 
 
 # Every variant by name. A new one is a class above and its place here.
-KINDS: dict[str, type[Differential]] = {c.kind: c for c in (Softmax, Shared, Split, Twin, V2, Dex)}
+VARIANTS = (Softmax, Shared, Split, Twin, V2, DiffLora, Dex, Mean, Gate, Temperature, Sink)
+KINDS: dict[str, type[Differential]] = {variant.kind: variant for variant in VARIANTS}
 
 
-def options_of(kind: str) -> dict[str, Any]:
+def options_of(attention: str) -> dict[str, Any]:
     """The options of a variant, as `graft` takes them, with their defaults."""
-    parameters = inspect.signature(KINDS[kind]).parameters.values()
+    parameters = inspect.signature(KINDS[attention]).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def default_options(kind: str, r: int, alpha: float, dropout: float = 0.0) -> dict[str, Any]:
-    """Options that give a second branch the rank, scale and dropout of the adapter beside it; {}
-    without one."""
-    return {"r": r, "alpha": alpha, "dropout": dropout} if issubclass(KINDS[kind], Branched) else {}
+def default_options(attention: str, r: int, alpha: float, dropout: float = 0.0) -> dict[str, Any]:
+    """Options that give a second branch rank, scale and dropout of the adapter; {} without one."""
+    if not issubclass(KINDS[attention], Branched):
+        return {}
+    return {"r": r, "alpha": alpha, "dropout": dropout}
 
 
 def base_layer(projection: Any) -> nn.Linear:
@@ -409,8 +409,10 @@ FEED_FORWARDS = ("mlp", "swiglu", "swiglu-new")
 
 
 class SwiGLU(nn.Module):
-    """(swish(x·W_G) ⊙ x·W_1)·W_2 with a hidden width of int(8/3·H), fresh (the paper, Eq. 7). LoRA
-    leaves it alone."""
+    """(swish(x·W_G) ⊙ x·W_1)·W_2 with a hidden width of int(8/3·H), fresh (the paper, Eq. 7).
+
+    LoRA leaves it alone.
+    """
 
     def __init__(self, hidden_size: int):
         super().__init__()
@@ -425,90 +427,90 @@ class SwiGLU(nn.Module):
 
 @dataclass(frozen=True)
 class Graft:
-    """One call of `graft`: its arguments, with all of the variant's options. `model.grafts` has
-    every call."""
+    """One call of `graft`: its arguments, with all of the variant's options.
 
-    kind: str
-    where: str
+    `model.grafts` has every call.
+    """
+
+    attention: str
+    diff_in: str
     feed_forward: str
     seed: int
     options: dict[str, Any]
 
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments that repeat the call, as JSON can hold them: the format of
-        adapters."""
+        """What repeats the call, as JSON can hold it: the format of adapters."""
         return {
-            name: value for name, value in vars(self).items() if name != "options"
-        } | self.options
+            "kind": self.attention,
+            "where": self.diff_in,
+            "feed_forward": self.feed_forward,
+            "seed": self.seed,
+            **self.options,
+        }
 
 
 def graft(
     model: Adaptable,
-    kind: str,
+    attention: str,
     *,
-    where: str = "decoder",
+    diff_in: str = "decoder",
     feed_forward: str = "mlp",
     seed: int = 0,
     **options,
 ) -> list[str]:
     """Turn a plain model into a variant, in place, and return the names of its new parameters.
 
-    kind: a key of KINDS; `options` are the keyword arguments of its class. where: "decoder",
+    attention: a key of KINDS; `options` are the keyword arguments of its class. diff_in: "decoder",
     "vision" or "both". feed_forward of the decoder (the paper, Table 1): "mlp" as published,
     "swiglu" with the published weights and a silu gate, or "swiglu-new", fresh. New parameters are
     fp32, on the model's device (meta included), the same for the same seed. Raises UserError for
     what is unknown, grafted already, or cannot learn; the model is then unchanged.
     """
-    for value, known in ((kind, KINDS), (where, TOWERS), (feed_forward, FEED_FORWARDS)):
+    # 1. the arguments
+    for value, known in ((attention, KINDS), (diff_in, TOWERS), (feed_forward, FEED_FORWARDS)):
         if value not in known:
             raise UserError(f"unknown {value!r}: choose one of {', '.join(known)}")
-    if feed_forward != "mlp" and where == "vision":
+    if feed_forward != "mlp" and diff_in == "vision":
         raise UserError(
-            f"feed_forward {feed_forward!r} concerns the decoder: graft it with where 'decoder' or "
-            "'both'"
+            f"feed_forward {feed_forward!r} concerns the decoder: graft it with diff_in 'decoder' "
+            "or 'both'"
         )
-    defaults = options_of(kind)
     if not fits(seed, int) or abs(seed) >= 2**63:
         raise UserError(f"seed {quoted(seed)}: expected a number of less than 64 bits")
-    parameters = inspect.signature(KINDS[kind]).parameters
+    variant = KINDS[attention]
+    defaults = options_of(attention)
+    annotations = inspect.signature(variant).parameters
     for name, value in options.items():
-        if name not in defaults or not fits(value, parameters[name].annotation):
+        if name not in defaults or not fits(value, annotations[name].annotation):
             raise UserError(
-                f"{kind!r} has no option {name}={quoted(value)}: it takes {quoted(defaults, 200)}"
+                f"{attention!r} has no option {name}={quoted(value)}: it takes "
+                f"{quoted(defaults, 200)}"
             )
-    before, device = (
-        set(dict(model.named_parameters())),
-        model.language_model.embed_tokens.weight.device,
-    )
+    options = defaults | options
+    # 2. the new modules, drawn on the CPU: a seed gives the same numbers on every device
+    before = set(dict(model.named_parameters()))
+    device = model.language_model.embed_tokens.weight.device
+    drawn_on = "meta" if device.type == "meta" else "cpu"
     new: list[tuple[nn.Module, str, nn.Module]] = []
-    # drawn on the CPU, so that a seed gives the same numbers on every device
-    with (
-        torch.random.fork_rng(devices=[]),
-        torch.device("meta" if device.type == "meta" else "cpu"),
-    ):
+    with torch.random.fork_rng(devices=[]), torch.device(drawn_on):
         torch.default_generator.manual_seed(seed)
-        for tower in TOWERS[where]:
+        for tower in TOWERS[diff_in]:
             for number, layer in enumerate(model.get_submodule(tower).children(), start=1):
-                attention = layer.get_submodule("self_attn")
-                if type(attention) is not Attention:
+                plain = layer.get_submodule("self_attn")
+                if type(plain) is not Attention:
                     raise UserError(
                         f"{tower}.{number - 1} has no plain attention: graft a freshly loaded model"
                     )
-                new.append(
-                    (layer, "self_attn", KINDS[kind](attention, number, **defaults | options))
-                )
-        if feed_forward == "swiglu-new":
-            new += [
-                (layer, "mlp", SwiGLU(model.config.text.hidden_size))
-                for layer in model.language_model.layers
-            ]
+                new.append((layer, "self_attn", variant(plain, number, **options)))
+        for layer in model.language_model.layers if feed_forward == "swiglu-new" else ():
+            new.append((layer, "mlp", SwiGLU(model.config.text.hidden_size)))
+    # 3. in place of the old ones
     for layer, name, module in new:
         layer.add_module(name, module.to(device).train(layer.training))
-    if feed_forward == "swiglu":
-        for module in model.language_model.modules():
-            if isinstance(module, GemmaMLP):
-                module.activation = "silu"
-    model.grafts = (*model.grafts, Graft(kind, where, feed_forward, seed, defaults | options))
+    for module in model.language_model.modules() if feed_forward == "swiglu" else ():
+        if isinstance(module, GemmaMLP):
+            module.activation = "silu"
+    model.grafts = (*model.grafts, Graft(attention, diff_in, feed_forward, seed, options))
     return [name for name, _ in model.named_parameters() if name not in before]
 
 
@@ -518,8 +520,10 @@ def variants_of(model: nn.Module) -> dict[str, Differential]:
 
 
 def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that `graft` has added, by name, in the model's order; LoRA on a variant's
-    projections is not."""
+    """The parameters that `graft` has added, by name, in the model's order.
+
+    LoRA on a variant's projections is not among them.
+    """
     return {
         f"{path}.{name}": parameter
         for path, module in model.named_modules()
@@ -531,46 +535,47 @@ def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def fold(model: Adaptable) -> None:
-    """Make a grafted model plain again, in place, where plain parts can compute the same: softmax,
-    dex, swiglu.
+    """Make a grafted model plain again, in place, where plain parts can compute the same.
 
-    A dex folded into a bf16 weight is rounded to it. Merged LoRA is folded too, so that it can
-    still be unmerged. Raises UserError, and folds nothing, for other variants, unmerged LoRA, and a
-    dex on weights of few bits.
+    That is after softmax, dex, temperature and swiglu. What is folded into a bf16 weight is rounded
+    to it. Merged LoRA is folded too, so that it can still be unmerged. Raises UserError, and folds
+    nothing, for other variants, unmerged LoRA, and weights of few bits that would change.
     """
-    variants, feed_forwards = variants_of(model), {record.feed_forward for record in model.grafts}
+    # 1. whether it can be done
+    variants = variants_of(model)
+    feed_forwards = {record.feed_forward for record in model.grafts}
     for path, module in variants.items():
-        output = module.get_submodule(module.output_name)
         if not module.foldable or "swiglu-new" in feed_forwards:
             what = f"{module.kind!r} with {', '.join(feed_forwards)}"
             raise UserError(f"{path}: no plain model computes {what}: keep it as base and adapter")
-        if not getattr(output, "merged", True):
+        name = module.folds_into
+        projection = module.get_submodule(name)
+        if not getattr(projection, "merged", True):
             raise UserError(
-                f"{path}.{module.output_name} carries LoRA: merge the adapter before folding the "
-                "graft"
+                f"{path}.{name} carries LoRA: merge the adapter before folding the graft"
             )
-        if isinstance(module, Dex) and not base_layer(output).weight.is_floating_point():
-            raise UserError(
-                f"{path}.{module.output_name} is quantized: fold before, or open the base anew"
-            )
+        if module.lora_half and not base_layer(projection).weight.is_floating_point():
+            raise UserError(f"{path}.{name} is quantized: fold before, or open the base anew")
+    # 2. what the variant changes goes into the weights
     for path, module in variants.items():
-        if isinstance(module, Dex):
-            projection: Any = module.get_submodule(module.output_name)
-            weights = [base_layer(projection).weight]
-            if lora := getattr(projection, "lora", None):  # (W + B·A)·M = W·M + B·(A·M)
+        if module.lora_half:
+            projection: Any = module.get_submodule(module.folds_into)
+            lora = getattr(projection, "lora", None)
+            if lora:
                 projection.unmerge()
-                weights.append(lora.lora_A.weight)
-            for weight in weights:
-                weight.copy_(module.folded(weight))
+                module.fold_into(lora.get_submodule(module.lora_half))
+            module.fold_into(base_layer(projection))
             if lora:
                 projection.merge()
         with torch.device("meta"):
             plain = Attention(**module.sizes())
         plain.adopt(module)
         model.set_submodule(path, plain.train(module.training))
+    # 3. the feed-forward is named in the configuration
     if "swiglu" in feed_forwards:
         text = replace(model.config.text, hidden_activation="silu")
-        model.config, model.language_model.config = replace(model.config, text=text), text
+        model.config = replace(model.config, text=text)
+        model.language_model.config = text
     model.grafts = ()
 
 
@@ -578,16 +583,17 @@ def fold(model: Adaptable) -> None:
 
 
 def lambdas(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The weight of the second map, by the path of the attention: λ (1,) or (N,), for twin μ (N,);
-    detached."""
+    """The weight of the second map, by the path of the attention, detached.
+
+    λ (1,) or (N,), for twin μ (N,).
+    """
     values = {path: module.coefficient() for path, module in variants_of(model).items()}
     return {path: value.detach() for path, value in values.items() if value is not None}
 
 
 @torch.no_grad()
 def map_distance(model: nn.Module, **batch) -> dict[str, torch.Tensor]:
-    """Total variation ½·Σ|A₁ − A₂| between the two maps of each layer, from 0 to 1, by the
-    attention's path.
+    """Total variation ½·Σ|A₁ − A₂| between the two maps of each layer, from 0 to 1, by its path.
 
     The mean over heads and valid queries of one forward pass of `batch`, the arguments of the
     model.
@@ -598,18 +604,19 @@ def map_distance(model: nn.Module, **batch) -> dict[str, torch.Tensor]:
         if path not in first:
             first[path] = weights
             return
-        by_query = (first.pop(path).float() - weights.float()).abs().sum(-1).mean(1) / 2  # (B, S)
-        valid = batch.get("attention_mask") if path.startswith("language_model.") else None
-        distances[path] = (by_query if valid is None else by_query[valid.bool()]).mean()
+        gap = (first.pop(path).float() - weights.float()).abs()
+        by_query = gap.sum(-1).mean(1) / 2  # (B, S)
+        valid = batch.get("attention_mask")
+        if valid is not None and path.startswith("language_model."):
+            by_query = by_query[valid.bool()]
+        distances[path] = by_query.mean()
 
-    taps = {
-        module: partial(tap, path)
-        for path, module in variants_of(model).items()
-        if module.maps == 2
-    }
+    taps = {}
+    for path, module in variants_of(model).items():
+        if module.maps == 2:
+            taps[module] = partial(tap, path)
     if taps:
         with tapped(taps):
-            model(
-                **(batch | {"positions_to_keep": 1})
-            )  # the head, the widest product, is not needed here
+            # the head, the widest product, is not needed here
+            model(**(batch | {"positions_to_keep": 1}))
     return distances

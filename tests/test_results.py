@@ -12,11 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from model.differential import graft
+from weights.load import load_model
+
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs/results"
-PAGES = sorted(FOLDER.glob("*.md"))
+PAGES = sorted(page for page in FOLDER.glob("*.md") if page.with_suffix(".csv").exists())
 REPORTS = "".join(file.read_text(encoding="utf-8") for file in FOLDER.glob("*.json"))
-NEW, EARLIER = (ROOT / "RESULTS.md").read_text(encoding="utf-8").split("\n## Earlier ")
+PAGE = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
+EARLIER = (FOLDER / "earlier.md").read_text(encoding="utf-8")
 NUMBER = r"[+−-]?\d+(?:\.\d+)?"
 ESTIMATE = re.compile(rf"({NUMBER})(?: (?:points|nats|%))?[ (]*\[({NUMBER}),\s({NUMBER})\]")
 # Two-sided 5 % points of Student's t by degrees of freedom, from a printed table
@@ -75,7 +79,8 @@ def from_cells(page):
                     sums[place] += float(line["right"]), float(line["n"])
     for (*place, seed), (right, n) in sums.items():
         scores[tuple(place)][seed] = 100 * right / n
-    shares = {m: (np.mean(of) - GUESSES[m]) / (100 - GUESSES[m]) for m, of in validation.items()}
+    shares = {m: np.mean(validation[m]) for m in GUESSES.keys() & validation.keys()}
+    shares = {m: (mean - GUESSES[m]) / (100 - GUESSES[m]) for m, mean in shares.items()}
     inside = [measure for measure, share in shares.items() if 0.15 <= share <= 0.95]
     for study, row, rate in {(s, r, rate) for s, _, r, rate in scores if inside}:
         of_measures = [scores[study, measure, row, rate] for measure in inside]
@@ -86,10 +91,11 @@ def from_cells(page):
         for pool in (
             ("plain", "plain again"),
             ("fine-tuned", *(f"LoRA r{rank}" for rank in range(17, 21))),
+            ("fine-tuned", "LoRA r17", "LoRA r19", "LoRA r20"),
         ):
             if all((study, measure, row, rate) in scores for row in pool):
                 of_rows = [scores[study, measure, row, rate] for row in pool]
-                scores[study, measure, "pool", rate] = {
+                scores[study, measure, str(pool), rate] = {
                     n: np.mean([of[n] for of in of_rows]) for n in of_rows[-1]
                 }
     for (place, of_row), (other, of_control) in permutations(scores.items(), 2):
@@ -117,12 +123,31 @@ def test_a_table_follows_from_its_cells(page):
 
 
 def test_every_interval_of_the_page_follows_from_cells():
-    """Breaks when an interval of RESULTS.md is changed by hand, or rests on no cells that a reader
-    has."""
-    shown = estimates(NEW)
+    """Breaks when an interval or a table of RESULTS.md is changed by hand, or rests on no cells that
+    a reader has."""
+    fill = runpy.run_path(str(FOLDER / "pages.py"))["fill"]
+    assert fill(PAGE) == PAGE
+    shown = estimates(PAGE)
     assert len(shown) >= 10
     assert not [estimate for estimate in shown if not is_known(estimate, ALL_CELLS)]
     assert not is_known(("+40.5", *shown[-1][1:]), ALL_CELLS)
+
+
+def test_equal_branches_learn_against_each_other_and_feel_alike():
+    """Breaks when an angle is of other gradients: while o₁ = o₂, those of q are opposite, those by
+    the input equal."""
+    model = load_model("embedded")
+    graft(model, "v2")
+    angles = runpy.run_path(str(FOLDER / "branches.py"))["cosines"](model)
+    assert np.allclose(angles, [[-1, 1]] * 4, atol=1e-6)
+
+
+def test_the_page_is_short_and_plain():
+    """Breaks when RESULTS.md takes more than ten minutes: 200 lines, 25 words a sentence."""
+    assert len(PAGE.splitlines()) <= 200
+    prose = re.sub(r"^([|#<!]| {4}).*$|```.*?```|\]\([^)]*\)", "", PAGE, flags=re.M | re.S)
+    sentences = re.split(r"(?<=[.?:!])\s|\n\n|\n- ", prose)
+    assert not [sentence for sentence in sentences if len(sentence.split()) > 25]
 
 
 def test_every_earlier_interval_was_written_by_a_command():

@@ -80,7 +80,7 @@ def learning_rules(settings: Settings, model: PaliGemma) -> list[Rule]:
         graft(
             model,
             settings.attention,
-            where=settings.diff_in,
+            diff_in=settings.diff_in,
             feed_forward=settings.feed_forward,
             seed=settings.seed,
             **options,

@@ -13,7 +13,7 @@ from torch import nn
 
 # λ, μ and the norms of a graft. No decay: it would pull these scalars and gains towards values
 # without meaning.
-SCALARS = r".*\.(lambda_\w+|lambda_proj\.\w+|mu|subln\.weight)"
+SCALARS = r".*\.(lambda_\w+|lambda_proj\.\w+|mu|subln\.weight|gate\.weight|temperature|sinks)"
 
 
 class Rule(NamedTuple):

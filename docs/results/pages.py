@@ -1,5 +1,9 @@
-"""The tables and figures of RESULTS.md, from the CSV files in this folder: `python
-docs/results/pages.py`.
+"""The tables and figures of RESULTS.md, from the CSV files in this folder.
+
+    python docs/results/pages.py
+
+It writes a page beside each CSV, the figures, and in RESULTS.md every table between the comments
+`<!-- NAME -->` and `<!-- end -->`.
 
 A line of a CSV is a cell on one measure. Intervals are 95 % of Student's t over runs, paired by
 seed; questions are the same for all. Of a row that was tried at several rates those runs count that
@@ -27,21 +31,26 @@ from model.common import write_text  # noqa: E402
 from train.chart import line_chart  # noqa: E402
 from train.estimates import Estimate, estimate  # noqa: E402
 from train.studies import built, dose  # noqa: E402
-from train.studies.rules import is_inside  # noqa: E402
+from train.studies.attention import NOISE  # noqa: E402
+from train.studies.rules import Measure, is_inside, judge  # noqa: E402
 
 Scores = dict[tuple[str, str, str], dict[int, float]]  # percent by seed, of (study, row, measure)
 GRAFTS = ("shared", "split", "twin-small", "v2", "dex")
 LORA = "fine-tuned"
 SIZES = ("LoRA r17", "LoRA r18", "LoRA r19", "LoRA r20")
 BUDGETS = (100, 400, 1600)  # steps
+EARLIER = ("plain + head norm", "shared", "twin-small", "v2", "dex")
+CONTROLS = ("twin-small", "v2", "difflora", "mean", "gate", "temperature", "sink")
+PLAIN_GRAFTS = (LORA, "LoRA r17", "LoRA r19", "LoRA r20")
 # The row or rows that each row is subtracted from, by file
 BESIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "scratch": {"split": ("plain",), "narrow": ("plain",)},
     "wings-quick": {"wings": ("full",)},
     "qmamba-quick": {"global": ("local",), "4 queries": ("local",), "16 queries": ("local",)},
     "text": {f"{kind}, 0.6m": ("plain, 0.6m",) for kind in ("differential", "wide")},
-    "dose": {row: dose.PLAIN for row in dose.ROWS if row not in dose.PLAIN}
-    | {"plain again": ("plain",)},
+    "dose": dict.fromkeys(EARLIER, dose.PLAIN) | {"plain again": ("plain",)},
+    "controls": dict.fromkeys(CONTROLS, dose.PLAIN) | {"plain again": ("plain",)},
+    "grafts": dict.fromkeys(CONTROLS[1:], PLAIN_GRAFTS) | dict.fromkeys(PLAIN_GRAFTS[1:], (LORA,)),
     "attention": dict.fromkeys(GRAFTS, (LORA, *SIZES)) | dict.fromkeys(SIZES, (LORA,)),
     **{f"budget-{steps}": dict.fromkeys(GRAFTS[2:], (LORA,)) for steps in BUDGETS},
 }
@@ -72,7 +81,7 @@ def read(name: str, split: str = "test") -> Scores:
     scores: Scores = {}
     for place, of_seeds in sums.items():
         scores[place] = {seed: 100 * right / n for seed, (right, n) in sorted(of_seeds.items())}
-    if split == "test" and name.startswith(("attention", "budget")):
+    if split == "test" and name.startswith(("attention", "budget", "grafts")):
         add_means(scores, in_range(read(name, "validation")))
     return scores
 
@@ -129,7 +138,7 @@ def gap(scores: Scores, study: str, row: str, controls: tuple[str, ...], measure
 def tables(name: str) -> str:
     """All scores of a file, and all differences."""
     scores = read(name)
-    about = (__doc__ or "").split("\n\n")[1]
+    about = (__doc__ or "").split("\n\n")[-1]
     blocks = [f"# {name}", " ".join(about.splitlines())]
     for study in dict.fromkeys(place[0] for place in scores):
         rows = list(dict.fromkeys(row for s, row, _ in scores if s == study))
@@ -158,23 +167,23 @@ def tables(name: str) -> str:
 # Figures
 
 
-def draw_doses() -> None:
+def draw_doses(name: str) -> None:
     """The difference to the plain rows over the cap, by task and steps."""
-    scores = read("dose")
+    scores = read(name)
     found: dict = defaultdict(dict)
     for study in dict.fromkeys(place[0] for place in scores):
         # pyright: ignore
         task, cap, times = re.fullmatch(r"dose, (\w+), cap ([\w.]+), (\d) x", study).groups()
         gaps = {}
-        for row, beside in BESIDE["dose"].items():
+        for row, beside in BESIDE[name].items():
             if (study, row, task) in scores:
                 gaps[row] = gap(scores, study, row, beside, task)._asdict()
         found[task, times][None if cap == "None" else float(cap)] = gaps
     for (task, times), by_cap in found.items():
-        if len(by_cap) > 1:
+        if len(by_cap) > 2 or name == "dose" and len(by_cap) > 1:
             where = "Built task" if task == "built" else "Needle in the embedded base"
             picture = dose.draw_gaps(f"{where}, {times} x the steps", by_cap)
-            save(picture, HERE / f"dose-{task}-{times}.png")
+            save(picture, HERE / f"{name}-{task}-{times}.png")
 
 
 def kept(scores: Scores, row: str) -> list[tuple[int, float]]:
@@ -290,10 +299,154 @@ def draw_text() -> None:
     save(line_chart(lines, *labels, marked=lines, bars=bars), HERE / "text.png")
 
 
+# The tables of RESULTS.md
+
+# what a head gives
+HEADS = {
+    "twin-small": "o₁ + μ·(o₁ − o₂), μ = 0.25",
+    "v2": "o₁ − σ(w·x + b)·o₂",
+    "difflora": "o₁ − λ·o₂, λ from 0.1",
+    "mean": "o − λ·Ū, Ū the mean of the values in sight",
+    "gate": "o·2σ(w·x)",
+    "temperature": "o of t·q",
+    "sink": "o·σ(logsumexp(s) − b), s the logits",
+    "plain + head norm": "norm(o)·(1 − λ₀)",
+    "shared": "norm((1 − λ)·o)·(1 − λ₀), the source's",
+    "dex": "o − λ·o·W",
+}
+
+
+def judged(name: str, study: str, measure: str, guess: float) -> dict[str, dict]:
+    """The differences to all plain rows, with their verdicts by the rules of all studies, Holm's
+    over them."""
+    scores = read(name)
+    known = read(name, "validation")
+    control = next(iter(BESIDE[name].values()))
+    gaps = {}
+    for row, beside in BESIDE[name].items():
+        if beside == control:
+            gaps[row, measure] = gap(scores, study, row, control, measure)
+    shares = [mean(known[study, row, measure]) for row in control if (study, row, measure) in known]
+    # "mean" is of measures in range
+    inside = list(gaps) if not shares or is_inside(float(np.mean(shares)), guess) else []
+    verdicts = judge(gaps, inside, {measure: Measure(measure, ())})
+    found = {}
+    for place, of_row in gaps.items():
+        found[place[0]] = of_row._asdict() | verdicts[place]
+    return found
+
+
+def doses(task: str, guess: float) -> str:
+    """The rows of the controls' run; in the built task those of the earlier one too, whose plain rows
+    came out the same."""
+    studies = [f"dose, {task}, cap {cap}, 1 x" for cap in (0.5, 0.25)]
+    scores = read("controls")
+    middles = [np.mean([mean(scores[s, row, task]) for row in dose.PLAIN]) for s in studies]
+    body = [["**plain**, right answers, %", "o", *(f"{of:.1f}" for of in middles), ""]]
+    parts = [("controls", CONTROLS)]
+    if task == "built":
+        parts.append(("dose", ("plain + head norm", "shared", "dex")))
+    for name, others in parts:
+        tables = [judged(name, study, task, guess) for study in studies]
+        for row in others:
+            texts = [interval_text(table[row], 1, signed=True) for table in tables]
+            verdicts = " and ".join(dict.fromkeys(table[row]["verdict"] for table in tables))
+            seen = [of[row]["visible"] for of in tables if of[row]["verdict"] == "undecided"]
+            if seen:
+                verdicts += f" (±{max(seen):.1f})"
+            body.append([f"`{row}`", HEADS[row], *texts, verdicts])
+    gaps = [gap(scores, study, "plain again", ("plain",), task) for study in studies]
+    texts = [interval_text(of_study._asdict(), 1, signed=True) for of_study in gaps]
+    body.append(["A/A: `plain again` − `plain`", "", *texts, ""])
+    head = ["minus plain, points", "a head gives", "c = 0.5", "c = 0.25", "verdict"]
+    if task != "built":  # heads are named once
+        head.pop(1)
+        for line in body:
+            line.pop(1)
+    return "\n".join(markdown_table(head, body))
+
+
+def branches() -> str:
+    """The two cosines of branches.csv, the mean over layers and runs, with the least and the most;
+    rows that are alike share a line."""
+    found = defaultdict(lambda: defaultdict(list))
+    with (HERE / "branches.csv").open(encoding="utf-8", newline="") as text:
+        for line in csv.DictReader(text):
+            for kind in ("learning", "input"):
+                if line[kind]:
+                    found[line["row"], line["state"]][kind].append(float(line[kind]))
+    rows = defaultdict(list)
+    for (row, state), kinds in found.items():
+        texts = []
+        for kind in ("learning", "input"):
+            known = kinds.get(kind)
+            text = "–"
+            if known:
+                text = f"{np.mean(known):+.2f} ({min(known):+.2f} to {max(known):+.2f})"
+            texts.append(text)
+        rows[(state, *texts)].append(f"`{row}`")
+    body = [[", ".join(names), *place] for place, names in rows.items()]
+    return "\n".join(markdown_table(["row", "when", "learning", "input"], body))
+
+
+def grafts() -> str:
+    """The controls as grafts: the mean of five measures, and needles under noise on the pixels."""
+    scores = read("grafts")
+    measures = ["mean", *(f"n4o1, noise {strength}" for strength in NOISE)]
+    tables = []
+    for measure in measures:
+        tables.append(judged("grafts", "attention", measure, GUESSING["n4o1"]))
+    plain = []
+    for measure in measures:
+        plain.append(
+            f"{np.mean([mean(scores['attention', r, measure]) for r in PLAIN_GRAFTS]):.1f}"
+        )
+    body = [["**plain**, right answers, %", *plain, ""]]
+    for row in tables[0]:
+        texts = [interval_text(table[row], 1, signed=True) for table in tables]
+        verdict = tables[0][row]["verdict"]
+        if verdict == "undecided":
+            verdict += f" (±{tables[0][row]['visible']:.1f})"
+        body.append([f"`{row}`", *texts, verdict])
+    for row in PLAIN_GRAFTS[1:2]:
+        gaps = [gap(scores, "attention", row, (LORA,), measure) for measure in measures]
+        texts = [interval_text(of_row._asdict(), 1, signed=True) for of_row in gaps]
+        body.append([f"A/A: {row} − {LORA}", *texts, ""])
+    runs = len(scores["attention", LORA, "mean"])
+    titles = ["five measures", *(f"noise {strength}" for strength in NOISE)]
+    head = [f"minus four plain rows, {runs} runs", *titles, "verdict, five measures"]
+    return "\n".join(markdown_table(head, body))
+
+
+TABLES = {
+    "grafts": grafts,
+    "built": lambda: doses("built", 12.5),
+    "needle": lambda: doses("needle", 6.25),
+    "branches": branches,
+}
+
+
+def fill(page: str) -> str:
+    """A page with the tables between its comments."""
+    for name, table in TABLES.items():
+        if name == "grafts" and not (HERE / "grafts.csv").exists():
+            continue  # while that study runs
+        before, mark, rest = page.partition(f"<!-- {name} -->\n")
+        _, end, after = rest.partition("<!-- end -->")
+        assert mark and end, f"RESULTS.md has no place for the table {name}"
+        text = re.sub(r"(?<=[ \[(])-(?=\d)", "−", table())
+        page = "".join([before, mark, text, "\n", end, after])
+    return page
+
+
 if __name__ == "__main__":
+    page = HERE.parents[1] / "RESULTS.md"
+    write_text(page, fill(page.read_text(encoding="utf-8")))
     for name in BESIDE:
-        write_text(HERE / f"{name}.md", tables(name))
-    draw_doses()
+        if (HERE / f"{name}.csv").exists():
+            write_text(HERE / f"{name}.md", tables(name))
+    draw_doses("dose")
+    draw_doses("controls")
     draw_distractors()
     draw_seeds()
     draw_grafts()

@@ -25,7 +25,7 @@ from lora.adapter import (
     save,
 )
 from model import cpu
-from model.differential import graft, new_parameters
+from model.differential import KINDS, graft, new_parameters
 from tests.files import read_json, write_json
 from tests.reference import batch, hf_forward, hf_model, ours, relative_error
 from tests.runs import assert_same_tensors, refused
@@ -366,12 +366,12 @@ def test_what_is_trained_beside_the_adapter_is_not_dropped(tmp_path, model):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", ["twin", "v2", "split", "dex"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_merge_of_grafts(inputs, model, kind):
     """Breaks when a merge moves the second branch of the attention too, or one that keeps the
     function is refused."""
     graft(model, kind)
-    shared = {"twin": ["q_proj", "k_proj"], "v2": ["q_proj"]}.get(kind, [])
+    shared = KINDS[kind].read_twice
     inject(model, [name for name in SEVEN if name not in shared], 2, 4)
     logits = randomize(model)(**inputs)
     apart = copy.deepcopy(model)
@@ -413,21 +413,24 @@ def test_disabled(kind, inputs, model):
     "options",
     [
         {},
-        {"kind": "split", "rope_pairs": "fresh", "norm": False},
-        {"kind": "dex", "heads": [1, 3], "feed_forward": "swiglu-new"},
-        {"kind": "shared", "where": "both", "lambda_init": 0.3},
-        {"kind": "v2"},
-        {"kind": "twin", "where": "vision", "r": 3, "alpha": 5.0},
+        {"attention": "split", "rope_pairs": "fresh", "norm": False},
+        {"attention": "dex", "heads": [1, 3], "feed_forward": "swiglu-new"},
+        {"attention": "shared", "diff_in": "both", "lambda_init": 0.3},
+        {"attention": "v2"},
+        {"attention": "difflora", "alone": True, "norm": True},
+        {"attention": "sink", "start": -1.0},
+        *({"attention": kind} for kind in ("mean", "gate", "temperature")),
+        {"attention": "twin", "diff_in": "vision", "r": 3, "alpha": 5.0},
     ],
-    ids=lambda options: options.get("kind", "plain"),
+    ids=lambda options: options.get("attention", "plain"),
 )
 def test_saved_and_loaded_here_is_the_same_to_the_bit(tmp_path, hf, inputs, model, options):
     """Breaks when a rank, an alpha, the dropout, or a variant's options or parameters are lost in
     the files."""
     if options:
         graft(model, **options)
-    if options.get("where") == "vision":  # a second call, in another order
-        graft(model, "dex", where="decoder")
+    if options.get("diff_in") == "vision":  # a second call, in another order
+        graft(model, "dex", diff_in="decoder")
     inject(model, ["q_proj", "o_proj", "fc1"], r=3, alpha=10, dropout=0.25)
     inject(model, ["v_proj"], r=5, alpha=1, dropout=0.25)
     inject(model, ["k_proj", "fc2"], r=2, alpha=90, dropout=0.25)
@@ -445,6 +448,7 @@ def test_saved_and_loaded_here_is_the_same_to_the_bit(tmp_path, hf, inputs, mode
             peft.PeftModel.from_pretrained(copy.deepcopy(hf), str(tmp_path))
         config = read_json(tmp_path / "adapter_config.json")
         write_json(tmp_path / "adapter_config.json", config | {"peft_type": "LORA"})
+        assert {"kind", "where"} < config["differential"][0].keys()  # as files written before
     again = ours(hf)
     assert load(again, tmp_path) == list(lora_layers(model))
     assert torch.equal(again(**inputs), model(**inputs))

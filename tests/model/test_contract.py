@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from eval.answer import log_likelihoods
 from model import paligemma
 from model.config import PaliGemmaConfig, TextConfig, VisionConfig
-from model.differential import graft
+from model.differential import KINDS, graft
 from model.generate import generate
 from model.paligemma import PaliGemma
 from model.systems import configs
@@ -49,7 +49,7 @@ WIDE = replace(VISION, image_size=42, feature_layer=-2)  # nine features for fou
 MODELS = {
     "paligemma 1": lambda: PaliGemma(BASE),
     "paligemma 2": lambda: PaliGemma(replace(BASE, text=GEMMA2)),
-    **{kind: lambda kind=kind: grafted(kind) for kind in "shared split twin v2 dex".split()},
+    **{kind: lambda kind=kind: grafted(kind) for kind in KINDS},
     "wings 1": lambda: Wings(configs.WingsConfig(**vars(BASE), rank=5, routed=False)),
     "wings 2": lambda: Wings(configs.WingsConfig(**vars(BASE), rank=5)),
     "wings on gemma 2": lambda: Wings(

@@ -2,13 +2,18 @@
 starts, caches, names."""
 
 import math
+import re
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
+from transformers import Qwen3NextConfig
+from transformers.models.gpt_oss import modeling_gpt_oss
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from lora import adapter
 from lora.adapter import LoRALinear, quantize
@@ -19,7 +24,7 @@ from model.differential import KINDS, fold, graft, lambdas, map_distance, new_pa
 from model.paligemma import PaliGemma, initialize
 from tests.reference import left_padded, relative_error, set_attention_backend
 from tests.runs import assert_same_tensors, refused
-from train.optim import trainable
+from train.optim import SCALARS, trainable
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -36,8 +41,14 @@ VARIANTS = {
     "v2": ("v2", {"r": 3, "alpha": 6.0}),
     "dex": ("dex", {}),
     "dex-heads": ("dex", {"heads": [1]}),
+    "difflora": ("difflora", {"r": 3, "alpha": 6.0}),
+    "difflora-alone": ("difflora", {"r": 3, "alpha": 6.0, "alone": True, "norm": True}),
+    "mean": ("mean", {}),
+    "gate": ("gate", {}),
+    "temperature": ("temperature", {}),
+    "sink": ("sink", {}),
 }
-EXACT = ("softmax", "twin", "dex", "dex-heads")
+EXACT = ("softmax", "twin", "dex", "dex-heads", "mean", "gate", "temperature")
 THETA = 10000.0
 IMAGE = 127
 TARGETS = r"language_model\..*\.(self_attn|mlp)\.\w+_proj"
@@ -102,11 +113,11 @@ def batch(rows=((5, 4), (2, 3))):
     return left_padded(rows, 4, 28, IMAGE, seed=3)
 
 
-def grafted(variant, where="both", stirred=True, **kwargs):
+def grafted(variant, diff_in="both", stirred=True, **kwargs):
     model = tiny(**kwargs)
     plain_names = set(model.state_dict())
     kind, options = VARIANTS[variant]
-    graft(model, kind, where=where, **options)
+    graft(model, kind, diff_in=diff_in, **options)
     if stirred:
         stir(model, plain_names)
     return model
@@ -143,13 +154,18 @@ def heads_by_equation(module, variant, x, positions, mask):  # noqa: C901  # eve
         if second or "base_layer" in stem:
             weight = weight + low_rank(second or f"{name}_proj.lora")[own]
         bias = p.get(stem + "bias", torch.zeros(module.num_heads * width, dtype=torch.float64))
+        if second and options.get("alone"):
+            return x @ low_rank(second)[own].T
         return x @ weight.T + bias[own]
 
-    def attention_map(q, k, scale):
+    def bounded(q, k, scale):
         logits = q @ k.T * scale
         if module.softcap:
             logits = module.softcap * torch.tanh(logits / module.softcap)
-        return logits.masked_fill(~mask, -math.inf).softmax(-1)
+        return logits.masked_fill(~mask, -math.inf)
+
+    def attention_map(q, k, scale):
+        return bounded(q, k, scale).softmax(-1)
 
     def lam():
         init = options.get("lambda_init", 0.8 - 0.6 * math.exp(-0.3))  # the second layer
@@ -160,7 +176,8 @@ def heads_by_equation(module, variant, x, positions, mask):  # noqa: C901  # eve
         if not options.get("norm", True):
             return out
         rms = (out.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
-        return out / rms * p["subln.weight"] * (1 - lam()[1])
+        init = 0.1 if kind == "difflora" else lam()[1]
+        return out / rms * p["subln.weight"] * (1 - init)
 
     heads = []
     for head in range(module.num_heads):
@@ -196,6 +213,11 @@ def heads_by_equation(module, variant, x, positions, mask):  # noqa: C901  # eve
             second = attention_map(turned(q2, positions), turned(k2, positions), scale)
             ratio = p["mu"][head] / (1 + p["mu"][head])
             out = (full - ratio * second) @ v / (1 - ratio)
+        elif kind == "difflora":
+            q2, k2 = projected("q", head, "q2"), projected("k", key_head, "k2")
+            second = attention_map(turned(q2, positions), turned(k2, positions), scale)
+            out = (full - p["lambda_d"] * second) @ v
+            out = normed(out) if options.get("norm") else out
         elif kind == "v2":
             q2 = projected("q", head, "q2")
             second = attention_map(turned(q2, positions), turned(k, positions), scale)
@@ -205,6 +227,18 @@ def heads_by_equation(module, variant, x, positions, mask):  # noqa: C901  # eve
             out = full @ v
             if head in options.get("heads", range(module.num_heads)):
                 out = out - p["lambda_d"] * (out @ p["w_d"])
+        elif kind == "mean":
+            seen = mask.double()
+            out = (full - p["lambda_mean"][head] * seen / seen.sum(-1, keepdim=True)) @ v
+        elif kind == "gate":
+            out = full @ v * 2 * torch.sigmoid(x @ p["gate.weight"][head])[:, None]
+        elif kind == "temperature":
+            q = q * p["temperature"][head]
+            out = attention_map(turned(q, positions), turned(k, positions), scale) @ v
+        elif kind == "sink":
+            logits = bounded(turned(q, positions), turned(k, positions), scale)
+            beside = torch.full((len(x), 1), p["sinks"][head].item(), dtype=torch.float64)
+            out = torch.cat([logits, beside], dim=-1).softmax(-1)[:, :-1] @ v
         heads.append(out)
     return torch.cat(heads, dim=-1) @ p["o_proj.weight"].T + p.get("o_proj.bias", 0.0)
 
@@ -240,7 +274,7 @@ def test_exact_variants_start_at_the_base_to_the_bit(variant, dtype, backend, ge
     kind, options = VARIANTS[variant]
     with torch.no_grad():
         base = model(**batch())
-        graft(model, kind, where="both", **options)
+        graft(model, kind, diff_in="both", **options)
         assert torch.equal(model(**batch()), base)
         adapter.inject(model, TARGETS, 4, 8.0, dropout=0.5)
         assert torch.equal(model.train()(**batch()), base)
@@ -258,6 +292,9 @@ def test_how_far_each_variant_starts():
             module.lambda_q2.data.zero_()
         return relative_error(module(x, rope, mask), plain(x, rope, mask))
 
+    assert shift("difflora") == pytest.approx(0.1, abs=1e-6)
+    assert shift("difflora", lambda_init=0.0) == 0
+    assert 0 < shift("sink") < 0.02 < shift("sink", start=0.0)
     assert shift("v2") == pytest.approx(0.018, abs=1e-4)  # σ(−4)
     assert shift("shared", norm=False, lambda_init=0.0, silence=True) < 1e-6
     half = shift("split", norm=False, lambda_init=0.0, silence=True)
@@ -270,7 +307,8 @@ def test_shared_is_one_scaled_attention(monkeypatch):
     """Breaks when `shared` pays for two maps, or is no longer (1 − λ)·plain before its norm."""
     attention = Mock(wraps=Attention.softmax_attention)
     monkeypatch.setattr(Attention, "softmax_attention", lambda *args: attention(*args))
-    maps = {"softmax": 1, "shared": 1, "split": 2, "twin": 2, "v2": 2, "dex": 1}
+    one = "softmax shared dex gate temperature sink".split()
+    maps = dict.fromkeys(one, 1) | dict.fromkeys("split twin v2 difflora mean".split(), 2)
     assert {kind: KINDS[kind].maps for kind in KINDS} == maps
     assert {kind for kind, _ in VARIANTS.values()} == set(KINDS)
     for variant, (kind, _) in VARIANTS.items():
@@ -323,7 +361,7 @@ def test_above_one_lambda_flips_the_attention():
 def test_lambda_is_scheduled_from_layer_one():
     """Breaks when layers are counted from 0, which gives the first one a negative λ_init."""
     model = tiny()
-    graft(model, "shared", where="both")
+    graft(model, "shared", diff_in="both")
     for layers in (model.language_model.layers, model.vision_tower.encoder.layers):
         assert [round(layer.self_attn.lambda_init, 6) for layer in layers] == [0.2, 0.355509]
     assert KINDS["shared"](plain_attention(), 18).lambda_init == pytest.approx(0.796342, abs=1e-6)
@@ -400,7 +438,7 @@ def test_new_parameters_are_fp32_drawn_by_the_seed_and_trained(variant):
     def drawn(seed):
         model = tiny(dtype=torch.bfloat16)
         state = torch.get_rng_state()
-        names = graft(model, kind, where="both", seed=seed, **options)
+        names = graft(model, kind, diff_in="both", seed=seed, **options)
         assert torch.equal(torch.get_rng_state(), state)
         assert list(new_parameters(model)) == names
         return model, new_parameters(model)
@@ -409,6 +447,7 @@ def test_new_parameters_are_fp32_drawn_by_the_seed_and_trained(variant):
     _, other = drawn(2)
     assert bool(first) == (kind != "softmax")
     assert all(value.dtype == torch.float32 for value in first.values())
+    assert all(re.search(rf"lora|w_d|{SCALARS}", name) for name in first)  # they do not decay
     assert_same_tensors(first, drawn(1)[1])
     for name in first:
         if "lambda_q" in name or "lora_A" in name:
@@ -463,8 +502,48 @@ MISTAKES = {
     ],
     "shared": [{"norm": norm} for norm in (0, "no", None)],
     "v2": [{"r": r} for r in (None, 2.0, True, [2])],
+    "difflora": [{"lambda_init": start} for start in (1.0, math.nan, "layer")],
+    "sink": [{"start": start} for start in (None, 61, math.nan)],
     "softmax": [{"seed": seed} for seed in ("x", 1.5, None, 2**70)],
 }
+
+
+@torch.no_grad()
+def test_gate_and_sink_are_those_of_transformers():
+    """Breaks when our gate is not that of Qwen3-Next, or our sink not that of gpt-oss."""
+    x, _, mask = inputs()
+    bias = torch.zeros(mask.shape).masked_fill(~mask, -1e9)
+    _, sink = sibling("sink")
+    q, k, v = sink.project(x, None)
+    theirs = SimpleNamespace(num_key_value_groups=2, sinks=sink.sinks, training=False)
+    heads, _ = modeling_gpt_oss.eager_attention_forward(theirs, q, k, v, bias, sink.scale)
+    assert relative_error(sink.mix(x, q, k, v, mask).transpose(1, 2), heads) < 1e-6
+
+    _, gate = sibling("gate")
+    sizes = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = Qwen3NextConfig(**sizes, attn_implementation="eager")
+    attention = modeling_qwen3_next.Qwen3NextAttention(config, 0)
+    attention.q_norm = attention.k_norm = nn.Identity()
+    rows = gate.gate.weight.repeat_interleave(16, dim=0)  # theirs has a gate of each channel
+    both = torch.cat([t.view(4, 16, 24) for t in (gate.q_proj.weight, rows)], dim=1)
+    attention.q_proj.weight.copy_(both.flatten(0, 1))
+    attention.k_proj.weight.copy_(gate.k_proj.weight)
+    attention.v_proj.weight.copy_(gate.v_proj.weight)
+    attention.o_proj.weight.copy_(2 * gate.o_proj.weight)  # σ, not 2σ
+    unrotated = torch.ones(2, 9, 16), torch.zeros(2, 9, 16)
+    assert relative_error(gate(x, None, mask), attention(x, unrotated, bias)[0]) < 1e-6
+
+
+def test_mean_leaves_the_needle_alone():
+    """Breaks when the floor that a bounded map leaves on all positions is not what is subtracted."""
+    module = KINDS["mean"](plain_attention(n=1, k=1, softcap=0.5), 1)
+    q, k, v = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 9, 16), torch.randn(1, 1, 9, 16)
+    q[..., 0], k[..., 0], k[0, 0, 4, 0] = 400.0, -1.0, 1.0  # as sharp as the cap allows
+    low, high = math.exp(-0.5), math.exp(0.5)
+    total = 8 * low + high
+    module.lambda_mean.data.fill_(9 * low / total)
+    left = module.mix(torch.zeros(1, 1, 24), q, k, v, None)
+    assert relative_error(left, (high - low) / total * v[:, :, 4:5]) < 1e-5
 
 
 def test_mistakes_are_named_and_change_nothing():
@@ -477,7 +556,8 @@ def test_mistakes_are_named_and_change_nothing():
     assert all(type(layer.self_attn) is Attention for layer in model.language_model.layers)
     graft(model, "twin")
     refused(
-        lambda: graft(model, "dex", where="both"), "language_model.layers.0 has no plain attention"
+        lambda: graft(model, "dex", diff_in="both"),
+        "language_model.layers.0 has no plain attention",
     )
     assert type(model.vision_tower.encoder.layers[0].self_attn) is Attention
     merged = tiny()
@@ -500,11 +580,12 @@ def test_a_variant_says_which_lora_may_be_merged(variant, name):
     before = module(x, rope, mask)
     layer.merge()
     layer.lora.lora_B.weight.data.zero_()
-    assert (relative_error(module(x, rope, mask), before) < 1e-5) == (name not in module.read_twice)
+    is_free = name not in module.read_twice or variant == "difflora-alone"
+    assert (relative_error(module(x, rope, mask), before) < 1e-5) == is_free
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("variant", ["dex", "dex-heads"])
+@pytest.mark.parametrize("variant", ["dex", "dex-heads", "temperature"])
 def test_lora_can_be_removed_after_folding(variant):
     """Breaks when `unmerge` or `disabled` restores an output projection without the fold, or a
     merge adds twice."""
@@ -527,7 +608,10 @@ def test_lora_can_be_removed_after_folding(variant):
         adapter.merge(model)
 
 
-@pytest.mark.parametrize("kind", ["shared", "split", "twin", "v2", "dex"])
+UNFOLDABLE = [kind for kind in KINDS if not KINDS[kind].foldable]
+
+
+@pytest.mark.parametrize("kind", [*UNFOLDABLE, "dex"])
 def test_folding_refuses_what_no_plain_model_computes(kind):
     """Breaks when an export drops a second branch or a new feed-forward."""
     model = tiny()
@@ -539,16 +623,17 @@ def test_folding_refuses_what_no_plain_model_computes(kind):
 def test_folding_rounds_nothing_into_8_bits():
     """Breaks when a fold is rounded into integers of 8 bits, or one that changes no weight is
     refused."""
-    for kind in ("dex", "softmax"):
+    for kind in ("dex", "temperature", "softmax"):
         model = grafted(kind)
         quantize(model.requires_grad_(False))
         logits = model(**batch())
-        if kind == "dex":
+        is_kept = kind != "softmax"
+        if is_kept:
             refused(partial(fold, model), "is quantized")
         else:
             fold(model)
         assert torch.equal(model(**batch()), logits)
-        assert bool(model.grafts) == (kind == "dex")
+        assert bool(model.grafts) == is_kept
 
 
 def swiglu(x, gate, up, down):

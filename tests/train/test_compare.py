@@ -19,7 +19,14 @@ from train.model import load_base, open_model
 from train.optim import count, trainable
 from train.studies import attention, training
 from train.studies.attention import PLAIN, ROWS, control_by_size, tasks_of
-from train.studies.measures import accuracy, asking, training_records, vqa_task
+from train.studies.measures import (
+    accuracy,
+    asking,
+    scene_needles,
+    training_records,
+    vqa_task,
+    with_noise,
+)
 from train.systems.studies import qmamba, wings
 
 CPU = torch.device("cpu")
@@ -43,11 +50,12 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch, capsys):
     )
     for row in ("fine-tuned", "dex", "LoRA r18"):
         assert all(
-            counted[row, "test", seed] == 5 and counted[row, "validation", seed] == 5
-            for seed in (0, 1)
+            counted[row, "test", seed] == counted[row, "validation", seed] == 8 for seed in (0, 1)
         )
     table = read_json(tmp_path / "comparison.json")["tables"]["the mean of all plain rows"]
-    assert [gap["measure"] for gap in table] == "mean VQA n2o2 n3d8 n4o1 e16".split()
+    noisy = [f"n4o1, noise {strength}" for strength in attention.NOISE]
+    measures = ["mean", "VQA", "n2o2", "n3d8", "n4o1", *noisy, "e16"]
+    assert [gap["measure"] for gap in table] == measures
     monkeypatch.setattr(training, "train_on", None)
     compare.main(command)
     assert capsys.readouterr().out == text
@@ -263,3 +271,17 @@ def test_mistakes_are_told_before_anything_is_trained(flags, tmp_path, monkeypat
     command = words("--base tiny --device cpu --out", tmp_path, flags)
     named = "x" if flags.endswith(":x") else "--"
     refused(lambda: compare.main(command), named)
+
+
+def test_noise_is_of_its_strength_and_the_same_for_all():
+    """Breaks when noise is of another strength, drawn anew for each row, or names other cells by an
+    address."""
+    clean = scene_needles("n4o1", 16)[3]
+    noisy, again = (with_noise([clean], 8)[0] for _ in range(2))
+    assert (
+        noisy.places == clean.places and repr(noisy) == repr(again) and " at 0x" not in repr(noisy)
+    )
+    before, after, same = (np.array(test.pictures[0](), float) for test in (clean, noisy, again))
+    assert np.array_equal(after, same)
+    inner = (before > 40) & (before < 215)  # where nothing is cut off
+    assert abs((after - before)[inner].std() - 8) < 0.2

@@ -57,6 +57,8 @@ def learned(model, folder, kind):
     for name, parameter in adapter.adapter_parameters(model).items():
         if "lora_B" in name or "w_d" in name:
             torch.nn.init.normal_(parameter, std=0.05)
+        elif name.endswith("temperature"):
+            torch.nn.init.constant_(parameter, 1.5)
     adapter.save(model, folder, "embedded")
     data = {"data": ["jsonl:/home/me and/a|b.jsonl"], "tasks": "vqa"}
     write_json(folder / "config.json", {"base": "embedded", "r": 4, "workers": 2, **data})
@@ -88,9 +90,9 @@ def random_base(folder, **text):
 def exported(case, tmp_path):
     """The exported folder, and the model that it must answer as."""
     source = tmp_path / "run"
-    if case == "tuned":
+    if case in ("dex", "temperature"):
         model = load_model("embedded")
-        learned(model, source, "dex")
+        learned(model, source, case)
     elif case == "full":
         model = load_model("embedded")
         model.language_model.layers[0].mlp.down_proj.weight.data *= -1
@@ -115,7 +117,7 @@ def exported(case, tmp_path):
     return tmp_path / "out", model
 
 
-@pytest.mark.parametrize("case", "embedded tuned full random1 random2".split())
+@pytest.mark.parametrize("case", "embedded dex temperature full random1 random2".split())
 def test_automatic_classes_answer_as_we_do(case, tmp_path):
     """Breaks when the files beside the weights mean other pixels, ids or an end of answers to
     transformers."""

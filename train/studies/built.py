@@ -87,14 +87,14 @@ def draw(rows: int, seed: int, others: int = OTHERS) -> tuple[torch.Tensor, torc
 
 def make(job: Job, folder: Path) -> dict:
     """A cell of `train`. The job may change what that takes."""
-    changes = {"kind": job.row} | dict(job.changes)
+    changes = {"attention": job.row} | dict(job.changes)
     return train(job.rate, job.seed, **changes)
 
 
 def train(
     rate: float,
     seed: int,
-    kind: str,
+    attention: str,
     cap=1.0,
     others=OTHERS,
     steps=0,
@@ -111,15 +111,15 @@ def train(
     # 1. a head of the variant
     torch.manual_seed(seed + drawn)
     plain = Attention(CLASSES + 2, 1, 1, WIDTH, scale=WIDTH**-0.5, softcap=cap)
-    if "r" in options_of(kind):
+    if "r" in options_of(attention):
         options = {"r": RANK, "alpha": 2.0 * RANK} | options
-    attention = KINDS[kind](plain, 1, **options)
+    head = KINDS[attention](plain, 1, **options)
     if one_map:
-        without_second_map(attention)
-    optimizer = torch.optim.AdamW(attention.parameters(), rate, weight_decay=0.0)
+        without_second_map(head)
+    optimizer = torch.optim.AdamW(head.parameters(), rate, weight_decay=0.0)
 
     def answer(x: torch.Tensor) -> torch.Tensor:
-        return 10 * attention(x, positions=1)[:, 0, :CLASSES]  # at the question: (rows, CLASSES)
+        return 10 * head(x, positions=1)[:, 0, :CLASSES]  # at the question: (rows, CLASSES)
 
     # 2. training
     steps = steps or STEPS

@@ -1,5 +1,6 @@
-"""Study: do two attention maps help where noise limits one? The dose of noise is a cap of the
-logits.
+"""Study: do two attention maps help where noise limits one, and is it the second map that does?
+
+The dose of noise is a cap of the logits.
 
     python -m train.compare --rows dose [--quick]
 
@@ -7,7 +8,8 @@ A soft cap c (Gemma 2's) bounds all logits to ±c, so that no weight of a map is
 another: the smaller c, the more attention a map has to leave on 15 distractors. Each cap is a study
 with rates of its own, chosen on seeds that are not tested. The control is the mean of two plain
 rows; what these differ by is what equal rows differ by. `plain + head norm` is `shared` with λ = 0:
-A − λ·A = (1 − λ)·A, and the norm by head takes the factor away.
+A − λ·A = (1 − λ)·A, and the norm by head takes the factor away. `mean`, `gate`, `temperature` and
+`sink` have one map and one part each of what a second one may do.
 
 Twice: in the built task (`built.py`), where `best_of_one_map` is exact; and in the decoder of the
 embedded base, with 4×4 needles. There attention was learned without a cap, and is lost with one:
@@ -57,23 +59,46 @@ OTHERS = 15  # distractors
 TUNING_SEEDS = (100, 101, 102)
 PLAIN = ("plain", "plain again")
 ROWS: dict[str, dict] = {
-    "plain": {"kind": "softmax"},
-    "plain again": {"kind": "softmax", "drawn": 1000},  # other initial values, the same examples
-    "plain + head norm": {"kind": "shared", "one_map": True},
-    "shared": {"kind": "shared"},
-    "twin-small": {"kind": "twin", "mu": 0.25},
-    "v2": {"kind": "v2"},
-    "dex": {"kind": "dex"},
+    "plain": {"attention": "softmax"},
+    "plain again": {
+        "attention": "softmax",
+        "drawn": 1000,
+    },  # other initial values, the same examples
+    "plain + head norm": {"attention": "shared", "one_map": True},
+    "shared": {"attention": "shared"},
+    "twin-small": {"attention": "twin", "mu": 0.25},
+    "v2": {"attention": "v2"},
+    "dex": {"attention": "dex"},
+    "difflora": {"attention": "difflora"},
+    "mean": {"attention": "mean"},
+    "gate": {"attention": "gate"},
+    "temperature": {"attention": "temperature"},
+    "sink": {"attention": "sink"},
 }
-# Written before any row but plain was run at these caps: from MILD up, below it, and why
+# Of each task below MILD, and why; from MILD up all are to be equivalent. Written before any row but
+# plain was run at these caps; from difflora on, before those rows were, but after the others, of
+# which none gained on needles
 ONE_MAP = ("equivalent", "equivalent", "one map")
-TWO_MAPS = ("equivalent", "better", "a second map takes away what both have")
+TWO_MAPS = ("better", "better", "a second map takes away what both have")
+TWO_AGAIN = "two maps; on needles the others gained nothing"
+# With e^c at the needle and e^-c elsewhere, o = f·(sum of all values) + (e^c - e^-c)/Z·(the needle's)
+# with f = e^-c / Z, and the sum of all is n·Ū: λ = n·f leaves the needle alone
+FLOOR = "λ = n·e^-c / Z leaves the needle alone; on needles two maps, which can do it too, did not"
 PREDICTED = {
     "plain + head norm": ONE_MAP,
     "shared": ONE_MAP,
     "twin-small": TWO_MAPS,
     "v2": TWO_MAPS,
     "dex": ONE_MAP,
+    "difflora": ("better", "equivalent", TWO_AGAIN),
+    "mean": ("better", "equivalent", FLOOR),
+    "gate": (
+        "equivalent",
+        "equivalent",
+        "a positive factor of o, which changes no order of classes",
+    ),
+    "temperature": ("equivalent", "equivalent", "the cap bounds t·q too"),
+    "sink": ("equivalent", "equivalent", "a positive factor of o that is nearly constant"),
 }
 CONTROL = "the mean of both plain rows"
 # steps, and rates to try first
@@ -86,6 +111,7 @@ TUNED = ("plain", "twin-small", "v2")
 BASE = "base"  # a job, from which the rows of needles start
 BASE_STEPS = 50
 QUICK = {"tasks": ("built",), "seeds": 3, "rates": (0.02,), "longer": ("none",)}
+QUICK |= {"rows": (*PLAIN, "shared", "twin-small", "v2", "dex", "mean")}
 
 
 @dataclass(frozen=True)
@@ -195,7 +221,7 @@ def train(
     base: Path,
     rate: float,
     seed: int,
-    kind: str,
+    attention: str,
     cap: float | None,
     steps: int,
     drawn=0,
@@ -209,15 +235,15 @@ def train(
     model = load_base(settings, CPU)
     cap_logits(model, cap)
     # 2. its graft and adapter
-    if kind == "softmax":
+    if attention == "softmax":
         settings = replace(settings, r=20, alpha=40.0)  # as many parameters as the largest row
     if one_map:
-        graft(model, kind, seed=settings.seed)
+        graft(model, attention, seed=settings.seed)
         for variant in variants_of(model).values():
             built.without_second_map(variant)
-        kind = "softmax"  # no other graft
+        attention = "softmax"  # no other graft
     option = tuple(f"{name}={value}" for name, value in options.items())
-    settings = replace(settings, attention=kind, option=option)
+    settings = replace(settings, attention=attention, option=option)
     model, optimizer = open_model(settings, CPU, model)
     # 3. training
     learn(model.train(), optimizer, steps, "cosine", seed)
@@ -252,8 +278,10 @@ def study_of(options: Options, task: str, cap: float | None, times: int) -> Stud
     variants = [row for row in options.rows if row not in PLAIN]
     predictions = []
     for row in variants:
-        mild, strong, reason = PREDICTED[row]
-        verdict = strong if cap and cap < MILD else mild
+        *by_task, reason = PREDICTED[row]
+        verdict = dict(zip(TASKS, by_task, strict=True))[task]
+        if not cap or cap >= MILD:
+            verdict = "equivalent"
         predictions.append((row, task, verdict, reason))
     # what equal rows differ by
     chance = {plain[-1]: plain[:1]}

@@ -9,6 +9,9 @@ from operator import eq
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
 from eval import needle, vqa
 from eval.data.haystacks import layout_of
 from eval.data.mmneedle import NeedleTest
@@ -67,6 +70,30 @@ def scene_needles(kind: str, tests: int, split: str = "test") -> list[NeedleTest
     """Needles of the embedded scenes; `tests` is rounded to whole turns over the places."""
     places = layout_of(kind)[0] ** 2
     return needle.embedded_tests(kind, -(-tests // places) * places, split=split)
+
+
+@dataclass(frozen=True)
+class Noisy:
+    """A picture with Gaussian noise on every pixel, of a standard deviation in steps of 255. It is
+    the same for the same seed; what it prints as names a cell."""
+
+    picture: Callable[[], Image.Image]
+    strength: float
+    seed: int
+
+    def __call__(self) -> Image.Image:
+        pixels = np.asarray(self.picture(), dtype=float)
+        noise = np.random.default_rng(self.seed).normal(0, self.strength, pixels.shape)
+        return Image.fromarray((pixels + noise).round().clip(0, 255).astype(np.uint8))
+
+
+def with_noise(tests: Sequence[NeedleTest], strength: float) -> list[NeedleTest]:
+    """The tests with noise on their pictures."""
+    noisy = []
+    for seed, test in enumerate(tests):
+        pictures = tuple(Noisy(picture, strength, seed) for picture in test.pictures)
+        noisy.append(replace(test, pictures=pictures))
+    return noisy
 
 
 def coco_needles(tests: int, coco: str, captions: str | None) -> tuple[str, list[NeedleTest]]:

@@ -1,0 +1,173 @@
+"""An attention variant, and the controls: each has one part of what a second map may do.
+
+In and out as of `Attention`; the table of all variants is in `model/differential.py`, which grafts
+them. o = A·V is the output of a head whose map A is of the logits s.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from model.attention import Attention, Rope
+from model.common import UserError
+
+
+class Differential(Attention):
+    """A variant takes over the projections of a plain attention, trained, with LoRA, or on meta.
+
+    `layer` counts from 1. Keyword arguments of a subclass are the options that `graft` accepts for
+    it.
+    """
+
+    kind: str
+    maps = 1  # attention maps of a head, and calls of `tap`, A₁ first
+    # projections whose weights a second branch reads too: no LoRA is merged there
+    read_twice: tuple[str, ...] = ()
+    foldable = False  # `fold` makes plain attention of it
+    lora_half = ""  # of a LoRA on `folds_into`: the one that folding changes
+    # two maps are blended as A₁ + f·(A₁ − A₂), not as A₁ − f·A₂, f being `factor`
+    extrapolates = False
+    lambda_init = 0.0
+    weight_name = ""  # of the parameter that is the weight of the second map
+
+    def __init__(self, plain: Attention, layer: int, norm: bool = False):
+        with torch.device("meta"):
+            super().__init__(**plain.sizes())
+        self.adopt(plain)
+        self.folds_into = self.output_name
+        self.subln = nn.RMSNorm(self.head_dim, eps=1e-5) if norm else None
+
+    def coefficient(self) -> Any:
+        """The weight of the second map in fp32: λ (1,), or λ or μ of each head (N,).
+
+        None for a variant without.
+        """
+        return self.get_parameter(self.weight_name).float() if self.weight_name else None
+
+    def factor(self, x: torch.Tensor) -> torch.Tensor:
+        """The weight of the second map where the hidden states are x (B, S, H), in fp32.
+
+        It broadcasts to (B, N, S, 1).
+        """
+        return self.coefficient()[:, None, None]
+
+    def blend(self, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """Two products of maps with V, combined and normed in fp32, in their dtype.
+
+        Where it extrapolates, equal ones are `first` to the bit.
+        """
+        factor = self.factor(x)
+        wide = first.float()
+        if self.extrapolates:
+            heads = torch.lerp(wide, second.float(), -factor)
+        else:
+            heads = wide - factor * second.float()
+        return self.normalise(heads).to(first.dtype)
+
+    def normalise(self, heads: torch.Tensor) -> torch.Tensor:
+        """norm(heads)·(1 − λ_init) of heads (B, N, S, D) in fp32; without a norm, heads."""
+        return heads if self.subln is None else self.subln(heads) * (1 - self.lambda_init)
+
+    def fold_into(self, layer: nn.Linear) -> None:
+        """Change a linear layer so that plain attention computes the same with it."""
+
+
+def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """factor·x, computed in fp32, in the dtype of x."""
+    return (x.float() * factor).to(x.dtype)
+
+
+def scores_of(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    """N numbers of hidden states x (B, S, H) by a linear layer, in fp32, as (B, N, S, 1)."""
+    bias = None if linear.bias is None else linear.bias.float()
+    with torch.autocast(x.device.type, enabled=False):
+        scores = F.linear(x.float(), linear.weight.float(), bias)
+    return scores.transpose(1, 2)[..., None]
+
+
+class Softmax(Differential):
+    """Plain attention as a variant: the control of every comparison."""
+
+    kind = "softmax"
+    foldable = True
+
+
+class Mean(Differential):
+    """o − λ·Ū, Ū the mean of the visible values: a floor that all positions share is subtracted.
+
+    One λ a head, 0 at the start, where its gradient is −⟨∂o, Ū⟩. The map of Ū is uniform: that of
+    queries that are zero.
+    """
+
+    kind = "mean"
+    maps = 2
+    weight_name = "lambda_mean"
+
+    def __init__(self, plain: Attention, layer: int):
+        super().__init__(plain, layer)
+        self.lambda_mean = nn.Parameter(torch.zeros(self.num_heads))
+
+    def mix(self, x, q, k, v, mask) -> torch.Tensor:
+        queries = q, torch.zeros_like(q)
+        return self.blend(x, *(self.softmax_attention(each, k, v, mask) for each in queries))
+
+
+class Gate(Differential):
+    """Gated attention by head (Qiu et al. 2025, arXiv 2505.06708): o·2σ(w·x), where w starts at 0."""
+
+    kind = "gate"
+
+    def __init__(self, plain: Attention, layer: int):
+        super().__init__(plain, layer)
+        self.gate = nn.Linear(self.hidden_size, self.num_heads, bias=False)
+        nn.init.zeros_(self.gate.weight)
+
+    def mix(self, x, q, k, v, mask) -> torch.Tensor:
+        open_to = 2 * torch.sigmoid(scores_of(self.gate, x))
+        return scaled(self.softmax_attention(q, k, v, mask), open_to)
+
+
+class Temperature(Differential):
+    """One factor a head for q, 1 at the start: a sharper or flatter map. It folds into q_proj."""
+
+    kind = "temperature"
+    foldable = True
+    lora_half = "lora_B"
+
+    def __init__(self, plain: Attention, layer: int):
+        super().__init__(plain, layer)
+        self.folds_into = "q_proj"
+        self.temperature = nn.Parameter(torch.ones(self.num_heads))
+
+    def project(self, x: torch.Tensor, rope: Rope | None):
+        q, k, v = super().project(x, rope)
+        return scaled(q, self.temperature.float()[:, None, None]), k, v
+
+    def fold_into(self, layer: nn.Linear) -> None:
+        """The rows of each head of W (N·D, …), and the bias, times its factor."""
+        factors = self.temperature.repeat_interleave(self.head_dim)
+        layer.weight.mul_(factors[:, None])
+        if layer.bias is not None:
+            layer.bias.mul_(factors)
+
+
+class Sink(Differential):
+    """A learned logit b of each head beside the keys, as in gpt-oss: o·σ(logsumexp(s) − b).
+
+    b starts at `start`, far below the others; at 0 it is the softmax that adds one to its sum.
+    """
+
+    kind = "sink"
+
+    def __init__(self, plain: Attention, layer: int, *, start: float = -4.0):
+        super().__init__(plain, layer)
+        if not abs(start) <= 60:
+            raise UserError(f"start is {start!r}, expected a logit of at most ±60")
+        self.sinks = nn.Parameter(torch.full((self.num_heads,), float(start)))
+
+    def mix(self, x, q, k, v, mask) -> torch.Tensor:
+        total = self.logits(q, k, mask, self.scale).float().logsumexp(-1, keepdim=True)
+        left = torch.sigmoid(total - self.sinks.float()[:, None, None])
+        return scaled(self.softmax_attention(q, k, v, mask), left)
