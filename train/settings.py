@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -436,6 +436,11 @@ def parse(
     )
     if arguments.resume is None:
         settings.check()
+    if isinstance(settings, Settings) and settings.attention == "v2":
+        # a run names its form of v2; those of earlier commits do not, and theirs is the published
+        exact = json.dumps(arguments.resume is None)
+        if "exact" not in settings.options:
+            settings = replace(settings, option=(*settings.option, f"exact={exact}"))
     return settings, arguments
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from unittest.mock import Mock
 
@@ -17,9 +18,9 @@ from safetensors.torch import load_file
 
 from eval.data.records import embedded_records
 from lora import adapter
-from model.differential import KINDS
+from model.differential import KINDS, graft
 from model.generate import ask
-from tests.files import draw, read_json, write_lines, write_vqav2
+from tests.files import draw, read_json, write_json, write_lines, write_vqav2
 from tests.killed_runs import kill_often
 from tests.runs import (
     QUICK,
@@ -38,7 +39,7 @@ from train.data.batches import collate
 from train.flags import flag_name
 from train.model import open_model
 from train.optim import trainable
-from train.settings import RECIPES, parse
+from train.settings import RECIPES, Settings, parse
 from weights.load import load_model
 
 # What is trained
@@ -370,3 +371,20 @@ def test_mistakes_are_one_line(flags, named, tmp_path):
     command."""
     refused(lambda: run(flags, out=tmp_path / "run"), named)
     assert not (tmp_path / "run").exists()
+
+
+def test_the_form_of_v2_is_that_of_the_file(tmp_path):
+    """Breaks when a run or an adapter of v2 from before it started exact goes on, or opens, in the
+    other form."""
+    write_json(tmp_path / "config.json", asdict(Settings(attention="v2")))
+    assert parse(["--resume", str(tmp_path)])[0].options == {"exact": False}
+    assert parse(["--attention", "v2"])[0].options == {"exact": True}
+    model = load_model("tiny")
+    graft(model, "v2", exact=False)
+    adapter.save(model, tmp_path, "tiny")
+    config = read_json(tmp_path / "adapter_config.json")
+    del config["differential"][0]["exact"]
+    write_json(tmp_path / "adapter_config.json", config)
+    again = load_model("tiny")
+    adapter.load(again, tmp_path)
+    assert again.grafts == model.grafts
