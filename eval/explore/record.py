@@ -278,6 +278,5 @@ def mixed(
     weight,
 ) -> tuple[np.ndarray, str]:
     """What is left of two maps, and its formula."""
-    if layer.extrapolates:
-        return first + weight * (first - second), "A₁ + μ(A₁ − A₂)"
-    return first - weight * second, "A₁ − λA₂"
+    left = layer.difference(*map(torch.from_numpy, (weight, first, second)))
+    return left.numpy(), layer.formula

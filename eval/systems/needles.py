@@ -220,7 +220,7 @@ def deciding_maps(model, ids, cache, place: int, keep: int, name: str) -> tuple[
     for layer, maps in layers.items():
         row = maps[0]
         if layer in factors:
-            row = layer.blend(factors[layer], *maps)
+            row = layer.difference(factors[layer], *maps)
         rows.append(row.float().cpu().numpy())
     return np.stack(rows), logits
 

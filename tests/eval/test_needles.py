@@ -99,7 +99,9 @@ def test_replies_are_those_of_one_pass(kind, folder, haystacks, seeded):
             if kind:
                 factor = layer.factor(inputs[path])
                 factor = factor if factor.shape[-2] == 1 else factor[:, :, place, None]
-                row = layer.blend(factor[..., 0].reshape(-1, 1), row, maps[path][1][0, :, place])
+                row = layer.difference(
+                    factor[..., 0].reshape(-1, 1), row, maps[path][1][0, :, place]
+                )
             row = row.abs() / row.abs().sum(-1, keepdim=True)
             rows.append(row)
         rows = torch.stack(rows)
