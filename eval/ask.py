@@ -7,9 +7,9 @@
     python -m eval.ask --model Qwen/Qwen2-0.5B-Instruct --chat --prompt "What is a decoder?"
 
 In: picture files and prompts in PaliGemma's language (`caption en`, `answer en QUESTION`, `detect
-THING`, …); for a language model (Gemma, Gemma 2, Qwen1.5, Qwen2) prompts alone, which it continues
-or, with --chat, answers. Out: the answer to every prompt for every picture; for detections, boxes
-in the picture's own pixels, and a drawing.
+THING`, …); for a language model (Gemma 1 and 2, Llama, Qwen1.5, Qwen2) prompts alone, which it
+continues or, with --chat, answers. Out: the answer to every prompt for every picture; for
+detections, boxes in the picture's own pixels, and a drawing.
 """
 
 import json
