@@ -5,8 +5,8 @@ of each model and its `Maps`: the rows of attention of the positions that decide
 recorded in one forward pass over prompt and answer.
 """
 
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -28,6 +28,9 @@ from model.tokenizer import SPACE, Texts
 ONE_MAP = {
     "dex": "A, one map: dex changes outputs, o − λ·o·W_D",
     "shared": "A, one map: shared scales it by 1 − λ",
+    "gate": "A, one map: gate scales outputs, o·2σ(w·x)",
+    "temperature": "A, one map: temperature scales its logits, t·q·k",
+    "sink": "A, one map: sink scales outputs, o·σ(logsumexp(s) − b)",
 }
 
 
@@ -198,22 +201,58 @@ def decoder_maps(
     return maps, logits
 
 
+@contextmanager
+def weighed(
+    layers: Iterable[Attention],
+    queries: slice,
+) -> Iterator[dict[Attention, torch.Tensor]]:
+    """By layer that has two maps the weight (T, N) of the second one for T `queries`; a forward
+    pass inside fills it."""
+    factors = {}
+
+    def watch(layer: Differential, args) -> None:
+        x = args[0]
+        factor = layer.factor(x).expand(1, layer.num_heads, x.shape[1], 1)
+        factors[layer] = factor[0, :, queries, 0].T
+
+    with ExitStack() as hooks:
+        for layer in layers:
+            if isinstance(layer, Differential) and layer.maps == 2:
+                hooks.enter_context(layer.register_forward_pre_hook(watch))
+        yield factors
+
+
+def deciding_maps(
+    model: Any,
+    place: int,
+    name: str,
+    **batch,
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The weights (N, S) in fp32 of the query at `place`, by layer: of two maps what is left; and
+    the logits, as of `decoder_maps`."""
+    with weighed(decoder_layers(model), slice(place, place + 1)) as factors:
+        layers, logits = decoder_maps(
+            model, lambda weights: weights[0, :, place].float(), name, **batch
+        )
+    rows = []
+    for layer, (row, *second) in layers.items():
+        if layer in factors:
+            row, _ = mixed(layer, row, *second, factors[layer].T)
+        rows.append(row)
+    return rows, logits
+
+
 def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
     """The maps of all tokens of `said`. Raises UserError; NonFiniteError names `name`."""
     count = len(said.new)
     slots = torch.from_numpy(said.slots)
     layers = decoder_layers(model)
-    factors, apart = {}, []
+    apart = []
 
     def reduce(weights: torch.Tensor) -> tuple[np.ndarray, float]:
         weights = weights[0].float()  # (N, S, S)
         share = weights[..., slots.to(weights.device)].sum(-1).mean()
         return weights[:, -count:].transpose(0, 1).cpu().numpy(), float(share)
-
-    def watch(layer: Differential, args) -> None:
-        x = args[0]
-        factor = layer.factor(x).expand(1, layer.num_heads, x.shape[1], 1)
-        factors[layer] = factor[0, :, -count:, 0].T.cpu().numpy()
 
     def compare(projection, args, values: torch.Tensor) -> None:
         patches = values[0, slots].float()
@@ -225,11 +264,9 @@ def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
     before = said.new[None, :-1]
     ids = torch.cat((batch.input_ids, before), dim=1)
     types = torch.cat((batch.token_type_ids, torch.ones_like(before)), dim=1)
-    with ExitStack() as hooks:
+    with weighed(layers, slice(-count, None)) as factors, ExitStack() as hooks:
         for layer in layers:
             hooks.enter_context(layer.v_proj.register_forward_hook(compare))
-            if isinstance(layer, Differential) and layer.maps == 2:
-                hooks.enter_context(layer.register_forward_pre_hook(watch))
         maps, logits = decoder_maps(
             model,
             reduce,
@@ -252,7 +289,8 @@ def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
     # 3. two maps; a layer without a second one has the first twice
     second, second_share = stacked(kept[-1] for kept in maps.values())
     none = np.zeros((count, first.shape[2]), np.float32)
-    factor = np.stack([factors.get(layer, none) for layer in layers], axis=1)
+    of_layers = [factors[layer].cpu().numpy() if layer in factors else none for layer in layers]
+    factor = np.stack(of_layers, axis=1)
     *_, last = factors
     mix, formula = mixed(last, first, second, factor[..., None])
     kinds = {"A1": first, "A2": second, "mix": mix}

@@ -66,7 +66,7 @@ def test_training_and_test_share_nothing(haystacks):
     assert not parts[0] & parts[1]
 
 
-@pytest.mark.parametrize("kind", [None, "twin", "v2"])
+@pytest.mark.parametrize("kind", [None, "twin", "v2", "mean", "sink"])
 @torch.no_grad()
 def test_replies_are_those_of_one_pass(kind, folder, haystacks, seeded):
     """Breaks when a question sees an earlier one, or attention is of another query, place or map."""
@@ -96,10 +96,14 @@ def test_replies_are_those_of_one_pass(kind, folder, haystacks, seeded):
         rows = []
         for path, layer in layers.items():
             row = maps[path][0][0, :, place]
-            if kind:
+            if kind and layer.maps == 2:
                 factor = layer.factor(inputs[path])
                 factor = factor if factor.shape[-2] == 1 else factor[:, :, place, None]
-                row = layer.blend(factor[..., 0].reshape(-1, 1), row, maps[path][1][0, :, place])
+                factor, second = factor[..., 0].reshape(-1, 1), maps[path][1][0, :, place]
+                if layer.extrapolates:
+                    row = (1 + factor) * row - factor * second
+                else:
+                    row = row - factor * second
             row = row.abs() / row.abs().sum(-1, keepdim=True)
             rows.append(row)
         rows = torch.stack(rows)
