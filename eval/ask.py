@@ -2,6 +2,7 @@
 
     python -m eval.ask --image photo.jpg --prompt "answer en What is on the table?"
     python -m eval.ask --image photo.jpg --prompt "detect cat" --draw boxes.png
+    python -m eval.ask --image photo.jpg --prompt "segment cat" --draw cat.png --masks vae-oid.npz
     python -m eval.ask --adapter RUN --image photo.jpg --question "What is on the table?"
     python -m eval.ask --model Qwen/Qwen2-0.5B-Instruct --chat --prompt "What is a decoder?"
 
@@ -19,15 +20,18 @@ from itertools import chain, product
 from pathlib import Path
 
 import torch
+from PIL import Image
 
 from eval import figures
 from eval.command import add_flag, add_limit, command_parser, whole
 from eval.data.record import fill_prompt
 from eval.open import add_model_flags, model_of, open_subject, stored_prompt, toy_note, wording_of
-from model.boxes import parse_boxes
+from model.boxes import parse_objects
 from model.common import UserError, run_command, shown
 from model.generate import NonFiniteError, ask, check_options
 from model.images import load_image
+from model.masks import MaskCoder, paste
+from weights.masks import load_mask_coder
 
 BATCH = 16  # prompts at a time
 
@@ -53,6 +57,8 @@ def parser_of() -> ArgumentParser:
     )
     boxes = "draw the boxes of all answers on their pictures"
     add_flag(parser, "--draw", boxes, type=Path, metavar="OUT.png")
+    masks = "draw masks too, with the coder of the model: vae-oid.npz of big_vision"
+    add_flag(parser, "--masks", masks, type=Path, metavar="FILE")
     add_flag(parser, "--json", "print one JSON list", False)
     return parser
 
@@ -67,6 +73,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     images = {name: load_image(name) for name in args.image}
     if args.draw:
         figures.check_name(args.draw)
+    coder = load_mask_coder(args.masks) if args.masks else None
+    if coder and not args.draw:
+        raise UserError("--masks draws: give --draw OUT.png too")
     subject = model_of(args)
     prompts = list(args.prompt)
     for question in args.question:
@@ -93,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # 3. a drawing, and the text
     if args.draw:
-        write_drawing(images, answers, args.draw)
+        write_drawing(images, answers, args.draw, coder)
     # a call that fails says one line, and no more
     print(f"{name} answers{toy_note(subject)}", file=sys.stderr)
     if args.json:
@@ -134,9 +143,12 @@ def answers_about(
             raise NonFiniteError(error.rows, f"question {shown(first)}") from None
         for name, prompt, text in zip(names, texts, said, strict=True):
             boxes = []
-            for label, sides in parse_boxes(text, *images[name].size):
-                box = [round(side, 1) for side in sides]
-                boxes.append({"label": label, "box": box})
+            for found in parse_objects(text, *images[name].size):
+                box = [round(side, 1) for side in found.box]
+                entry: dict = {"label": found.label, "box": box}
+                if found.codes:
+                    entry["codes"] = found.codes
+                boxes.append(entry)
             answers.append({"image": name, "prompt": prompt, "answer": text, "boxes": boxes})
     return answers
 
@@ -145,20 +157,38 @@ def write_drawing(
     images: Mapping,
     answers: Sequence[Mapping],
     path: Path,
+    coder: MaskCoder | None = None,
 ) -> None:
-    """Write the pictures with the boxes of all answers, several as one sheet."""
+    """Write the pictures with the boxes of all answers, and with their masks where there is a
+    coder; several as one sheet."""
     drawn = []
     for name, image in images.items():
         of_image = [answer["boxes"] for answer in answers if answer["image"] == name]
         found = list(chain(*of_image))
         sides = [box["box"] for box in found]
         labels = [box["label"] for box in found]
+        if coder:
+            image = draw_masks(image, found, coder)
         drawn.append(figures.draw_boxes(image, sides, labels, least=448))
     sheet = drawn[0]
     if len(drawn) > 1:
         titles = [Path(name).name for name in images]
         sheet = figures.contact_sheet(drawn, titles, size=448)
     figures.save(sheet, path)
+
+
+def draw_masks(image: Image.Image, found: Sequence[Mapping], coder: MaskCoder) -> Image.Image:
+    """A copy of a picture with the masks of objects in half-transparent colours, by label."""
+    kinds = list(dict.fromkeys(box["label"] for box in found))
+    for box in found:
+        if "codes" in box:
+            with torch.no_grad():
+                decoded = coder.decode(torch.tensor([box["codes"]]))[0]
+            mask = Image.fromarray(paste(decoded, box["box"], *image.size))
+            color = figures.SERIES[kinds.index(box["label"]) % len(figures.SERIES)]
+            tinted = Image.blend(image, Image.new("RGB", image.size, color), 0.5)
+            image = Image.composite(tinted, image, mask)
+    return image
 
 
 def print_answers(answers: Sequence[Mapping]) -> None:

@@ -383,6 +383,8 @@ def load(
         for call in config.get("differential", []):
             attention = call.pop("kind")
             diff_in = call.pop("where")
+            if attention == "v2":
+                call.setdefault("exact", False)  # as files without the option mean
             graft(model, attention, diff_in=diff_in, **call)
     expected = (file.metadata() or {}).get("base_fingerprint")  # PEFT leaves none
     actual = fingerprint(model)

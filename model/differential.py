@@ -5,7 +5,7 @@
     shared       norm((1 − λ)·A·V)·(1 − λ_init)     4·D, D                     shifted       1
     split        norm((A₁ − λ·A₂)·V)·(1 − λ_init)   4·D/2, D                   shifted       2
     twin         o₁ + μ·(o₁ − o₂)                   LoRA on q and k, N         exact         2
-    v2           o₁ − σ(w·x + b)·o₂, one K          LoRA on q, (H + 1)·N       nearly exact  2
+    v2           (o₁ − σ(w·x + b)·o₂)/(1 − λ₀)      LoRA on q, (H + 1)·N       exact         2
     difflora     o₁ − λ·o₂                          LoRA on q and k, 1         shifted       2
     dex          o − λ·o·W_D, merges into W_O       D·D, 1                     exact         1
     mean         o − λ·Ū                            N                          exact         1, Ū's
@@ -227,7 +227,7 @@ class Twin(Branched):
 
     kind = "twin"
     read_twice = ("q_proj", "k_proj")
-    extrapolates = True
+    formula = "A₁ + μ(A₁ − A₂)"
     weight_name = "mu"  # (N,); λ is μ/(1 + μ)
 
     def __init__(
@@ -247,17 +247,25 @@ class Twin(Branched):
             )
         self.mu = nn.Parameter(torch.full((self.num_heads,), float(mu)))
 
+    def difference(
+        self, factor: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+    ) -> torch.Tensor:
+        """Equal ones give `first` to the bit."""
+        return torch.lerp(first, second, -factor)
+
 
 class V2(Branched):
-    """Differential attention V2 (microsoft/unilm, 2026) as a graft: o₁ − σ(w·x + b)·o₂, no norm.
+    """Differential attention V2 (microsoft/unilm, 2026) as a graft: o₁ − λ·o₂ with λ = σ(w·x + b).
 
-    λ is by token and head. K and V, and so the cache, are the plain ones; there are twice as many
-    queries. The original is trained from scratch with doubled query heads; here w = 0 and b = −4
-    start the subtraction at 0.018.
+    λ is by token and head, and there is no norm. K and V, and so the cache, are the plain ones;
+    there are twice as many queries. The original is trained from scratch with doubled query heads;
+    here w = 0 and b = −4 start the subtraction at λ₀ = 0.018. `exact` divides by 1 − λ₀, a
+    constant: equal branches are the pretrained attention to the bit. The published form is without.
     """
 
     kind = "v2"
     read_twice = ("q_proj",)
+    start = -4.0  # of b
 
     def __init__(
         self,
@@ -267,15 +275,29 @@ class V2(Branched):
         r: int = 16,
         alpha: float = 32.0,
         dropout: float = 0.0,
+        exact: bool = True,
     ):
         super().__init__(plain, layer, r, alpha, dropout)
+        self.exact = exact
         self.lambda_proj = nn.Linear(self.hidden_size, self.num_heads)
         nn.init.zeros_(self.lambda_proj.weight)
-        nn.init.constant_(self.lambda_proj.bias, -4.0)
+        nn.init.constant_(self.lambda_proj.bias, self.start)
+        if exact:
+            self.formula = "(A₁ − λA₂)/(1 − λ₀)"
 
     def factor(self, x: torch.Tensor) -> torch.Tensor:
         """λ = σ(w·x + b) of each token and head (B, N, S, 1)."""
         return torch.sigmoid(scores_of(self.lambda_proj, x))
+
+    def difference(
+        self, factor: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+    ) -> torch.Tensor:
+        """(first − λ·second)/(1 − λ₀), or without the quotient."""
+        if not self.exact:
+            return first - factor * second
+        before = torch.sigmoid(torch.full_like(factor, self.start))
+        # so that equal ones give `first` to the bit
+        return first + (before * first - factor * second) / (1 - before)
 
     def coefficient(self) -> torch.Tensor:
         """σ(b) (N,): λ where w·x is 0, as everywhere at step 0."""

@@ -27,8 +27,7 @@ class Differential(Attention):
     read_twice: tuple[str, ...] = ()
     foldable = False  # `fold` makes plain attention of it
     lora_half = ""  # of a LoRA on `folds_into`: the one that folding changes
-    # two maps are blended as A₁ + f·(A₁ − A₂), not as A₁ − f·A₂, f being `factor`
-    extrapolates = False
+    formula = "A₁ − λA₂"  # of `difference`
     lambda_init = 0.0
     weight_name = ""  # of the parameter that is the weight of the second map
 
@@ -54,17 +53,15 @@ class Differential(Attention):
         return self.coefficient()[:, None, None]
 
     def blend(self, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        """Two products of maps with V, combined and normed in fp32, in their dtype.
-
-        Where it extrapolates, equal ones are `first` to the bit.
-        """
-        factor = self.factor(x)
-        wide = first.float()
-        if self.extrapolates:
-            heads = torch.lerp(wide, second.float(), -factor)
-        else:
-            heads = wide - factor * second.float()
+        """Two products of maps with V, combined and normed in fp32, in their dtype."""
+        heads = self.difference(self.factor(x), first.float(), second.float())
         return self.normalise(heads).to(first.dtype)
+
+    def difference(
+        self, factor: torch.Tensor, first: torch.Tensor, second: torch.Tensor
+    ) -> torch.Tensor:
+        """What is left of two maps, or of their products with V, in fp32."""
+        return first - factor * second
 
     def normalise(self, heads: torch.Tensor) -> torch.Tensor:
         """norm(heads)·(1 − λ_init) of heads (B, N, S, D) in fp32; without a norm, heads."""

@@ -33,7 +33,7 @@ NEEDLES = 64
 GRAFTS = {
     "twin": {},
     "twin-small": {"mu": 0.25},
-    "v2": {},
+    "v2": {"exact": False},
     "difflora": {},
     "split": {},
     "mean": {},

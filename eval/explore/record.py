@@ -213,7 +213,7 @@ def weighed(
     def watch(layer: Differential, args) -> None:
         x = args[0]
         factor = layer.factor(x).expand(1, layer.num_heads, x.shape[1], 1)
-        factors[layer] = factor[0, :, queries, 0].T
+        factors[layer] = factor[0, :, queries, 0].T.detach()
 
     with ExitStack() as hooks:
         for layer in layers:
@@ -237,7 +237,7 @@ def deciding_maps(
     rows = []
     for layer, (row, *second) in layers.items():
         if layer in factors:
-            row, _ = mixed(layer, row, *second, factors[layer].T)
+            row = layer.difference(factors[layer].T, row, *second)
         rows.append(row)
     return rows, logits
 
@@ -292,14 +292,14 @@ def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
     of_layers = [factors[layer].cpu().numpy() if layer in factors else none for layer in layers]
     factor = np.stack(of_layers, axis=1)
     *_, last = factors
-    mix, formula = mixed(last, first, second, factor[..., None])
-    kinds = {"A1": first, "A2": second, "mix": mix}
+    mix = last.difference(*map(torch.from_numpy, (factor[..., None], first, second)))
+    kinds = {"A1": first, "A2": second, "mix": mix.numpy()}
     return Maps(
         kinds,
         {"A1": share, "A2": second_share},
         *known,
         factor,
-        formula,
+        last.formula,
     )
 
 
@@ -307,15 +307,3 @@ def stacked(maps: Iterable[tuple[np.ndarray, float]]) -> tuple[np.ndarray, np.nd
     """The rows (T, L, N, S) and the shares (L,) of the layers' maps."""
     rows, shares = zip(*maps, strict=True)
     return np.stack(rows, axis=1), np.array(shares)
-
-
-def mixed(
-    layer: Differential,
-    first,
-    second,
-    weight,
-) -> tuple[np.ndarray, str]:
-    """What is left of two maps, and its formula."""
-    if layer.extrapolates:
-        return first + weight * (first - second), "A₁ + μ(A₁ − A₂)"
-    return first - weight * second, "A₁ − λA₂"

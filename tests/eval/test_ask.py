@@ -9,17 +9,22 @@ from argparse import Namespace
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import tqdm
 from PIL import Image
 
 from eval import ask, demo
 from eval.data import scenes
+from eval.figures import SERIES
 from eval.open import Subject, model_of, models_of, toy_note
 from eval.progress import Bar
 from model import generate
 from model.images import load_image
+from model.masks import MaskCoder
 from tests.files import write_json, write_lines
+from tests.runs import refused
 
 pytestmark = pytest.mark.long
 
@@ -60,6 +65,30 @@ def test_many_pictures_are_asked_in_batches(workplace, monkeypatch, capsys):
         )
         sampled.append(json.loads(capsys.readouterr().out)[0]["answer"])
     assert sampled[0] == sampled[1] != sampled[2]
+
+
+def test_masks_are_drawn_in_their_boxes(workplace, monkeypatch, capsys):
+    """Breaks when codes are lost, a mask is drawn without being asked for, or outside of its box."""
+    coder = MaskCoder(1, 2)
+    torch.nn.init.zeros_(coder.decoder[-1].weight)
+    torch.nn.init.ones_(coder.decoder[-1].bias)  # all of a box
+    np.savez("coder.npz", **{name: array.numpy() for name, array in coder.state_dict().items()})
+    Image.new("RGB", (448, 448)).save("black.png")
+    place = "<loc0256><loc0512><loc0767><loc1023>"
+    codes = list(range(100, 116))
+    said = place + "".join(f"<seg{code:03}>" for code in codes) + f" cat ; {place}<seg001> dog"
+    monkeypatch.setattr(ask, "ask", lambda *args, **options: [said])
+    flags = "--model embedded --image black.png --prompt x --json".split()
+    seen = []
+    for more in ("--draw a.png --masks coder.npz", "--draw b.png"):
+        ask.main([*flags, *more.split()])
+        cat, dog = json.loads(capsys.readouterr().out)[0]["boxes"]
+        assert cat["codes"] == codes
+        assert "codes" not in dog
+        drawn = load_image(more.split()[1])
+        seen.append([drawn.getpixel((x, 224)) for x in (100, 336)])
+    assert seen == [[(0, 0, 0), tuple(side // 2 for side in SERIES[0])], [(0, 0, 0)] * 2]
+    refused(lambda: ask.main([*flags, "--masks", "coder.npz"]), "--draw")
 
 
 def test_the_toy_and_no_other_says_what_it_knows(workplace):

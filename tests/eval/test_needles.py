@@ -99,11 +99,9 @@ def test_replies_are_those_of_one_pass(kind, folder, haystacks, seeded):
             if kind and layer.maps == 2:
                 factor = layer.factor(inputs[path])
                 factor = factor if factor.shape[-2] == 1 else factor[:, :, place, None]
-                factor, second = factor[..., 0].reshape(-1, 1), maps[path][1][0, :, place]
-                if layer.extrapolates:
-                    row = (1 + factor) * row - factor * second
-                else:
-                    row = row - factor * second
+                row = layer.difference(
+                    factor[..., 0].reshape(-1, 1), row, maps[path][1][0, :, place]
+                )
             row = row.abs() / row.abs().sum(-1, keepdim=True)
             rows.append(row)
         rows = torch.stack(rows)

@@ -24,7 +24,7 @@ from weights.load import load_model, load_text
 
 FOLDER = os.environ.get("LANGUAGE_WEIGHTS", "")
 TEXT = Path(__file__).parents[2] / "LICENSE"
-EXACT = ("softmax", "twin", "dex")
+EXACT = ("softmax", "twin", "dex", "v2")
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 pytestmark = [
     pytest.mark.weights,
@@ -102,8 +102,6 @@ def test_how_far_a_graft_starts(kind, ids, logits):
     print(f"\n{kind}: {worst:.1e}, KL {kl:.4f}, loss {loss:.4f}, top-1 {100 * same:.1f} %")
     if kind in EXACT:
         assert worst == 0
-    if kind == "v2":
-        assert kl < 0.01
 
 
 def test_lora_trains_as_in_peft_and_is_whole_after_export(hf, ids, tmp_path):

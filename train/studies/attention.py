@@ -47,6 +47,7 @@ PLAIN = {"attention": "softmax", "feed_forward": "mlp", "option": ()}
 LORA = "fine-tuned"  # plain, of the rank that is set
 VARIANTS = "shared split twin v2 dex difflora mean gate temperature sink".split()
 ROWS = {LORA: PLAIN} | {name: PLAIN | {"attention": name} for name in VARIANTS}
+ROWS["v2"] |= {"option": ("exact=false",)}  # the published form
 ROWS["twin-small"] = PLAIN | {"attention": "twin", "option": ("mu=0.25",)}
 ROWS["swiglu"] = PLAIN | {"feed_forward": "swiglu"}
 # On the embedded scenes; difficulties at which plain LoRA neither guesses nor is perfect, as the

@@ -18,6 +18,7 @@ LoRA under their cap. The place of a needle is not random, as classes are, so th
 could tell it at any cap: the bound says nothing of it.
 """
 
+import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence
@@ -67,7 +68,7 @@ ROWS: dict[str, dict] = {
     "plain + head norm": {"attention": "shared", "one_map": True},
     "shared": {"attention": "shared"},
     "twin-small": {"attention": "twin", "mu": 0.25},
-    "v2": {"attention": "v2"},
+    "v2": {"attention": "v2", "exact": False},  # the published form
     "dex": {"attention": "dex"},
     "difflora": {"attention": "difflora"},
     "mean": {"attention": "mean"},
@@ -242,7 +243,7 @@ def train(
         for variant in variants_of(model).values():
             built.without_second_map(variant)
         attention = "softmax"  # no other graft
-    option = tuple(f"{name}={value}" for name, value in options.items())
+    option = tuple(f"{name}={json.dumps(value)}" for name, value in options.items())
     settings = replace(settings, attention=attention, option=option)
     model, optimizer = open_model(settings, CPU, model)
     # 3. training

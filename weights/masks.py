@@ -1,0 +1,43 @@
+"""The coder of masks from its file, big_vision's `vae-oid.npz`."""
+
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from model.common import UserError, file_errors, shown
+from model.masks import CODES, MaskCoder
+from weights.load import open_tensors
+
+
+def load_mask_coder(path: str | Path) -> MaskCoder:
+    """The coder in a .safetensors, or in an .npz without pickles, in eval mode. Names are those of
+    `vae-oid.npz`, widths those of its arrays. Raises UserError."""
+    arrays = read_arrays(Path(path))
+    try:
+        width = arrays["encoder.0.weight"].shape[0]
+        codes, size = arrays["_vq_vae._embedding"].shape
+        if codes != CODES:
+            raise ValueError(f"{codes} codes, expected {CODES}")
+        with torch.device("meta"):  # a width that the other arrays lack takes no memory
+            coder = MaskCoder(width, size)
+        named = {name: arrays[name] for name in coder.state_dict()}
+        coder.load_state_dict(named, assign=True)
+    except (KeyError, ValueError, IndexError, RuntimeError) as error:
+        problem = "is no coder of masks: give big_vision's vae-oid.npz"
+        raise UserError(f"{shown(path)} {problem} ({shown(error)})") from None
+    return coder.eval()
+
+
+def read_arrays(path: Path) -> dict[str, torch.Tensor]:
+    """All arrays of a file, in fp32."""
+    if path.suffix != ".npz":
+        tensors = open_tensors(path)
+        return {name: tensors.get_tensor(name).float() for name in tensors.keys()}
+    try:
+        with file_errors(path), np.load(path, allow_pickle=False) as arrays:
+            return {name: torch.from_numpy(array).float() for name, array in arrays.items()}
+    except (ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        problem = "no .npz that can be read: download it again"
+        raise UserError(f"{shown(path)}: {problem} ({shown(error)})") from None
