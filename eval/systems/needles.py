@@ -219,10 +219,10 @@ def measure(model, haystack: Haystack, length: int, facts: int, contexts: int, a
         context = haystack.context(dice, length, facts, min(asked, facts))
         replies = ask(model, context, f"context {number + 1}")
         for reply, (start, _) in zip(replies, context.places, strict=False):
-            mean = dict(zip(SHARES, reply.shares.mean((1, 2)).tolist(), strict=True))
-            known = {"context": number, "depth": start / length, "exact": reply.exact}
-            questions.append(known | {"log_probability": reply.log_probability} | mean)
-            shares.append(reply.shares)
+            known = {"context": number, "depth": start / length} | reply._asdict()
+            shares.append(known.pop("shares"))
+            means = shares[-1].mean((1, 2)).tolist()
+            questions.append(known | dict(zip(SHARES, means, strict=True)))
     heads = np.mean(shares, axis=0).round(4).tolist()
     return {"length": length, "facts": facts, "questions": questions, "heads": heads}
 

@@ -28,7 +28,7 @@ from train.flags import flag, from_values, several
 from train.model import load_base, open_model
 from train.optim import count, trainable
 from train.settings import Settings
-from train.studies import built, engine, report
+from train.studies import built, report
 from train.studies.cells import Job
 from train.studies.engine import MEAN, Study
 from train.studies.measures import (
@@ -197,4 +197,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     decided = ("attention", "feed_forward", "option", "tasks", "lr")
     given = read_given(Options, argv, "train.compare", __doc__, QUICK, decided)
     options = from_values(Options, DEFAULTS | given)
-    print(report.write(engine.run(study_of(options), options)))
+    report.publish(study_of(options), options)

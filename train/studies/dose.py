@@ -40,7 +40,7 @@ from train.flags import flag, from_values, several
 from train.model import load_base, make_optimizer, rules_of
 from train.optim import count, trainable
 from train.settings import Settings
-from train.studies import built, engine, report
+from train.studies import built, report
 from train.studies.cells import Job
 from train.studies.engine import Run, Study, StudyOptions
 from train.studies.rules import Measure
@@ -59,21 +59,14 @@ TUNING_SEEDS = (100, 101, 102)
 PLAIN = ("plain", "plain again")
 ROWS: dict[str, dict] = {
     "plain": {"attention": "softmax"},
-    "plain again": {
-        "attention": "softmax",
-        "drawn": 1000,
-    },  # other initial values, the same examples
+    # other initial values, the same examples
+    "plain again": {"attention": "softmax", "drawn": 1000},
     "plain + head norm": {"attention": "shared", "one_map": True},
     "shared": {"attention": "shared"},
     "twin-small": {"attention": "twin", "mu": 0.25},
     "v2": {"attention": "v2", "exact": False},  # the published form
-    "dex": {"attention": "dex"},
-    "difflora": {"attention": "difflora"},
-    "mean": {"attention": "mean"},
-    "gate": {"attention": "gate"},
-    "temperature": {"attention": "temperature"},
-    "sink": {"attention": "sink"},
 }
+ROWS |= {kind: {"attention": kind} for kind in "dex difflora mean gate temperature sink".split()}
 # Of each task below MILD, and why; from MILD up all are to be equivalent. Written before any row but
 # plain was run at these caps; from difflora on, before those rows were, but after the others, of
 # which none gained on needles
@@ -384,4 +377,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = read_given(Options, argv, "train.compare --rows dose", __doc__, QUICK)
     options = from_values(Options, given)
     first = replace(study_of(options, *doses_of(options)[0]), more=partial(blocks, options))
-    print(report.write(engine.run(first, options)))
+    report.publish(first, options)

@@ -303,4 +303,4 @@ def main(argv: Sequence[str]) -> None:
             rows.append(plan(plain(models["paper-2"]), CONTROL, gpus=options.gpus))
         print(plan_table(rows, options.gpu))
     else:
-        print(report.write(engine.run(study_of(models), options)))
+        report.publish(study_of(models), options)

@@ -170,15 +170,16 @@ def attention(
     and on the noise, which is the rest of the text and the other needles. For the largest number of
     needles that fits."""
     most = max(n for n in NEEDLES if 3 * n < length)
-    depths = []
-    shares = []
     tests = needle_tests(corpus, length, limit, [most])
-    for number, (_, depth, document) in enumerate(tests, start=1):
-        depths.append(100 * depth)
+    depths = [100 * depth for _, depth, _ in tests]
+    shares = []
+    for number, (*_, document) in enumerate(tests, start=1):
         shares.append(attention_shares(model, document, f"attention test {number}"))
-    numbers = range(len(depths))
-    panels = zip(("attention", "attention-noise"), zip(*shares, strict=True), strict=True)
-    return {panel: Scores(depths, numbers, values) for panel, values in panels}
+    of_needles, of_noise = zip(*shares, strict=True)
+    return {
+        "attention": Scores(depths, range(limit), of_needles),
+        "attention-noise": Scores(depths, range(limit), of_noise),
+    }
 
 
 @torch.no_grad()

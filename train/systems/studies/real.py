@@ -50,13 +50,8 @@ ROWS: dict[str, dict] = {
     "plain again": {"kind": "softmax", "drawn": 1000},  # other initial values, the same rows
     "plain + head norm": {"kind": "shared", "one_map": True},
     "twin-small": {"kind": "twin", "mu": 0.25},
-    "v2": {"kind": "v2"},
-    "dex": {"kind": "dex"},
-    "mean": {"kind": "mean"},
-    "gate": {"kind": "gate"},
-    "temperature": {"kind": "temperature"},
-    "sink": {"kind": "sink"},
 }
+ROWS |= {kind: {"kind": kind} for kind in "v2 dex mean gate temperature sink".split()}
 # written before any row but plain was trained, and of the last four before these were: by row, what
 # each design does to exact answers
 FEW_STEPS = "so few steps part no two maps far enough to cancel what both see"
@@ -213,4 +208,4 @@ def study_of(options: Options) -> engine.Study:
 def main(argv: Sequence[str] | None = None) -> None:
     given = read_given(Options, argv, "train.compare --rows real", __doc__, QUICK)
     options = from_values(Options, given)
-    print(report.write(engine.run(study_of(options), options)))
+    report.publish(study_of(options), options)
