@@ -5,8 +5,8 @@ of each model and its `Maps`: the rows of attention of the positions that decide
 recorded in one forward pass over prompt and answer.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -181,45 +181,37 @@ def decoder_maps(
     *,
     keep: int = 1,
     **batch,
-) -> tuple[dict[Attention, list], torch.Tensor]:
+) -> tuple[dict[Attention, list], dict[Attention, torch.Tensor], torch.Tensor]:
     """What `reduce` makes of the one or two maps (B, N, Sq, Sk) of each decoder layer, A₁ first, in
-    a forward pass; and the logits of the last `keep` positions. batch: the model's arguments. Each
-    map is reduced at once: whole maps of a long prompt would fill the memory. Raises UserError for
-    a decoder without attention, and NonFiniteError, which `name`s the question."""
+    a forward pass; of layers with two the weights (Sq, N) of the second one in the first row; and
+    the logits of the last `keep` positions.
+
+    batch: the model's arguments. Each map is reduced at once: whole maps of a long prompt would
+    fill the memory. Raises UserError for a decoder without attention, and NonFiniteError, which
+    `name`s the question.
+    """
     layers = decoder_layers(model)
     if not layers:
         problem = "the model has no attention in its decoder, and no maps: take a PaliGemma"
         raise UserError(f"{name}: {problem}")
     maps = {layer: [] for layer in layers}
+    factors = {}
 
     def keep_map(layer: Attention, weights: torch.Tensor) -> None:
         maps[layer].append(reduce(weights))
 
-    with tapped({layer: partial(keep_map, layer) for layer in layers}):
-        logits = model(**batch, positions_to_keep=keep)
-    check_finite(logits, name)
-    return maps, logits
-
-
-@contextmanager
-def weighed(
-    layers: Iterable[Attention],
-    queries: slice,
-) -> Iterator[dict[Attention, torch.Tensor]]:
-    """By layer that has two maps the weight (T, N) of the second one for T `queries`; a forward
-    pass inside fills it."""
-    factors = {}
-
-    def watch(layer: Differential, args) -> None:
+    def keep_factor(layer: Differential, args) -> None:
         x = args[0]
-        factor = layer.factor(x).expand(1, layer.num_heads, x.shape[1], 1)
-        factors[layer] = factor[0, :, queries, 0].T.detach()
+        factor = layer.factor(x).expand(len(x), layer.num_heads, x.shape[1], 1)
+        factors[layer] = factor[0, :, :, 0].T.detach()
 
-    with ExitStack() as hooks:
+    with tapped({layer: partial(keep_map, layer) for layer in layers}), ExitStack() as hooks:
         for layer in layers:
             if isinstance(layer, Differential) and layer.maps == 2:
-                hooks.enter_context(layer.register_forward_pre_hook(watch))
-        yield factors
+                hooks.enter_context(layer.register_forward_pre_hook(keep_factor))
+        logits = model(**batch, positions_to_keep=keep)
+    check_finite(logits, name)
+    return maps, factors, logits
 
 
 def deciding_maps(
@@ -230,14 +222,15 @@ def deciding_maps(
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The weights (N, S) in fp32 of the query at `place`, by layer: of two maps what is left; and
     the logits, as of `decoder_maps`."""
-    with weighed(decoder_layers(model), slice(place, place + 1)) as factors:
-        layers, logits = decoder_maps(
-            model, lambda weights: weights[0, :, place].float(), name, **batch
-        )
+
+    def row_at(weights: torch.Tensor) -> torch.Tensor:
+        return weights[0, :, place].float()
+
+    layers, factors, logits = decoder_maps(model, row_at, name, **batch)
     rows = []
     for layer, (row, *second) in layers.items():
         if layer in factors:
-            row = layer.difference(factors[layer].T, row, *second)
+            row = layer.difference(factors[layer][place, :, None], row, *second)
         rows.append(row)
     return rows, logits
 
@@ -264,10 +257,10 @@ def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
     before = said.new[None, :-1]
     ids = torch.cat((batch.input_ids, before), dim=1)
     types = torch.cat((batch.token_type_ids, torch.ones_like(before)), dim=1)
-    with weighed(layers, slice(-count, None)) as factors, ExitStack() as hooks:
+    with ExitStack() as hooks:
         for layer in layers:
             hooks.enter_context(layer.v_proj.register_forward_hook(compare))
-        maps, logits = decoder_maps(
+        maps, factors, logits = decoder_maps(
             model,
             reduce,
             name,
@@ -288,9 +281,9 @@ def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
 
     # 3. two maps; a layer without a second one has the first twice
     second, second_share = stacked(kept[-1] for kept in maps.values())
-    none = np.zeros((count, first.shape[2]), np.float32)
-    of_layers = [factors[layer].cpu().numpy() if layer in factors else none for layer in layers]
-    factor = np.stack(of_layers, axis=1)
+    none = torch.zeros(ids.shape[1], first.shape[2])
+    by_layer = [factors.get(layer, none)[-count:].cpu() for layer in layers]
+    factor = torch.stack(by_layer, dim=1).numpy()
     *_, last = factors
     mix = last.difference(*map(torch.from_numpy, (factor[..., None], first, second)))
     kinds = {"A1": first, "A2": second, "mix": mix.numpy()}
