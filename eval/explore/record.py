@@ -28,6 +28,9 @@ from model.tokenizer import SPACE, Texts
 ONE_MAP = {
     "dex": "A, one map: dex changes outputs, o − λ·o·W_D",
     "shared": "A, one map: shared scales it by 1 − λ",
+    "gate": "A, one map: gate scales outputs, o·2σ(w·x)",
+    "temperature": "A, one map: temperature scales its logits, t·q·k",
+    "sink": "A, one map: sink scales outputs, o·σ(logsumexp(s) − b)",
 }
 
 
@@ -178,24 +181,58 @@ def decoder_maps(
     *,
     keep: int = 1,
     **batch,
-) -> tuple[dict[Attention, list], torch.Tensor]:
+) -> tuple[dict[Attention, list], dict[Attention, torch.Tensor], torch.Tensor]:
     """What `reduce` makes of the one or two maps (B, N, Sq, Sk) of each decoder layer, A₁ first, in
-    a forward pass; and the logits of the last `keep` positions. batch: the model's arguments. Each
-    map is reduced at once: whole maps of a long prompt would fill the memory. Raises UserError for
-    a decoder without attention, and NonFiniteError, which `name`s the question."""
+    a forward pass; of layers with two the weights (Sq, N) of the second one in the first row; and
+    the logits of the last `keep` positions.
+
+    batch: the model's arguments. Each map is reduced at once: whole maps of a long prompt would
+    fill the memory. Raises UserError for a decoder without attention, and NonFiniteError, which
+    `name`s the question.
+    """
     layers = decoder_layers(model)
     if not layers:
         problem = "the model has no attention in its decoder, and no maps: take a PaliGemma"
         raise UserError(f"{name}: {problem}")
     maps = {layer: [] for layer in layers}
+    factors = {}
 
     def keep_map(layer: Attention, weights: torch.Tensor) -> None:
         maps[layer].append(reduce(weights))
 
-    with tapped({layer: partial(keep_map, layer) for layer in layers}):
+    def keep_factor(layer: Differential, args) -> None:
+        x = args[0]
+        factor = layer.factor(x).expand(len(x), layer.num_heads, x.shape[1], 1)
+        factors[layer] = factor[0, :, :, 0].T.detach()
+
+    with tapped({layer: partial(keep_map, layer) for layer in layers}), ExitStack() as hooks:
+        for layer in layers:
+            if isinstance(layer, Differential) and layer.maps == 2:
+                hooks.enter_context(layer.register_forward_pre_hook(keep_factor))
         logits = model(**batch, positions_to_keep=keep)
     check_finite(logits, name)
-    return maps, logits
+    return maps, factors, logits
+
+
+def deciding_maps(
+    model: Any,
+    place: int,
+    name: str,
+    **batch,
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The weights (N, S) in fp32 of the query at `place`, by layer: of two maps what is left; and
+    the logits, as of `decoder_maps`."""
+
+    def row_at(weights: torch.Tensor) -> torch.Tensor:
+        return weights[0, :, place].float()
+
+    layers, factors, logits = decoder_maps(model, row_at, name, **batch)
+    rows = []
+    for layer, (row, *second) in layers.items():
+        if layer in factors:
+            row = layer.difference(factors[layer][place, :, None], row, *second)
+        rows.append(row)
+    return rows, logits
 
 
 def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
@@ -203,17 +240,12 @@ def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
     count = len(said.new)
     slots = torch.from_numpy(said.slots)
     layers = decoder_layers(model)
-    factors, apart = {}, []
+    apart = []
 
     def reduce(weights: torch.Tensor) -> tuple[np.ndarray, float]:
         weights = weights[0].float()  # (N, S, S)
         share = weights[..., slots.to(weights.device)].sum(-1).mean()
         return weights[:, -count:].transpose(0, 1).cpu().numpy(), float(share)
-
-    def watch(layer: Differential, args) -> None:
-        x = args[0]
-        factor = layer.factor(x).expand(1, layer.num_heads, x.shape[1], 1)
-        factors[layer] = factor[0, :, -count:, 0].T.cpu().numpy()
 
     def compare(projection, args, values: torch.Tensor) -> None:
         patches = values[0, slots].float()
@@ -228,9 +260,7 @@ def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
     with ExitStack() as hooks:
         for layer in layers:
             hooks.enter_context(layer.v_proj.register_forward_hook(compare))
-            if isinstance(layer, Differential) and layer.maps == 2:
-                hooks.enter_context(layer.register_forward_pre_hook(watch))
-        maps, logits = decoder_maps(
+        maps, factors, logits = decoder_maps(
             model,
             reduce,
             name,
@@ -251,17 +281,18 @@ def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
 
     # 3. two maps; a layer without a second one has the first twice
     second, second_share = stacked(kept[-1] for kept in maps.values())
-    none = np.zeros((count, first.shape[2]), np.float32)
-    factor = np.stack([factors.get(layer, none) for layer in layers], axis=1)
+    none = torch.zeros(ids.shape[1], first.shape[2])
+    by_layer = [factors.get(layer, none)[-count:].cpu() for layer in layers]
+    factor = torch.stack(by_layer, dim=1).numpy()
     *_, last = factors
-    mix, formula = mixed(last, first, second, factor[..., None])
-    kinds = {"A1": first, "A2": second, "mix": mix}
+    mix = last.difference(*map(torch.from_numpy, (factor[..., None], first, second)))
+    kinds = {"A1": first, "A2": second, "mix": mix.numpy()}
     return Maps(
         kinds,
         {"A1": share, "A2": second_share},
         *known,
         factor,
-        formula,
+        last.formula,
     )
 
 
@@ -269,14 +300,3 @@ def stacked(maps: Iterable[tuple[np.ndarray, float]]) -> tuple[np.ndarray, np.nd
     """The rows (T, L, N, S) and the shares (L,) of the layers' maps."""
     rows, shares = zip(*maps, strict=True)
     return np.stack(rows, axis=1), np.array(shares)
-
-
-def mixed(
-    layer: Differential,
-    first,
-    second,
-    weight,
-) -> tuple[np.ndarray, str]:
-    """What is left of two maps, and its formula."""
-    left = layer.difference(*map(torch.from_numpy, (weight, first, second)))
-    return left.numpy(), layer.formula

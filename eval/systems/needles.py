@@ -30,11 +30,10 @@ from PIL import Image
 
 from eval import figures
 from eval.command import add_flag, command_parser, positive
-from eval.explore.record import decoder_maps
+from eval.explore.record import deciding_maps
 from eval.open import add_model_flags, model_of, open_subject, out_folder
 from eval.report import bootstrap, interval_text, markdown_table
 from model.common import UserError, read_text, run_command, shown, write_text
-from model.differential import Differential, variants_of
 from model.systems.chat import TextTokenizer
 from model.systems.reader import LanguageReader
 
@@ -188,41 +187,17 @@ def ask(model: Any, context: Context, name: str) -> list[Reply]:
     for fact, (question, answer) in enumerate(context.questions):
         place = len(question) - 1 + context.shared
         ids = torch.tensor([[*question, *answer]], device=device)
-        maps, logits = deciding_maps(model, ids, cache, place, len(answer) + 1, name)
+        read = {"input_ids": ids, "cache": cache, "keep": len(answer) + 1}
+        rows, logits = deciding_maps(model, place, name, **read)
         for layer in cache:
             layer.length = length  # the next question follows the context
         chances = logits[0, :-1].log_softmax(-1)
         truth = ids[0, len(question) :]
         said = chances.gather(1, truth[:, None]).sum().item()
         exact = bool((chances.argmax(-1) == truth).all())
+        maps = torch.stack(rows).cpu().numpy()
         replies.append(Reply(exact, said, shares_of(maps, context.places, fact)))
     return replies
-
-
-def deciding_maps(model, ids, cache, place: int, keep: int, name: str) -> tuple[np.ndarray, Any]:
-    """The weights (layers, heads, keys) of the query at `place` of the ids, what is left of two
-    maps; and the logits of the last `keep` positions."""
-    factors = {}
-
-    def watch(layer: Differential, args) -> None:
-        factor = layer.factor(args[0])  # of (1, heads, queries, 1), or the same for all queries
-        factors[layer] = factor.expand(1, layer.num_heads, ids.shape[1], 1)[0, :, place]
-
-    hooks = []
-    for layer in variants_of(model).values():
-        if layer.maps == 2:
-            hooks.append(layer.register_forward_pre_hook(watch))
-    options = {"keep": keep, "input_ids": ids, "cache": cache}
-    layers, logits = decoder_maps(model, lambda weights: weights[0, :, place], name, **options)
-    for hook in hooks:
-        hook.remove()
-    rows = []
-    for layer, maps in layers.items():
-        row = maps[0]
-        if layer in factors:
-            row = layer.difference(factors[layer], *maps)
-        rows.append(row.float().cpu().numpy())
-    return np.stack(rows), logits
 
 
 def shares_of(maps: np.ndarray, places: Sequence[tuple[int, int]], asked: int) -> np.ndarray:
@@ -244,10 +219,10 @@ def measure(model, haystack: Haystack, length: int, facts: int, contexts: int, a
         context = haystack.context(dice, length, facts, min(asked, facts))
         replies = ask(model, context, f"context {number + 1}")
         for reply, (start, _) in zip(replies, context.places, strict=False):
-            mean = dict(zip(SHARES, reply.shares.mean((1, 2)).tolist(), strict=True))
-            known = {"context": number, "depth": start / length, "exact": reply.exact}
-            questions.append(known | {"log_probability": reply.log_probability} | mean)
-            shares.append(reply.shares)
+            known = {"context": number, "depth": start / length} | reply._asdict()
+            shares.append(known.pop("shares"))
+            means = shares[-1].mean((1, 2)).tolist()
+            questions.append(known | dict(zip(SHARES, means, strict=True)))
     heads = np.mean(shares, axis=0).round(4).tolist()
     return {"length": length, "facts": facts, "questions": questions, "heads": heads}
 

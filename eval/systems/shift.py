@@ -97,7 +97,7 @@ def measure(
         is_picture = batch.input_ids[0] == model.config.image_token_id
         after = is_picture.cumsum(0) > 0
         groups = torch.stack((~after, is_picture, after & ~is_picture), dim=1).float()  # (S, 3)
-        maps, _ = decoder_maps(
+        maps, *_ = decoder_maps(
             model,
             received,
             f"prompt {number}",

@@ -78,10 +78,11 @@ def test_maps_are_what_the_model_computes(processor, kind, options, seeded):
         assert maps.laws[first][number] == pytest.approx(float(share), rel=1e-4)
 
 
-def test_dex_has_one_map_and_says_so(processor):
-    """Breaks when a reader looks for the second map of a model that subtracts from its outputs."""
+@pytest.mark.parametrize("kind", ["dex", "shared", "gate", "temperature", "sink"])
+def test_a_kind_with_one_map_says_so(kind, processor):
+    """Breaks when a reader looks for the second map of a model that changes outputs or logits."""
     model = random_model()
-    graft(model, "dex")
+    graft(model, kind)
     maps = maps_of(model, answer(model, processor, PICTURE, PROMPT, 1), "it")
     assert set(maps.kinds) == {"A"}
     assert "one map" in maps.formula

@@ -24,12 +24,11 @@ import torch
 from eval import vqa
 from eval.data.polls import pope
 from eval.vqa_scoring import official
-from model.common import UserError
 from train.flags import flag, from_values, several
 from train.model import load_base, open_model
 from train.optim import count, trainable
 from train.settings import Settings
-from train.studies import built, engine, report
+from train.studies import built, report
 from train.studies.cells import Job
 from train.studies.engine import MEAN, Study
 from train.studies.measures import (
@@ -41,7 +40,7 @@ from train.studies.measures import (
     vqa_task,
     with_noise,
 )
-from train.studies.training import Tasks, TuningOptions, key_of, read_given, train_and_ask
+from train.studies.training import NeedleOptions, Tasks, key_of, read_given, train_and_ask
 
 PLAIN = {"attention": "softmax", "feed_forward": "mlp", "option": ()}
 LORA = "fine-tuned"  # plain, of the rank that is set
@@ -91,16 +90,10 @@ QUICK = {"rows": (LORA, "twin", "dex"), "limit": 128, "seeds": 5, "samples": 800
 
 
 @dataclass(frozen=True)
-class Options(TuningOptions):
+class Options(NeedleOptions):
     rows: tuple[str, ...] = several(ROWS, "(default: all but swiglu)", tuple(ROWS)[:-1])
     limit: int = flag(
         600, "VQA questions; half as many of each other kind; half of all for validation", least=1
-    )
-    coco: str | None = flag(
-        None, "with --data on disk: folder of COCO val2014, for needle tests (default: none)"
-    )
-    captions: str | None = flag(
-        None, "with --coco: MMNeedle's or COCO's caption file (default: none)"
     )
     positive: bool = flag(True, "the positive control, a minute")
     controls: tuple[str, ...] = flag(
@@ -204,7 +197,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     decided = ("attention", "feed_forward", "option", "tasks", "lr")
     given = read_given(Options, argv, "train.compare", __doc__, QUICK, decided)
     options = from_values(Options, DEFAULTS | given)
-    if options.coco and options.is_embedded:
-        remedy = "the embedded scenes have needle tests of their own"
-        raise UserError(f"--coco goes with --data on disk: {remedy}")
-    print(report.write(engine.run(study_of(options), options)))
+    report.publish(study_of(options), options)

@@ -18,10 +18,9 @@ LoRA under their cap. The place of a needle is not random, as classes are, so th
 could tell it at any cap: the bound says nothing of it.
 """
 
-import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -34,19 +33,18 @@ from eval.data import scenes
 from eval.figures import save
 from eval.report import interval_text, markdown_table
 from model.attention import attention_modules, tapped
-from model.differential import graft, variants_of
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from train.chart import line_chart
 from train.flags import flag, from_values, several
-from train.model import load_base, make_optimizer, open_model, rules_of
-from train.optim import count, rate_factor, set_rates, trainable
+from train.model import load_base, make_optimizer, rules_of
+from train.optim import count, trainable
 from train.settings import Settings
-from train.studies import built, engine, report
+from train.studies import built, report
 from train.studies.cells import Job
 from train.studies.engine import Run, Study, StudyOptions
 from train.studies.rules import Measure
-from train.studies.training import read_given
+from train.studies.training import descend, open_row, read_given
 from weights.export import export_model
 
 CPU = torch.device("cpu")
@@ -61,21 +59,14 @@ TUNING_SEEDS = (100, 101, 102)
 PLAIN = ("plain", "plain again")
 ROWS: dict[str, dict] = {
     "plain": {"attention": "softmax"},
-    "plain again": {
-        "attention": "softmax",
-        "drawn": 1000,
-    },  # other initial values, the same examples
+    # other initial values, the same examples
+    "plain again": {"attention": "softmax", "drawn": 1000},
     "plain + head norm": {"attention": "shared", "one_map": True},
     "shared": {"attention": "shared"},
     "twin-small": {"attention": "twin", "mu": 0.25},
     "v2": {"attention": "v2", "exact": False},  # the published form
-    "dex": {"attention": "dex"},
-    "difflora": {"attention": "difflora"},
-    "mean": {"attention": "mean"},
-    "gate": {"attention": "gate"},
-    "temperature": {"attention": "temperature"},
-    "sink": {"attention": "sink"},
 }
+ROWS |= {kind: {"attention": kind} for kind in "dex difflora mean gate temperature sink".split()}
 # Of each task below MILD, and why; from MILD up all are to be equivalent. Written before any row but
 # plain was run at these caps; from difflora on, before those rows were, but after the others, of
 # which none gained on needles
@@ -174,14 +165,13 @@ def learn(
     """Steps on needles, in an order of the seed."""
     shuffled = torch.randperm(POOL, generator=torch.Generator().manual_seed(seed))
     order = shuffled.repeat(math.ceil(steps * BATCH / POOL))
-    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for step, rows in enumerate(order[: steps * BATCH].split(BATCH)):
-        set_rates(optimizer, rate_factor(step, steps, 0.1, schedule))
-        logits, tokens = answers(model, "train", POOL, rows)
-        F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
-        torch.nn.utils.clip_grad_norm_(learned, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def losses() -> Iterator[torch.Tensor]:
+        for rows in order[: steps * BATCH].split(BATCH):
+            logits, tokens = answers(model, "train", POOL, rows)
+            yield F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+    descend(model, optimizer, losses(), steps, schedule)
 
 
 def make_base(folder: Path) -> dict:
@@ -226,27 +216,16 @@ def train(
     cap: float | None,
     steps: int,
     drawn=0,
-    one_map=False,
-    **options,
+    **graft,
 ) -> dict:
-    """A row on needles: it starts from the base under its cap, and learns by LoRA. options: of the
-    variant."""
-    # 1. the base under its cap
+    """A row on needles: it starts from the base under its cap, and learns by LoRA. graft: of
+    `open_row`."""
     settings = Settings(base=str(base / str(cap)), device="cpu", lr=rate, seed=seed + drawn)
     model = load_base(settings, CPU)
     cap_logits(model, cap)
-    # 2. its graft and adapter
     if attention == "softmax":
         settings = replace(settings, r=20, alpha=40.0)  # as many parameters as the largest row
-    if one_map:
-        graft(model, attention, seed=settings.seed)
-        for variant in variants_of(model).values():
-            built.without_second_map(variant)
-        attention = "softmax"  # no other graft
-    option = tuple(f"{name}={json.dumps(value)}" for name, value in options.items())
-    settings = replace(settings, attention=attention, option=option)
-    model, optimizer = open_model(settings, CPU, model)
-    # 3. training
+    model, optimizer = open_row(model, settings, attention, **graft)
     learn(model.train(), optimizer, steps, "cosine", seed)
     scores = {split: {"needle": found(model.eval(), split)} for split in TESTS}
     facts = {"parameters": count(trainable(model).values())}
@@ -398,4 +377,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = read_given(Options, argv, "train.compare --rows dose", __doc__, QUICK)
     options = from_values(Options, given)
     first = replace(study_of(options, *doses_of(options)[0]), more=partial(blocks, options))
-    print(report.write(engine.run(first, options)))
+    report.publish(first, options)

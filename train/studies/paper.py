@@ -41,8 +41,8 @@ from train.studies import engine, report
 from train.studies.cells import Job, digest
 from train.studies.measures import VAL_FILES, coco_needles, scene_needles, trial_task, vqa_task
 from train.studies.training import (
+    NeedleOptions,
     Tasks,
-    TuningOptions,
     ask_tasks,
     deciding,
     key_of,
@@ -73,7 +73,7 @@ QUICK = {"samples": 400}
 
 
 @dataclass(frozen=True)
-class Options(TuningOptions):
+class Options(NeedleOptions):
     seeds: int = flag(1, "runs of each row", least=1, metavar="N")
     rows: tuple[str, ...] = flag(
         tuple(VQA_SCORES), "of Table 1 (default: all)", choices=[*VQA_SCORES], nargs="+"
@@ -90,12 +90,6 @@ class Options(TuningOptions):
     needle_limit: int = flag(200, "needle tests, evenly over the places", least=4, metavar="N")
     scoring: str = flag(
         "official", "of VQA: VQAv2's own, or the paper's Eq. 8", choices=["official", "paper"]
-    )
-    coco: str | None = flag(
-        None, "with --data on disk: folder of COCO val2014, for needle tests (default: none)"
-    )
-    captions: str | None = flag(
-        None, "with --coco: MMNeedle's or COCO's caption file (default: none)"
     )
     plan: bool = flag(False, "train nothing: print what the runs take (memory, disk, hours)")
     gpu: str = flag("H100", "GPU of --plan", choices=list(GPUS))
@@ -124,10 +118,6 @@ def read_models(argv: Sequence[str]) -> dict[str, Options]:
         values = MINIATURE | RECIPES[name] | {"fraction": 1.0} | given
         models[name] = from_values(Options, values)
     base = models["paper-1"]
-    if base.coco and base.is_embedded:
-        raise UserError(
-            "--coco goes with --data on disk: the embedded scenes have needle tests of their own"
-        )
     kind, _, folder = base.data[0].partition(":")
     if kind == "vqav2" and "validation" not in given and Path(folder, VAL_FILES[0]).exists():
         # val2014 is asked about
@@ -313,4 +303,4 @@ def main(argv: Sequence[str]) -> None:
             rows.append(plan(plain(models["paper-2"]), CONTROL, gpus=options.gpus))
         print(plan_table(rows, options.gpu))
     else:
-        print(report.write(engine.run(study_of(models), options)))
+        report.publish(study_of(models), options)

@@ -14,6 +14,7 @@ import numpy as np
 from eval.report import interval_text, markdown_table
 from model.common import write_text
 from train.estimates import estimate
+from train.studies import engine
 from train.studies.engine import Run
 from train.studies.rules import FEWEST_SEEDS, TUNING_SEEDS, share_of_range
 
@@ -210,3 +211,8 @@ def write(run: Run) -> str:
     write_text(run.out / "comparison.md", text)
     write_text(run.out / "comparison.json", json.dumps(summary, indent=1) + "\n")
     return text
+
+
+def publish(study: engine.Study, options: engine.StudyOptions) -> None:
+    """Run a whole study, and print its report."""
+    print(write(engine.run(study, options)))

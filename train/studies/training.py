@@ -3,25 +3,31 @@
 A cell that was interrupted after its training reads the last checkpoint, and is asked.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from eval.answer import ask_all
 from eval.data.records import Record
 from lora import adapter
 from model.common import UserError
 from model.device import choose_device
+from model.differential import graft, variants_of
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from train.data.batches import Order
 from train.distributed import World
-from train.flags import flag_name, given_flags
+from train.flags import flag, flag_name, given_flags
 from train.loop import LoopSettings
 from train.model import open_model, open_processor, train_on
-from train.optim import count, trainable
+from train.optim import count, rate_factor, set_rates, trainable
 from train.run import FREE, data_fingerprints
 from train.settings import Settings
+from train.studies.built import without_second_map
 from train.studies.cells import digest
 from train.studies.engine import StudyOptions
 from train.studies.measures import Task, training_records
@@ -38,6 +44,24 @@ class TuningOptions(StudyOptions, Settings):
 
     def __post_init__(self):
         self.check()
+
+
+@dataclass(frozen=True)
+class NeedleOptions(TuningOptions):
+    """Those of a study that also looks for needles."""
+
+    coco: str | None = flag(
+        None, "with --data on disk: folder of COCO val2014, for needle tests (default: none)"
+    )
+    captions: str | None = flag(
+        None, "with --coco: MMNeedle's or COCO's caption file (default: none)"
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.coco and self.is_embedded:
+            remedy = "the embedded scenes have needle tests of their own"
+            raise UserError(f"--coco goes with --data on disk: {remedy}")
 
 
 def read_given(
@@ -71,6 +95,42 @@ def train_and_ask(settings: Settings, tasks: Tasks, folder: Path) -> dict:
     adapter.save(model, folder, settings.base, settings.question_prompt)
     facts = {"parameters": count(trainable(model).values()), "seconds": seconds}
     return {"scores": ask_tasks(model, processor, settings, tasks, folder), "facts": facts}
+
+
+def open_row(
+    model: Any,
+    settings: Settings,
+    kind: str,
+    one_map: bool = False,
+    **options,
+) -> tuple[Any, torch.optim.Optimizer]:
+    """The model with the graft of a row and LoRA, changed in place, and its optimizer. one_map: λ
+    is 0. options: of the variant."""
+    if one_map:
+        graft(model, kind, seed=settings.seed)
+        for variant in variants_of(model).values():
+            without_second_map(variant)
+        kind = "softmax"  # no other graft
+    option = tuple(f"{name}={json.dumps(value)}" for name, value in options.items())
+    settings = replace(settings, attention=kind, option=option)
+    return open_model(settings, choose_device(settings.device), model)
+
+
+def descend(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    losses: Iterable[torch.Tensor],
+    steps: int,
+    schedule: str = "cosine",
+) -> None:
+    """A step down each of the losses, which are computed one by one."""
+    learned = list(trainable(model).values())
+    for step, loss in enumerate(losses):
+        set_rates(optimizer, rate_factor(step, steps, 0.1, schedule))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(learned, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def train_cell(

@@ -10,6 +10,7 @@ from, and `model/`. `eval/systems/text/measures.py` measures the model, `train/s
 compares it with its twin.
 """
 
+import math
 import random
 import shutil
 from collections.abc import Iterator, Sequence
@@ -173,19 +174,17 @@ class TextOrder:
     ) -> Iterator[list[TextBatch]]:
         """The micro-batches of each step, from step `first` to the last."""
         size = self.settings.batch_size
-        begin = self.rank * self.share
-        of_process = range(begin, begin + self.share)
-        micros = [of_process[n : n + size] for n in range(0, self.share, size)]
 
         def plan() -> Iterator[range]:
             for step in range(first, self.total):
-                start = step * self.settings.rows
-                for micro in micros:
-                    yield range(start + micro.start, start + micro.stop)
+                start = step * self.settings.rows + self.rank * self.share
+                rows = range(start, start + self.share)
+                for number in range(0, self.share, size):
+                    yield rows[number : number + size]
 
         batches = load_batches(self, plan(), workers, pin)
         for _ in range(first, self.total):
-            yield list(islice(batches, len(micros)))
+            yield list(islice(batches, math.ceil(self.share / size)))
 
     def __getitem__(self, numbers: range) -> TextBatch:
         """Rows of packed documents: each token's target is the next of its document, unless it is

@@ -42,15 +42,7 @@ SPLITS = ("train", "validation", "test")
 LINES = 100_000  # lines of the train split for the tokenizer's training, evenly spaced
 HELD_OUT = 20  # one document in 20 is for validation, another one for testing
 # not part of the library: installed packages, and tests, which some distributions omit
-NOT_LIBRARY = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-    "lib2to3",
-    "distutils",
-}
+NOT_LIBRARY = set("site-packages dist-packages test tests idle_test lib2to3 distutils".split())
 
 
 class Corpus(NamedTuple):

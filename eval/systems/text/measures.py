@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from eval.command import add_flag, command_parser, positive
-from eval.explore.record import decoder_maps
+from eval.explore.record import deciding_maps
 from eval.report import bootstrap, interval_text, markdown_table
 from eval.systems.text.corpus import Corpus, kept_corpus
 from eval.systems.text.tasks import LETTERS, SHOWN, Document, Tasks
@@ -170,15 +170,16 @@ def attention(
     and on the noise, which is the rest of the text and the other needles. For the largest number of
     needles that fits."""
     most = max(n for n in NEEDLES if 3 * n < length)
-    depths = []
-    shares = []
     tests = needle_tests(corpus, length, limit, [most])
-    for number, (_, depth, document) in enumerate(tests, start=1):
-        depths.append(100 * depth)
+    depths = [100 * depth for _, depth, _ in tests]
+    shares = []
+    for number, (*_, document) in enumerate(tests, start=1):
         shares.append(attention_shares(model, document, f"attention test {number}"))
-    numbers = range(len(depths))
-    panels = zip(("attention", "attention-noise"), zip(*shares, strict=True), strict=True)
-    return {panel: Scores(depths, numbers, values) for panel, values in panels}
+    of_needles, of_noise = zip(*shares, strict=True)
+    return {
+        "attention": Scores(depths, range(limit), of_needles),
+        "attention-noise": Scores(depths, range(limit), of_noise),
+    }
 
 
 @torch.no_grad()
@@ -192,13 +193,10 @@ def attention_shares(
     place = document.answers[0]
     first = document.needles[0]
     ids = torch.tensor([document.ids[:place]], device=next(model.parameters()).device)
-    layers, _ = decoder_maps(model, lambda weights: weights[0, :, -1].float(), name, input_ids=ids)
+    rows, _ = deciding_maps(model, place - 1, name, input_ids=ids)
     shares = []
-    for layer, maps in layers.items():
-        weights = maps[0]
-        if len(maps) > 1:
-            weights = maps[0] - layer.coefficient()[:, None] * maps[1]
-        weights = weights.abs()  # (N, S)
+    for row in rows:
+        weights = row.abs()  # (N, S)
         weights = weights / weights.sum(-1, keepdim=True)
         answer = weights[:, first : first + 2].sum(-1).mean()
         haystack = weights[:, slice(*document.haystack)].sum(-1).mean()

@@ -234,4 +234,4 @@ def study_of(stages: Sequence[Options]) -> engine.Study:
 
 def main(argv: Sequence[str] | None = None) -> None:
     stages = read_stages(Options, argv, __doc__, QUICK)
-    print(report.write(engine.run(study_of(stages), stages[1])))
+    report.publish(study_of(stages), stages[1])

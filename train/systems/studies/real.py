@@ -12,7 +12,8 @@ graft with LoRA beside it, trained for the same steps of one row, in two designs
 
 Tests are of other forms, cities, values and prose, see `eval/systems/needles.py`: LOUD rungs, and a
 QUIET one. The fall is what a context loses from the quiet rung to the loud ones. The control is the
-mean of two plain rows; `plain + head norm` is `shared` with λ = 0. Rates are not searched for.
+mean of two plain rows; `plain + head norm` is `shared` with λ = 0. `mean`, `gate`, `temperature` and
+`sink` are controls with one part each of what a second map may do. Rates are not searched for.
 """
 
 import random
@@ -27,20 +28,17 @@ import torch
 import torch.nn.functional as F
 
 from eval.systems.needles import Haystack, measure, sentences_of
-from model.differential import graft, variants_of
 from model.systems.chat import load_text_tokenizer
 from train.flags import flag, from_values
-from train.model import open_model
-from train.optim import count, rate_factor, set_rates, trainable
+from train.optim import count, trainable
 from train.settings import Settings
-from train.studies import built, engine, report
+from train.studies import engine, report
 from train.studies.cells import Job, digest
 from train.studies.rules import Measure
-from train.studies.training import read_given
+from train.studies.training import descend, open_row, read_given
 from weights.fingerprint import exact_fingerprint
 from weights.load import load_text
 
-CPU = torch.device("cpu")
 QUIET = (512, 4)  # tokens and facts
 LOUD = ((512, 16), (1024, 32))
 ASKED = 4  # facts of a context
@@ -52,16 +50,20 @@ ROWS: dict[str, dict] = {
     "plain again": {"kind": "softmax", "drawn": 1000},  # other initial values, the same rows
     "plain + head norm": {"kind": "shared", "one_map": True},
     "twin-small": {"kind": "twin", "mu": 0.25},
-    "v2": {"kind": "v2"},
-    "dex": {"kind": "dex"},
 }
-# written before any row but plain was trained: by row, what each design does to exact answers
+ROWS |= {kind: {"kind": kind} for kind in "v2 dex mean gate temperature sink".split()}
+# written before any row but plain was trained, and of the last four before these were: by row, what
+# each design does to exact answers
 FEW_STEPS = "so few steps part no two maps far enough to cancel what both see"
 PREDICTED = {
     "plain + head norm": ("worse", "a norm that the model never had loses what it knows"),
     "twin-small": ("equivalent", FEW_STEPS),
     "v2": ("equivalent", FEW_STEPS),
     "dex": ("equivalent", "one map, and a linear change of what it reads"),
+    "mean": ("equivalent", "the other facts take the attention, not all positions alike"),
+    "gate": ("equivalent", "LoRA on o_proj scales heads too, not by token"),
+    "temperature": ("equivalent", "one of the changes that LoRA on q_proj can make"),
+    "sink": ("equivalent", "pretrained heads have one already, the first token"),
 }
 QUICK = {"seeds": 1, "contexts": 3, "steps": 5}
 
@@ -105,33 +107,33 @@ def loss_of(model: Any, ids: list[int], labels: list[int]) -> torch.Tensor:
 
 def make(options: Options, job: Job, folder: Path) -> dict:
     """Train a row, and ask it."""
+    return train(options, job.seed, **dict(job.changes))
+
+
+def train(
+    options: Options,
+    seed: int,
+    design: str,
+    steps: int,
+    kind: str,
+    drawn=0,
+    **graft,
+) -> dict:
+    """A cell. drawn: other numbers are other initial values, on the same rows. graft: of
+    `open_row`."""
     # 1. the model, its graft and LoRA
-    changes = dict(job.changes)
-    design, steps, kind = (changes.pop(name) for name in ("design", "steps", "kind"))
-    seed = job.seed + changes.pop("drawn", 0)
-    model = load_text(options.base)
-    if changes.pop("one_map", False):
-        graft(model, kind, seed=seed)
-        for variant in variants_of(model).values():
-            built.without_second_map(variant)
-        kind = "softmax"
-    option = tuple(f"{name}={value}" for name, value in changes.items())
-    settings = Settings(base=options.base, device="cpu", attention=kind, option=option)
-    settings = replace(settings, r=16, alpha=32.0, lr=options.rate, seed=seed)
-    model, optimizer = open_model(settings, CPU, model)
+    settings = Settings(base=options.base, device="cpu", r=16, alpha=32.0)
+    settings = replace(settings, lr=options.rate, seed=seed + drawn)
+    model, optimizer = open_row(load_text(options.base), settings, kind, **graft)
     # 2. training
     of = haystacks(options.base, options.text)
-    dice = random.Random(f"train/{job.seed}")
-    learned = list(trainable(model).values())
-    for step in range(steps):
-        set_rates(optimizer, rate_factor(step, steps, 0.1, "cosine"))
-        loss_of(model.train(), *row_of(of["train"], design, dice)).backward()
-        torch.nn.utils.clip_grad_norm_(learned, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    dice = random.Random(f"train/{seed}")
+    losses = (loss_of(model, *row_of(of["train"], design, dice)) for _ in range(steps))
+    descend(model.train(), optimizer, losses, steps)
     # 3. what it finds, and what it costs elsewhere
     scores = asked(model.eval(), of["test"], options.contexts)
-    return {"scores": {"test": scores}, "facts": {"parameters": count(learned)}}
+    facts = {"parameters": count(trainable(model).values())}
+    return {"scores": {"test": scores}, "facts": facts}
 
 
 @torch.no_grad()
@@ -206,5 +208,4 @@ def study_of(options: Options) -> engine.Study:
 def main(argv: Sequence[str] | None = None) -> None:
     given = read_given(Options, argv, "train.compare --rows real", __doc__, QUICK)
     options = from_values(Options, given)
-    options = replace(options, out=options.out or Path("runs", "compare-real"))
-    print(report.write(engine.run(study_of(options), options)))
+    report.publish(study_of(options), options)

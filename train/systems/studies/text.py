@@ -236,4 +236,4 @@ def main(argv: Sequence[str] | None = None) -> None:
     vocabulary = TEXT_PRESETS[options.preset].vocab_size
     corpus = open_corpus(Path(options.corpus), options.text, vocabulary, SYMBOLS)
     print(f"{len(corpus.ids['train']):,} tokens of text to learn from", file=sys.stderr)
-    print(report.write(engine.run(study_of(options, corpus), options)))
+    report.publish(study_of(options, corpus), options)

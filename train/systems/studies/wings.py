@@ -284,4 +284,4 @@ def blocks(run: engine.Run) -> list:
 
 def main(argv: Sequence[str] | None = None) -> None:
     stages = read_stages(Options, argv, __doc__, QUICK)
-    print(report.write(engine.run(study_of(stages), stages[1])))
+    report.publish(study_of(stages), stages[1])
