@@ -35,6 +35,12 @@ def corpus(text_folder, tmp_path_factory):
 
 
 @pytest.fixture
+def printed(capsys):
+    """A function: what the commands have printed since its last call."""
+    return lambda: capsys.readouterr().out
+
+
+@pytest.fixture
 def seeded() -> None:
     """Fresh weights are the same in every run."""
     torch.manual_seed(0)

@@ -32,20 +32,8 @@ ASKED = [
 SENTENCES = """caption en the cow is standing in the green field beside two dogs
 the cat is on the mat, and the dog isn't; 12 34 567. <b>bold</b> <unused0> <table>
 日本語のテキスト と 絵 un éléphant gris près de l'étang aaaa abab aabbaa""".splitlines()
-ODD = [
-    "<",
-    "<<b>",
-    "</",
-    "<unused",
-    "<unused1",
-    "<0x41>",
-    "<0x09>",
-    "<loc00011>",
-    "<seg>",
-    "▁▁a▁",
-    "\u200d",
-    "\ufeff",
-]
+ODD = r"< <<b> </ <unused <unused1 <0x41> <0x09> <loc00011> <seg> ▁▁a▁".split()
+ODD += ["\u200d", "\ufeff"]
 ODD += [
     "\0",
     "\r\n",
@@ -118,7 +106,8 @@ def qwen_tokenizer() -> Qwen2Tokenizer:
 
 def llama_tokenizer() -> PreTrainedTokenizerFast:
     """Those merges, and Llama 3's control tokens: its file puts bos before a text."""
-    bos, end = "<|begin_of_text|>", "<|end_of_text|>"
+    bos = "<|begin_of_text|>"
+    end = "<|end_of_text|>"
     raw = qwen_tokenizer().backend_tokenizer.to_str().replace("<|endoftext|>", end)
     backend = tokenizers.Tokenizer.from_str(raw)
     backend.add_special_tokens([bos])

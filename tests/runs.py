@@ -19,6 +19,7 @@ from model.common import UserError
 from train import finetune
 from train.distributed import World
 from train.run import MEASURED
+from train.settings import parse
 
 WORLD = World(0, 1, torch.device("cpu"))
 QUICK = "--base tiny --no-evaluate --batch-size 2 --samples 60 --dropout 0.1 --device cpu"
@@ -104,6 +105,11 @@ def torchrun(processes: int, *arguments) -> None:
         finally:
             for number, handler in handlers.items():  # torchrun replaces them
                 signal.signal(number, handler)
+
+
+def settings_of(*flags: object):
+    """The settings of a run of `train.finetune`."""
+    return parse(words(*flags))[0]
 
 
 def stage_settings(system: str, *flags: object):

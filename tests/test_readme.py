@@ -132,7 +132,7 @@ def test_git_does_not_see_what_the_documents_write():
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if "```python" in text])
-def test_python_of_the_documents(name, tmp_path, monkeypatch, capsys):
+def test_python_of_the_documents(name, tmp_path, monkeypatch, printed):
     """Breaks when a name in a document's Python is gone, or its lines do not work one after the
     other."""
     monkeypatch.chdir(tmp_path)
@@ -141,4 +141,4 @@ def test_python_of_the_documents(name, tmp_path, monkeypatch, capsys):
     Path("train.jsonl").write_text(f"{json.dumps(record)}\n" * 4)
     for block in blocks(TEXTS[name], "python"):
         exec(compile(block, name, "exec"), {"__name__": "readme"})
-        assert capsys.readouterr().out.strip(), block
+        assert printed().strip(), block

@@ -2,7 +2,6 @@
 an earlier report."""
 
 import csv
-import math
 import re
 import runpy
 from collections import defaultdict
@@ -25,16 +24,10 @@ NUMBER = r"[+−-]?\d+(?:\.\d+)?"
 ESTIMATE = re.compile(rf"({NUMBER})(?: (?:points|nats|%))?[ (]*\[({NUMBER}),\s({NUMBER})\]")
 # Two-sided 5 % points of Student's t by degrees of freedom, from a printed table
 T = [
-    math.inf,
-    math.inf,
-    4.302653,
-    3.182446,
-    2.776445,
-    2.570582,
-    2.446912,
-    2.364624,
-    2.306004,
-    2.262157,
+    *map(
+        float,
+        "inf inf 4.302653 3.182446 2.776445 2.570582 2.446912 2.364624 2.306004 2.262157".split(),
+    )
 ]
 
 

@@ -29,7 +29,7 @@ from tests.runs import refused
 pytestmark = pytest.mark.long
 
 
-def test_many_pictures_are_asked_in_batches(workplace, monkeypatch, capsys):
+def test_many_pictures_are_asked_in_batches(workplace, monkeypatch, printed):
     """Breaks when `--image *.jpg` fills the memory, or an answer stands at another picture."""
     rows = []
     whole = generate.generate
@@ -44,13 +44,13 @@ def test_many_pictures_are_asked_in_batches(workplace, monkeypatch, capsys):
     prompts = ["count dog", "exist cat"]
     flags = "--model embedded --json --draw drawn.png".split()
     ask.main([*flags, "--image", *names, "--prompt", *prompts])
-    answers = json.loads(capsys.readouterr().out)
+    answers = json.loads(printed())
     assert rows == [16, 2]
     assert [(a["image"], a["prompt"]) for a in answers] == [
         (name, prompt) for name in names for prompt in prompts
     ]
     ask.main([*flags, "--image", names[4], "--prompt", *prompts])
-    assert json.loads(capsys.readouterr().out) == answers[8:10]
+    assert json.loads(printed()) == answers[8:10]
     sampled = []
     for seed in (0, 0, 1):
         ask.main(
@@ -63,7 +63,7 @@ def test_many_pictures_are_asked_in_batches(workplace, monkeypatch, capsys):
                 *f"--temperature 3 --seed {seed}".split(),
             ]
         )
-        sampled.append(json.loads(capsys.readouterr().out)[0]["answer"])
+        sampled.append(json.loads(printed())[0]["answer"])
     assert sampled[0] == sampled[1] != sampled[2]
 
 

@@ -289,7 +289,7 @@ BAD = [
     ("arc", ARC % '"a"'),
     ("none", None),
 ]
-for labels in ("AAB", "ABB", "AC", "B"):  # twice, not there, alone
+for labels in "AAB ABB AC B".split():  # twice, not there, alone
     listed = ", ".join(f'{{"text": "{n}", "label": "{of}"}}' for n, of in enumerate(labels))
     BAD.append(("arc", ARC % listed))
 for change in r"""

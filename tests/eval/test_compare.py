@@ -77,7 +77,7 @@ def test_several_models_are_one_table(source, twin, workplace, monkeypatch, caps
     flags = f"--model {source} --adapter none --adapter {twin} --quantize none --quantize int8 --device cpu --out out"
     pope.main([*flags.split(), *SMALL])
     printed = json.loads(capsys.readouterr().out)
-    assert list(printed) == ["random", "random-int8", "twin", "twin-int8"]
+    assert list(printed) == "random random-int8 twin twin-int8".split()
     _, _, (whole, _), (small, _) = opened
     assert whole.quantized is None
     assert small.quantized == "int8"

@@ -86,7 +86,7 @@ def by_pycocotools(truths, found):
     return evaluation.stats.tolist()
 
 
-def test_the_measures_are_those_of_coco(capsys):
+def test_the_measures_are_those_of_coco(printed):
     """Any rule of COCO's is another: ties, crowds, sizes, ranks, classes without truth, empty
     pictures."""
     compared = 0

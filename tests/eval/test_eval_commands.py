@@ -174,12 +174,12 @@ def count_asked(monkeypatch, batches=99):
 
 
 @pytest.mark.long
-def test_an_interrupted_run_goes_on(source, workplace, capsys, monkeypatch):
+def test_an_interrupted_run_goes_on(source, workplace, printed, monkeypatch):
     """A resumed evaluation asks all again, or gives other answers than an uninterrupted one;
     --no-resume keeps some."""
     flags = ["--model", source, "--limit", "30", *FAST, "--json"]
     vqa.main([*flags, "--out", "whole"])
-    whole = capsys.readouterr().out
+    whole = printed()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         count_asked(patch, 2)
         vqa.main([*flags, "--out", "parts"])
@@ -190,7 +190,7 @@ def test_an_interrupted_run_goes_on(source, workplace, capsys, monkeypatch):
     for more, asked in (([], 15), ([], 15), (["--no-resume"], 45)):
         vqa.main([*flags, "--out", "parts", *more])
         assert sum(sizes) == asked
-    assert capsys.readouterr().out == 3 * whole
+    assert printed() == 3 * whole
     results = [(workplace / out / "results.json").read_bytes() for out in ("whole", "parts")]
     assert results[0] == results[1]
 
@@ -288,7 +288,7 @@ def test_default_is_the_newest_run_or_the_embedded_base(source, workplace, monke
     assert subjects("") == [open.Subject("embedded", None, "embedded")]
     model = random_model()
     adapter.inject(model, adapter.DECODER_TARGETS, 2, 4.0)
-    for name in ("first", "old", "other", "unfinished"):
+    for name in "first old other unfinished".split():
         folder = workplace / "runs" / name
         base = "somewhere/else" if name == "other" else "embedded"
         adapter.save(model, folder, base=base)

@@ -65,7 +65,7 @@ def test_boxes_have_the_color_of_their_class():
     """Breaks when two boxes of a class differ in color, or two classes do not."""
     boxes = [(40 * n + 4, 4, 40 * n + 36, 36) for n in range(4)]
     image = figures.draw_boxes(
-        Image.new("RGB", (160, 40)), boxes, ["cat", "dog", "dog", "cat"], width=8
+        Image.new("RGB", (160, 40)), boxes, "cat dog dog cat".split(), width=8
     )
     colors = [image.getpixel((40 * n + 20, 4)) for n in range(4)]
     assert colors[0] == colors[3] != colors[1] == colors[2]

@@ -91,7 +91,7 @@ def write(path, rows, head=HEAD):
     return str(path)
 
 
-def test_thirty_questions_by_hand(workplace, capsys):
+def test_thirty_questions_by_hand(workplace, printed):
     """Breaks when an answer names another option than VLMEvalKit's rules say, or one rotation is
     enough."""
     for text, options, named, _ in BY_HAND:
@@ -110,7 +110,7 @@ def test_thirty_questions_by_hand(workplace, capsys):
     write(workplace / "T", rows_of())
     write_json(workplace / "R", said)
     mmbench.main("--tsv T --results R --json".split())
-    found = json.loads(capsys.readouterr().out)["R"]
+    found = json.loads(printed())["R"]
     hits = [named == "B" and not wrong for *_, named, wrong in BY_HAND]
     lines = {name: of["CircularEval"] for name, of in found["summary"].items()}
     assert found["measures"]["CircularEval"]["questions"] == len(hits) == 30
@@ -146,7 +146,7 @@ def test_an_answer_in_words_names_the_option_of_these_words():
             assert mmbench.letter_of(said, options, "paligemma") is None, said
 
 
-def test_a_file_of_answers_in_words(workplace, capsys):
+def test_a_file_of_answers_in_words(workplace, printed):
     """Breaks when right answers of a PaliGemma do not score 100, or a file is scored in another
     wording than it was asked in."""
     texts = "A cat|A dog|no, 1|10|left|upper left|man|woman|A|B|yes|no|Dog|A dog".split("|")
@@ -155,7 +155,7 @@ def test_a_file_of_answers_in_words(workplace, capsys):
     said = [{"index": row[0], "prediction": row["ABCD".index(row[7]) + 3]} for row in rows]
     write_json(workplace / "R", said[::-1])
     mmbench.main("--tsv T --results R --wording paligemma --json".split())
-    found = json.loads(capsys.readouterr().out)["R"]["summary"]["overall"]
+    found = json.loads(printed())["R"]["summary"]["overall"]
     assert found == {"CircularEval": 100, "undecided": 0}
     said[1]["question"] = "answer en  what, 1? choose from: A dog \t A cat"
     write_json(workplace / "R", said)

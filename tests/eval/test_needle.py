@@ -76,8 +76,11 @@ def test_the_embedded_accuracy_of_a_training_run(model, processor):
     assert len(rows) == 4
     assert not any("-1" in row.answer["response"] for row in rows)
     right = [s.suffix for n in range(20) for s in haystacks.haystack("n2o1", "test", n).samples]
+    other = {"top": "bottom", "bottom": "top", "left": "right", "right": "left"}
     for wrong_every, accuracy in ((10**6, 95.0), (2, 0.0), (4, 50.0)):
-        said = ["neither" if at % wrong_every == 0 else suffix for at, suffix in enumerate(right)]
+        said = [
+            other[suffix] if at % wrong_every == 0 else suffix for at, suffix in enumerate(right)
+        ]
         ask_all = Mock(return_value=said)
         assert needle.evaluate_embedded(None, None, "n2o1", 20, ask_all=ask_all) == accuracy
 

@@ -205,7 +205,7 @@ def test_response_records_are_mmneedles_own():
     }
 
 
-def test_a_response_file_is_scored(tmp_path, capsys):
+def test_a_response_file_is_scored(tmp_path, printed):
     """The accuracies, the grid or the JSON-only stdout that other programs read have changed."""
     rows = [
         ("1, 1, 1", "1, 1, 1", 0),
@@ -215,7 +215,7 @@ def test_a_response_file_is_scored(tmp_path, capsys):
     ]
     file = write_json(tmp_path / "F.json", [record(*row) for row in rows])
     needle.main(["--results", str(file), "--json"])
-    (values,) = json.loads(capsys.readouterr().out).values()
+    (values,) = json.loads(printed()).values()
     expected = {"existence": 200 / 3, "index": 200 / 3, "exact": 100 / 3}
     expected["exact, mean over places"] = 50
     assert values["summary"]["F"] == pytest.approx(expected)

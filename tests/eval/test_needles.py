@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def haystacks(folder) -> dict[str, Haystack]:
+def haystacks(folder):
     tokenizer = load_text_tokenizer(folder)
     return {split: Haystack(tokenizer, sentences_of(None), split) for split in FORMS}
 
@@ -37,7 +37,8 @@ def test_a_context_holds_its_facts(haystacks):
     """Breaks when a context has another length, a place is not a fact's, or a question is of
     another fact."""
     for split, haystack in haystacks.items():
-        decode, begin = haystack.tokenizer.decode, haystack.tokenizer.begin
+        decode = haystack.tokenizer.decode
+        begin = haystack.tokenizer.begin
         context = haystack.context(random.Random(3), 700, 6, 4)
         assert len(context.ids) == 700
         assert context.ids[: len(begin)] == begin
@@ -57,7 +58,8 @@ def test_a_context_holds_its_facts(haystacks):
 
 def test_training_and_test_share_nothing(haystacks):
     """Breaks when what is tested was trained on: a city, a form, a value, a sentence."""
-    train, test = FORMS["train"], FORMS["test"]
+    train = FORMS["train"]
+    test = FORMS["test"]
     assert not {*train.cities} & {*test.cities}
     assert not {*train.templates} & {*test.templates}
     values = [{form.value(random.Random(n)) for n in range(99)} for form in (train, test)]
@@ -74,7 +76,7 @@ def test_replies_are_those_of_one_pass(kind, folder, haystacks, seeded):
     if kind:
         graft(model, kind)
         for name, parameter in model.named_parameters():
-            if any(part in name for part in ("q2", "k2", "lambda", ".mu")):
+            if any(part in name for part in "q2 k2 lambda .mu".split()):
                 parameter += 0.3 * torch.randn_like(parameter)
     context = haystacks["test"].context(random.Random(1), 500, 3, 3)
     replies = ask(model, context, "it")
@@ -113,11 +115,11 @@ def test_replies_are_those_of_one_pass(kind, folder, haystacks, seeded):
 
 
 @pytest.mark.long
-def test_the_command(folder, tmp_path, capsys):
+def test_the_command(folder, tmp_path, printed):
     """Breaks when a rung, a measure or a file is missing, or a mistake is no line."""
     flags = f"--model {folder} --contexts 3 --asked 2 --lengths 500 --facts 1 4".split()
     needles.main([*flags, "--out", str(tmp_path)])
-    table = capsys.readouterr().out
+    table = printed()
     assert "| 500, 4 " in table
     rungs = json.loads((tmp_path / "needles.json").read_text())
     assert [len(rung["questions"]) for rung in rungs] == [3, 6]
@@ -133,10 +135,8 @@ def test_the_command(folder, tmp_path, capsys):
 
 def test_the_explorer_shows_a_text(folder, tmp_path):
     """Breaks when the page of a text has a picture's parts, or other words are marked."""
-    prompt, out = (
-        "The number of Oslo is 48213. Wood is cheap. The number of Oslo is",
-        tmp_path / "a.html",
-    )
+    prompt = "The number of Oslo is 48213. Wood is cheap. The number of Oslo is"
+    out = tmp_path / "a.html"
     flags = ["--model", str(folder), "--max-new-tokens", "2", "--out", str(out)]
     explore([*flags, "--prompt", prompt, "--mark", "Oslo is 48213."])
     (case,) = data_of(out.read_text())["cases"]

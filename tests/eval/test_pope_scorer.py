@@ -57,7 +57,7 @@ ANSWERS = [{"question_id": n, "answer": text} for n, text in SAID.items()]
 
 
 @pytest.fixture
-def score(workplace, capsys):
+def score(workplace, printed):
     """A function that scores a file of answers to QUESTIONS."""
     (workplace / "P").mkdir()
     for number in range(2):
@@ -67,7 +67,7 @@ def score(workplace, capsys):
     def run(answers):
         write_lines(workplace / "A", answers)
         pope.main("--questions Q --results A --json".split())
-        return json.loads(capsys.readouterr().out)["A"]
+        return json.loads(printed())["A"]
 
     return run
 

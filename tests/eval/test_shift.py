@@ -68,14 +68,14 @@ def test_the_shift_is_one_minus_the_correlation_over_layers():
     assert math.isnan(found.each[3])
 
 
-def test_the_command(workplace, capsys):
+def test_the_command(workplace, printed):
     """Breaks when the command does not measure, write or tell what it says, for PaliGemma, WINGS
     and a user's file."""
     for text in ("Where is<image> the dog?", "dog<image>", "locate<image> dog", "a<image> b c"):
         assert put_slot(text) == text
         assert text[0] == "a" or put_slot(text.replace("<image>", "")) == text
     shift.main("--model embedded --limit 3 --out plain".split())
-    assert "attention shift: not defined" in capsys.readouterr().out
+    assert "attention shift: not defined" in printed()
     result = read_json(workplace / "plain/shift.json")
     assert result["attention_shift"] is None
     assert result["slot"] == "first"

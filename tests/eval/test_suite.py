@@ -68,7 +68,7 @@ def root(tmp_path_factory):
 
 
 @pytest.mark.long
-def test_the_rows_of_two_models(root, source, twin, workplace, capsys):
+def test_the_rows_of_two_models(root, source, twin, workplace, printed):
     """Breaks when a benchmark is not asked, or its figure is another's."""
     flags = [
         "--root",
@@ -78,7 +78,7 @@ def test_the_rows_of_two_models(root, source, twin, workplace, capsys):
         *"--max-new-tokens 2 --limit 2 --adapter none".split(),
     ]
     suite.main([*flags, "--json"])
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(printed())
     folder = workplace / "runs/eval/suite"
     assert [*found["random"]] == TABLE
     assert None not in found["random"].values()
@@ -86,14 +86,14 @@ def test_the_rows_of_two_models(root, source, twin, workplace, capsys):
     rows = read_json(folder / "gqa/results.json")
     assert [set(row) for row in rows] == 2 * [{"questionId", "prediction"}]
     suite.main([*flags, "--adapter", twin, *"--tasks gqa,pope --blind --out two".split()])
-    lines = capsys.readouterr().out
+    lines = printed()
     assert all(
         part in lines for part in ("| random, blind |", "| random ", "| twin", "pope:\n2 questions")
     )
     assert (workplace / "two/pope/twin/results.json").is_file()
 
 
-def test_prompts_of_the_families_and_what_is_missing(root, source, capsys, monkeypatch, workplace):
+def test_prompts_of_the_families_and_what_is_missing(root, source, printed, monkeypatch, workplace):
     """Breaks when a model is asked in another's words, a plan opens one, or missing files show
     after an hour."""
     monkeypatch.setattr("eval.open.load_model", None)
@@ -117,7 +117,7 @@ def test_prompts_of_the_families_and_what_is_missing(root, source, capsys, monke
     models = (source, paligemma), (f"{source} --wording llava", llava), ("wings", llava)
     for model, prompts in (*models, (f"{source} --prompt Now:{{question}}", given)):
         suite.main(f"--root {root} --tasks gqa,vizwiz,pope,mmbench --plan --model {model}".split())
-        rows = capsys.readouterr().out.splitlines()[2:]
+        rows = printed().splitlines()[2:]
         assert all(repr(prompt)[1:-1] in row for row, prompt in zip(rows, prompts, strict=True)), (
             rows
         )

@@ -123,7 +123,7 @@ def test_what_cannot_be_asked_is_refused(both):
     refused(lambda: TextTokenizer(small, tokenizer), "another model")
 
 
-def test_a_language_model_is_asked_without_a_picture(folder, capsys):
+def test_a_language_model_is_asked_without_a_picture(folder, printed):
     """Breaks when a prompt is not continued as the model does it, or --chat asks without the
     turns."""
     model = load_text(folder)
@@ -131,7 +131,7 @@ def test_a_language_model_is_asked_without_a_picture(folder, capsys):
     answers = {}
     for flag in ("--json", "--json --chat"):
         main(f"--model {folder} --prompt dog? a --max-new-tokens 6 {flag}".split())
-        answers[flag] = json.loads(capsys.readouterr().out)
+        answers[flag] = json.loads(printed())
         said = ask_text(model, tokenizer, ["dog?", "a"], 6, "chat" in flag)
         assert answers[flag] == [
             {"prompt": "dog?", "answer": said[0]},

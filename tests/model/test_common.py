@@ -209,7 +209,7 @@ def test_a_small_model_takes_few_threads(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("load", "given", "spins"),
+    "load, given, spins",
     [
         ("lambda: (os.cpu_count() - 1, 0, 0)", {}, "1000"),  # one busy program
         ("lambda: (os.cpu_count() - 1.8, 9, 9)", {}, "None"),

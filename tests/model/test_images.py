@@ -156,7 +156,7 @@ def test_arrays_and_functions():
     )
 
 
-@pytest.mark.parametrize("ending", ["gif", "webp", "png", "tiff"])
+@pytest.mark.parametrize("ending", "gif webp png tiff".split())
 def test_the_first_frame_of_an_animation(tmp_path, ending):
     """Breaks when an animated picture is refused or shows another frame."""
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "lime")]

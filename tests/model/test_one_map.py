@@ -49,5 +49,6 @@ def test_a_fixed_lambda_of_zero_trains_no_second_branch(learned):
         moved.append(any(p.grad.any() for p in second.values()))
         optimizer.step()
         optimizer.zero_grad()
-    assert len(second) == 8 and moved == [False, learned, learned]
+    assert len(second) == 8
+    assert moved == [False, learned, learned]
     assert all(factor.any() == learned for factor in factors)

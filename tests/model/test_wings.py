@@ -210,7 +210,7 @@ def test_what_a_layer_adds_is_the_routed_sum():
     inputs = batch()
     seen = {}
     attention = model.language_model.layers[1].self_attn
-    for name in ("visual", "textual", "router", "o_proj"):
+    for name in "visual textual router o_proj".split():
         attention.get_submodule(name).register_forward_hook(
             lambda m, args, out, name=name: seen.__setitem__(name, out)
         )

@@ -14,14 +14,13 @@ from safetensors.torch import load_file
 
 from eval.data.records import Record, Refusal
 from tests.files import draw, write_lines
-from tests.runs import WORLD, assert_same_tensors, metrics, refused, words
+from tests.runs import WORLD, assert_same_tensors, metrics, refused, settings_of, words
 from train import align as alignment
 from train import finetune
 from train import model as systems
 from train.checkpoint import Progress
 from train.data.batches import collate
 from train.model import open_model
-from train.settings import parse
 from weights.load import load_model
 
 
@@ -44,7 +43,7 @@ def test_the_tower_alone_learns_the_answers(monkeypatch, tmp_path):
     read, shows all in one order, or does not move them."""
     shifted = Mock(side_effect=lambda pictures: pictures)
     monkeypatch.setattr(alignment, "shifted", shifted)
-    settings = parse(["--recipe", "own", "--align", "16"])[0]
+    settings = settings_of("--recipe own --align 16")
     model = load_model("tiny")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     losses = alignment.align(model, records(70), settings, WORLD, tmp_path, Progress())
@@ -96,7 +95,8 @@ def test_a_new_tower_sees_edges_as_clearly_as_brightness():
         channels = embedding(pictures).movedim(1, 0).flatten(1)[:192]
         assert channels.mean(1).abs().max() < 1e-3
         loudest = channels.var(1).sort().values[-5:]
-        assert loudest[0] > 0.5 and loudest[-1] < 1.1
+        assert loudest[0] > 0.5
+        assert loudest[-1] < 1.1
         correlation = torch.corrcoef(channels)[-5:, -5:] - torch.eye(5)
         assert correlation.abs().max() < 0.01
         assert channels.var(1)[:-11].lt(0.01).all()  # 8 columns, 3 colors
@@ -117,7 +117,7 @@ def test_pictures_are_moved_and_boxes_are_not(processor, monkeypatch, tmp_path):
     many = alignment.shifted(pictures[:1].expand(400, -1, -1, -1))
     assert len(many.flatten(1).unique(dim=0)) == 25
     seen = []
-    settings = parse(["--recipe", "own"])[0]
+    settings = settings_of("--recipe own")
     monkeypatch.setattr(systems, "fit", lambda model, optimizer, order, loss, *_, **__: loss)
     monkeypatch.setattr(
         systems, "supervised_loss", lambda model, micro: seen.append(micro.batch.pixel_values)
@@ -136,7 +136,7 @@ def test_own_pictures_on_the_embedded_base_take_their_recipe():
     overruled."""
     own = "--data jsonl:a.jsonl --data csv:b"
     for flags in (own, f"{own} --epochs 3 --seed 1", f"{own} --base embedded"):
-        settings = parse(flags.split())[0]
+        settings = settings_of(flags)
         assert (settings.recipe, settings.full, settings.new_tower) == ("own", True, True)
     for flags, patience in {
         "": 5,
@@ -144,19 +144,17 @@ def test_own_pictures_on_the_embedded_base_take_their_recipe():
         "--eval-every 0": 0,
         "--patience 2": 2,
     }.items():
-        assert parse(f"{own} {flags}".split())[0].patience == patience
+        assert settings_of(f"{own} {flags}").patience == patience
     others = "coco:a.json, jsonl:a --recipe lora, jsonl:a --attention twin, jsonl:a --base tiny, jsonl:a --r 4"
-    assert not parse([])[0].new_tower
+    assert not settings_of().new_tower
     for data in others.split(", "):
-        assert not parse(f"--data {data}".split())[0].new_tower, data
+        assert not settings_of(f"--data {data}").new_tower, data
 
 
 def test_what_the_tower_has_learned_is_kept():
     """Breaks when the training after it moves the tower as fast as the decoder, or a checkpoint
     leaves it out."""
-    model, optimizer = open_model(
-        parse(["--base", "tiny", "--recipe", "own"])[0], torch.device("cpu")
-    )
+    model, optimizer = open_model(settings_of("--base tiny --recipe own"), torch.device("cpu"))
     rates = {name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]}
     assert rates.keys() == dict(model.named_parameters()).keys()
     expected = {(True, True): 1e-3, (True, False): 1e-4, (False, True): 1e-2, (False, False): 1e-3}
@@ -193,7 +191,7 @@ def test_a_loss_that_is_not_finite_is_refused(tmp_path):
     """Breaks when the stage goes on with a tower that is lost."""
     model = load_model("tiny")
     model.vision_tower.post_layernorm.weight.data.fill_(float("nan"))
-    given = model, records(4), parse(["--recipe", "own"])[0], WORLD, tmp_path, Progress()
+    given = model, records(4), settings_of("--recipe own"), WORLD, tmp_path, Progress()
     refused(lambda: alignment.align(*given), "alignment, step 0")
 
 

@@ -36,12 +36,12 @@ FLAGS = "--seeds 2 --samples 32 --batch-size 16 --limit 8 --rates 1e-2 --no-posi
 
 
 @pytest.mark.long
-def test_the_command_from_end_to_end(tmp_path, monkeypatch, capsys):
+def test_the_command_from_end_to_end(tmp_path, monkeypatch, printed):
     """Breaks when a table, a control, a seed or an interval is missing, or a finished cell is
     trained again."""
     command = ["--rows", "fine-tuned", "dex", "--device", "cpu", *FLAGS, "--out", str(tmp_path)]
     compare.main(command)
-    text = capsys.readouterr().out
+    text = printed()
     assert "## Minus the mean of all plain rows" in text
     assert "LoRA r18" in text
     assert "## Range" in text
@@ -58,7 +58,7 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch, capsys):
     assert [gap["measure"] for gap in table] == measures
     monkeypatch.setattr(training, "train_on", None)
     compare.main(command)
-    assert capsys.readouterr().out == text
+    assert printed() == text
 
 
 @pytest.mark.long
@@ -278,9 +278,9 @@ def test_noise_is_of_its_strength_and_the_same_for_all():
     address."""
     clean = scene_needles("n4o1", 16)[3]
     noisy, again = (with_noise([clean], 8)[0] for _ in range(2))
-    assert (
-        noisy.places == clean.places and repr(noisy) == repr(again) and " at 0x" not in repr(noisy)
-    )
+    assert noisy.places == clean.places
+    assert repr(noisy) == repr(again)
+    assert " at 0x" not in repr(noisy)
     before, after, same = (np.array(test.pictures[0](), float) for test in (clean, noisy, again))
     assert np.array_equal(after, same)
     inner = (before > 40) & (before < 215)  # where nothing is cut off

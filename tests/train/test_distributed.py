@@ -197,7 +197,7 @@ def test_two_processes_answer_as_one(tmp_path):
 def test_a_broken_environment_is_one_line(given, monkeypatch):
     """Breaks when what is left of another job's variables ends in a traceback, or in a run of which
     no process writes."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+    for name in "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR".split():
         monkeypatch.delenv(name, raising=False)
     variables = dict(variable.split("=") for variable in given.split())
     for name, value in variables.items():

@@ -113,7 +113,7 @@ def test_full_fine_tuning_writes_a_model(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_vqav2_is_trained_on_and_evaluated(tmp_path, capsys):
+def test_vqav2_is_trained_on_and_evaluated(tmp_path, printed):
     """Breaks when the official files cannot be fine-tuned on, or held-out pictures are trained
     on."""
     write_vqav2(tmp_path / "vqav2")
@@ -125,24 +125,25 @@ def test_vqav2_is_trained_on_and_evaluated(tmp_path, capsys):
     assert summary["before"]["needle"] is None
     assert summary["held_out"]["after"]["vqa_accuracy"] == summary["after"]["vqa"] is not None
     assert read_json(tmp_path / "run/adapter_config.json")["prompt"] == "answer {question}"
-    assert "--prompt 'answer Where is the dog?'" in capsys.readouterr().out
+    assert "--prompt 'answer Where is the dog?'" in printed()
 
 
 @pytest.mark.long
 def test_recipes_are_table_1():
     """Breaks when a row of the paper's Table 1 is run with other settings than it states."""
-    names = "attention feed_forward lr r alpha weight_decay".split()
-    table = {
-        "paper-1": ["softmax", "mlp", 4e-4, 32, 64, 1e-9],
-        "paper-2": ["shared", "swiglu-new", 4e-4, 32, 64, 1e-9],
-        "paper-3": ["softmax", "mlp", 2e-5, 16, 32, 1e-8],
-        "paper-4": ["shared", "mlp", 2e-5, 32, 64, 1e-8],
-        "paper-5": ["split", "swiglu-new", 2e-5, 32, 64, 1e-8],
-    }
-    assert [name for name in RECIPES if name.startswith("paper")] == [*table]
-    for recipe, row in table.items():
-        s = parse(["--recipe", recipe])[0]
-        assert [getattr(s, name) for name in names] == row
+    table = """softmax mlp 4e-4 32 64 1e-9
+        shared swiglu-new 4e-4 32 64 1e-9
+        softmax mlp 2e-5 16 32 1e-8
+        shared mlp 2e-5 32 64 1e-8
+        split swiglu-new 2e-5 32 64 1e-8"""
+    assert [name for name in RECIPES if name.startswith("paper")] == [
+        f"paper-{n}" for n in range(1, 6)
+    ]
+    for number, row in enumerate(table.splitlines(), start=1):
+        s = parse(["--recipe", f"paper-{number}"])[0]
+        attention, feed_forward, *numbers = row.split()
+        assert (s.attention, s.feed_forward) == (attention, feed_forward)
+        assert [s.lr, s.r, s.alpha, s.weight_decay] == [*map(float, numbers)]
         assert (s.step_batch, s.warmup, s.schedule) == (4, 50, "linear")
         assert (s.beta2, s.dropout) == (0.98, 0.1)
     assert parse(words("--recipe paper-1 --lr 1"))[0].lr == 1
@@ -334,7 +335,7 @@ def write_own(folder, count, broken):
 
 
 @pytest.mark.parametrize("flags", ["--recipe lora", "--full --attention softmax --optimizer muon"])
-def test_a_step_without_a_usable_record_changes_nothing(flags, tmp_path, capsys):
+def test_a_step_without_a_usable_record_changes_nothing(flags, tmp_path, printed):
     """Breaks when momentum or decay moves the weights in a step that learns nothing, or its loss is
     logged as 0."""
     saved = "--epochs 1 --checkpoint-every 1 --keep 9 --batch-size 1 --weight-decay 0.1 --seed 1"
@@ -345,7 +346,7 @@ def test_a_step_without_a_usable_record_changes_nothing(flags, tmp_path, capsys)
     assert logged[empty]["lr"] > 0
     summary = read_json(tmp_path / "run/summary.json")
     assert summary["empty_steps"] == 1
-    assert "1 step had no usable record" in capsys.readouterr().out
+    assert "1 step had no usable record" in printed()
     for file in ("trainable.safetensors", "optimizer.safetensors"):
         before, after = (
             load_file(tmp_path / f"run/checkpoints/step-{n}" / file) for n in (empty, empty + 1)

@@ -49,7 +49,7 @@ def test_a_run_s_config_is_checked_field_by_field(change, named, tmp_path):
     refused(lambda: finetune.main(["--resume", str(tmp_path)]), str(tmp_path))
 
 
-def test_a_base_of_published_size_has_defaults_of_its_own(tmp_path, capsys):
+def test_a_base_of_published_size_has_defaults_of_its_own(tmp_path, printed):
     """Breaks when 3B is trained at the toy's rate, a flag or a recipe is overruled, or the recipe
     is not named."""
 
@@ -79,7 +79,7 @@ def test_a_base_of_published_size_has_defaults_of_its_own(tmp_path, capsys):
         write_json(tmp_path / "config.json", PRESETS[name].to_dict())
         assert chosen(f"--base {tmp_path}")[0] == recipe
     finetune.print_recipe(parse(words("--base paligemma-3b-224 --lr 0.5"))[0])
-    assert capsys.readouterr().out.count("0.5") == 1
+    assert printed().count("0.5") == 1
 
 
 @pytest.mark.parametrize(
@@ -120,12 +120,12 @@ def test_a_typo_does_not_wait_for_several_gpus():
     assert not slow & {*done.stdout.split()}
 
 
-def test_help_shows_what_own_pictures_take(capsys):
+def test_help_shows_what_own_pictures_take(printed):
     """Breaks when --help shows a rate, a variant or a beta2 that the recipe for own pictures or for
     a large base does not use, an empty choice, or None for what is chosen elsewhere."""
     with pytest.raises(SystemExit):
         finetune.main(["--help"])
-    text = capsys.readouterr().out
+    text = printed()
     entries = re.split(r"\n  (?=--)", text)
     helps = {re.match(r"[\w-]*", entry)[0]: "".join(entry.split()) for entry in entries}
     for name in ("own", "one-gpu"):

@@ -18,7 +18,7 @@ from model.config import PRESETS
 from model.systems import mamba, scan
 from model.systems.configs import QMAMBA_PRESETS, MambaConfig, QMambaConfig
 from tests.files import write_vqav2
-from tests.runs import refused, stage_settings
+from tests.runs import refused, settings_of, stage_settings
 from train import finetune
 from train.data.batches import Order
 from train.data.sources import read_records
@@ -36,7 +36,7 @@ from train.plan import (
     spread_cost,
     step_costs,
 )
-from train.settings import parse, step_layout
+from train.settings import step_layout
 from train.systems.qmamba import TINY
 
 CPU = torch.device("cpu")
@@ -124,7 +124,7 @@ def test_memory_is_what_steps_allocate(sizes, flags, monkeypatch):
     if flags.startswith("qmamba"):
         settings = stage_settings("qmamba", QUICK + flags.removeprefix("qmamba"))
     else:
-        settings = parse((QUICK + flags).split())[0]
+        settings = settings_of(QUICK + flags)
     row = plan(settings)
     cost = row.checkpointed if settings.checkpointing else row.plain
     monkeypatch.setattr(mamba, "selective_scan", partial(scan.selective_scan, chunk=scan.GPU_SIZE))
@@ -141,7 +141,7 @@ def test_operations_are_those_that_pytorch_counts(monkeypatch):
     counted double."""
     monkeypatch.setitem(PRESETS, "tiny", SMALL)
     monkeypatch.setattr(cpu, "MIN_OPERATIONS", 1 << 60)  # the counter knows PyTorch's own products
-    settings = parse(f"{QUICK} --attention softmax --autocast bf16".split())[0]
+    settings = settings_of(f"{QUICK} --attention softmax --autocast bf16")
     model = open_model(settings, META)[0]
     micro = first_batch(settings, model)
     flops = step_costs(model, micro, torch.bfloat16, False, "adamw")[0].flops
@@ -177,10 +177,10 @@ def test_a_plan_opens_headers_and_a_sample_and_trains_nothing(tmp_path, monkeypa
     assert "|embedded-softmax|344,064|4|60|15|" in printed
     assert "1×A100" in printed
     assert {path.name for path in Path().iterdir()} == {"vqav2"}
-    refused(lambda: plan(parse(f"{flags} --max-bad 2".split())[0]), "3 of the first")
+    refused(lambda: plan(settings_of(f"{flags} --max-bad 2")), "3 of the first")
 
 
-def test_where_a_run_fits(monkeypatch, capsys):
+def test_where_a_run_fits(monkeypatch, printed):
     """Breaks when a plan recommends what does not fit or changes the steps, or says nothing of what
     does not fit."""
     sizes = {
@@ -202,7 +202,7 @@ def test_where_a_run_fits(monkeypatch, capsys):
 
     def verdict(flags):
         finetune.main(f"--base mini --batch-size 16 --plan {flags}".split())
-        return capsys.readouterr().out.splitlines()[-1]
+        return printed().splitlines()[-1]
 
     assert verdict("") == "fits on 16 GB with --batch-size 4 --step-batch 16 (14.0 GB of 16)"
     assert verdict("--gpu RTX4090 --checkpointing") == "fits on 24 GB as it is (15.5 GB of 24)"
@@ -219,8 +219,7 @@ def test_where_a_run_fits(monkeypatch, capsys):
 def test_the_toy_s_seconds_grow_with_its_steps():
     """Breaks when a laptop's plan counts the steps that it measures instead of those of the run."""
     short, long = (
-        cpu_seconds(parse(f"--batch-size 2 --samples {samples}".split())[0])
-        for samples in (20, 2000)
+        cpu_seconds(settings_of(f"--batch-size 2 --samples {samples}")) for samples in (20, 2000)
     )
     assert 20 * short < long
 
@@ -233,7 +232,7 @@ def test_the_plan_of_own_pictures_counts_both_stages(tmp_path, monkeypatch):
     line = '{"image": "red.png", "prefix": "a", "suffix": "b"}\n'
     Path("data.jsonl").write_text(line * 40)
     flags = "--data jsonl:data.jsonl --recipe own --steps 1 --checkpoint-every 1 --align"
-    short, long = (cpu_seconds(parse([*flags.split(), steps])[0]) for steps in ("4", "4000"))
+    short, long = (cpu_seconds(settings_of(flags, steps)) for steps in ("4", "4000"))
     assert 20 * short < long
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "red.png"]
 
@@ -242,7 +241,7 @@ def test_the_paper_s_model_has_611_million_parameters_to_train():
     """Breaks when a published geometry is counted otherwise than it is trained, or what GPUs share
     is not divided,
     or a GPU's copy of the gradients, which DDP exchanges, is left out."""
-    settings = parse("--base paligemma-3b-224 --recipe paper-2 --dtype bf16".split())[0]
+    settings = settings_of("--base paligemma-3b-224 --recipe paper-2 --dtype bf16")
     model = open_model(settings, META)[0]
     assert count(trainable(model).values()) == 611_348_472
     layer = sum(p.nbytes for p in model.language_model.layers[0].parameters())

@@ -64,7 +64,7 @@ def test_the_plan_in_miniature(tmp_path):
 
 
 @pytest.mark.long
-def test_official_files_and_finished_runs(tmp_path, capsys, monkeypatch):
+def test_official_files_and_finished_runs(tmp_path, printed, monkeypatch):
     """Breaks when the official layouts are read otherwise than by the commands, or a finished run
     is trained again."""
     write_vqav2(tmp_path / "vqa", images=6)
@@ -78,7 +78,7 @@ def test_official_files_and_finished_runs(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("train.plan.step_costs", lambda *_: costs)
     main([*flags, "--plan", "--gpu", "L4"])
     planned = {}
-    for line in capsys.readouterr().out.splitlines():
+    for line in printed().splitlines():
         if line.startswith("| paper"):
             _, name, _, *numbers = line.split("|")
             planned[name.strip()] = [int(text) for text in numbers[:3]]

@@ -64,7 +64,7 @@ def test_a_longer_run_takes_more_steps():
 
 
 @pytest.mark.long
-def test_both_tasks_from_end_to_end(tmp_path, monkeypatch, capsys):
+def test_both_tasks_from_end_to_end(tmp_path, monkeypatch, printed):
     """Breaks when a dose is not that of its cell, or rates come from runs that are tested."""
     for name, value in {
         "FALLING": (None, 0.5),
@@ -83,7 +83,7 @@ def test_both_tasks_from_end_to_end(tmp_path, monkeypatch, capsys):
     command = f"--caps 0.5 --longer built --seeds 2 --jobs 1 --out {tmp_path} --rows".split()
     compare.run_study("dose", [*command, *dose.PLAIN, "plain + head norm", "v2"])
     lines = read_cells(tmp_path / "comparison.csv")
-    assert "## needle, 1 × steps" in capsys.readouterr().out
+    assert "## needle, 1 × steps" in printed()
     assert len(list(tmp_path.glob("*.png"))) == 4
     asked = [call.args[1] for call in found.call_args_list]
     assert asked.count("test") == asked.count("validation") - 2  # the base, under two caps

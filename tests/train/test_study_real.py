@@ -43,11 +43,11 @@ def test_rows_to_learn_from(folder, short):
 
 
 @pytest.mark.long
-def test_the_study(folder, short, tmp_path, capsys):
+def test_the_study(folder, short, tmp_path, printed):
     """Breaks when a row cannot be trained, a measure is missing, or equal rows are not equal."""
     flags = f"--base {folder} --quick --steps 1 --contexts 2 --jobs 1 --out {tmp_path}".split()
     real.main(flags)
-    report = capsys.readouterr().out
+    report = printed()
     assert "twin-small, few" in report
     cells = {}
     for file in (tmp_path / "cells").rglob("cell.json"):
@@ -55,7 +55,7 @@ def test_the_study(folder, short, tmp_path, capsys):
         cells[cell["row"]] = cell["scores"]["test"]
     assert len(cells) == 2 * len(real.ROWS) + 1  # a control that trains longer
     scores = cells["plain, few"]
-    assert [len(scores[name]) for name in ("exact", "quiet", "fall", "loss")] == [4, 2, 2, 2]
+    assert [len(scores[name]) for name in "exact quiet fall loss".split()] == [4, 2, 2, 2]
     assert scores["loss"] != cells["plain again, few"]["loss"]
     assert scores["loss"] != cells["plain, prose"]["loss"]
     assert torch.tensor(cells["dex, few"]["signal"]).isfinite().all()

@@ -21,7 +21,7 @@ def run(text_folder, out, *more):
 
 
 @pytest.mark.long
-def test_the_study_runs_end_to_end_and_each_cell_once(text_folder, tmp_path, capsys):
+def test_the_study_runs_end_to_end_and_each_cell_once(text_folder, tmp_path, printed):
     """Breaks when a cell is scored on another model, split or difficulty than its row says, or is
     trained twice."""
     summary = run(text_folder, tmp_path)
@@ -69,7 +69,7 @@ def test_the_study_runs_end_to_end_and_each_cell_once(text_folder, tmp_path, cap
 
     report = (tmp_path / "comparison.md").read_text()
     times = {f: f.stat().st_mtime for f in tmp_path.rglob("*.json")}
-    assert report in capsys.readouterr().out
+    assert report in printed()
     assert "| attention on the answer |  0.05 |         0.32 |" in report
     assert str(folder) in report
     assert not list(tmp_path.rglob("checkpoints"))

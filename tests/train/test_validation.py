@@ -225,7 +225,7 @@ def test_a_picture_whose_use_is_not_shown_is_reported(trained, blind, line, tmp_
         ([2, 1], False),
     ],
 )
-def test_a_run_that_still_learns_says_what_to_try(losses, is_rising, tmp_path, capsys):
+def test_a_run_that_still_learns_says_what_to_try(losses, is_rising, tmp_path, printed):
     """Breaks when a run that ends too early looks finished, or a finished one is sent on."""
     lines = [{"step": 0}]
     lines += [{"step": step, "held_out_loss": loss} for step, loss in enumerate(losses, 1)]
@@ -236,7 +236,7 @@ def test_a_run_that_still_learns_says_what_to_try(losses, is_rising, tmp_path, c
     }.items():
         settings = Settings(data=("jsonl:a b.jsonl",), base=base)
         print_summary(SUMMARY, {}, settings, tmp_path)
-        assert (advice in capsys.readouterr().out) is is_rising
+        assert (advice in printed()) is is_rising
 
 
 def test_boxes_are_scored_and_drawn(tmp_path, monkeypatch):

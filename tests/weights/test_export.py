@@ -133,7 +133,7 @@ def test_automatic_classes_answer_as_we_do(case, tmp_path):
     given = {"padding": "longest", "return_tensors": "pt"}
     inputs = prepare(images=pictures, text=marked, **given)
     batch = ours(pictures, PROMPTS)
-    for name in ("pixel_values", "input_ids", "token_type_ids", "attention_mask"):
+    for name in "pixel_values input_ids token_type_ids attention_mask".split():
         assert torch.equal(inputs[name], getattr(batch, name)), name
     assert torch.equal(
         batch.input_ids, Processor.from_source("embedded")(pictures, PROMPTS).input_ids
@@ -177,7 +177,7 @@ def test_the_shipped_tokenizer_has_the_ids_of_sentencepiece():
 def test_the_best_step_of_whole_weights_has_its_run(tmp_path):
     """Breaks when RUN/best of `--full` gets a card without base and scores, or a foreign folder
     those of its parent."""
-    for name in ("run", "run/best", "run/model", "alone/best"):
+    for name in "run run/best run/model alone/best".split():
         (tmp_path / name).mkdir(parents=True, exist_ok=True)
         (tmp_path / name / "config.json").write_text('{"base": "google/x"}')
     run = tmp_path / "run"
