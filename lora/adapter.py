@@ -10,7 +10,7 @@ leave them out, so `peft_type` is another one, which PEFT refuses.
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,13 @@ from model.gemma import Adaptable
 from model.lowrank import LowRank
 from weights.fingerprint import gathered, tensor_fingerprint
 from weights.load import open_tensors, save_tensors
+from weights.mapping import dialect_names
 from weights.quantize import Int8Embedding, QuantizedLinear, pack, replaceable
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
-# PEFT's wrapper, transformers' prefix, and of grafts
-PEFT, HF, GRAFT = "base_model.model.", "model.", "differential."
+# what the names in a file begin with: PEFT's wrapper, and that of grafts
+PEFT, GRAFT = "base_model.model.", "differential."
+OLD = "model."  # before every path of ours, in earlier files of language models
 # The paper's choice: q, k, v, o, gate, up and down of the decoder, and nothing of the vision tower.
 DECODER_TARGETS = r"language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 # Keys of PEFT that are read, or that change nothing of what the saved tensors compute. A value
@@ -106,20 +108,23 @@ class LoRALinear(nn.Module):
             self.original = None
 
 
-def matching(targets: str | list[str], paths: Iterable[str]) -> list[str]:
-    """Those of our `paths` that PEFT's target_modules name, with or without transformers' leading
-    "model.".
+def matching(targets: str | list[str], paths: Mapping[str, str]) -> list[str]:
+    """Those of our paths that PEFT's target_modules name, in our spelling or in transformers'.
 
-    A string is a regular expression for whole paths, a list names their endings, at dots.
+    A string is a regular expression for whole paths, a list names their endings, at dots. paths:
+    {transformers' path: ours}.
     """
-    if isinstance(targets, str):
-        return [
-            path
-            for path in paths
-            if re.fullmatch(targets, path) or re.fullmatch(targets, HF + path)
-        ]
+    found = []
     endings = tuple(f".{ending}" for ending in targets)
-    return [path for path in paths if f".{HF}{path}".endswith(endings)]
+    for theirs, ours in paths.items():
+        spellings = (theirs, ours, OLD + ours)
+        if isinstance(targets, str):
+            is_named = any(re.fullmatch(targets, path) for path in spellings)
+        else:
+            is_named = any(f".{path}".endswith(endings) for path in spellings)
+        if is_named:
+            found.append(ours)
+    return found
 
 
 def free_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -146,12 +151,19 @@ def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
     }
 
 
-def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+def published_layers(model: Adaptable) -> dict[str, LoRALinear]:
+    """Every layer that carries LoRA, by its path in transformers' model."""
+    layers = lora_layers(model)
+    names = dialect_names(layers, model.published)
+    return {theirs: layers[ours] for theirs, ours in names.items()}
+
+
+def adapter_parameters(model: Adaptable) -> dict[str, nn.Parameter]:
     """The parameters of the adapter, LoRA and grafts, by their names in the file."""
     parameters = {}
-    for path, layer in lora_layers(model).items():
+    for path, layer in published_layers(model).items():
         for half in ("lora_A", "lora_B"):
-            parameters[f"{PEFT}{HF}{path}.{half}.weight"] = getattr(layer.lora, half).weight
+            parameters[f"{PEFT}{path}.{half}.weight"] = getattr(layer.lora, half).weight
     return parameters | {
         GRAFT + name: parameter for name, parameter in new_parameters(model).items()
     }
@@ -173,7 +185,7 @@ def inject(
     """
     layers = free_layers(model)
     try:
-        paths = matching(targets, layers)
+        paths = matching(targets, dialect_names(layers, model.published))
     except re.error as error:
         raise UserError(
             f"LoRA targets: {quoted(targets)} is no regular expression ({error}): correct it"
@@ -317,7 +329,7 @@ def save(
     # one entry: the package writes several in random order
     metadata = {"base_fingerprint": fingerprint(model)}
     # an ending would match more layers
-    layers = {HF + path: layer for path, layer in lora_layers(model).items()}
+    layers = published_layers(model)
     sizes = [(layer.lora.r, layer.alpha, layer.lora.dropout) for layer in layers.values()]
     r, alpha, dropout = sizes[0] if sizes else (1, 1, 0.0)
     grafts = [record.arguments() for record in model.grafts]
@@ -426,23 +438,26 @@ def _put_lora(
     tensors: dict[str, Tensor],
 ) -> dict[str, Tensor]:
     """Put LoRA on the layers of an adapter's file; return its tensors under the names of `save`."""
+    layers = free_layers(model)
+    names = dialect_names(layers, model.published)
+    theirs = {ours: path for path, ours in names.items()}
     # spelt: a layer's path in the file, by ours
-    layers, renamed, spelt = free_layers(model), {}, {}
+    renamed, spelt = {}, {}
     for name, tensor in tensors.items():
         if match := re.fullmatch(rf"{re.escape(PEFT)}(.+)\.(lora_[AB])\.weight", name):
+            path = names.get(match[1], match[1].removeprefix(OLD))
             # before transformers 4.52 below the decoder and the tower, not above
-            path = match[1].removeprefix(HF)
             path = re.sub(r"^(language_model)\.model\.", r"\1.", path)
             path = re.sub(r"^(vision_tower)\.vision_model\.", r"\1.", path)
             if path in layers:
-                spelt[path], name = match[1], f"{PEFT}{HF}{path}.{match[2]}.weight"
+                spelt[path], name = match[1], f"{PEFT}{theirs[path]}.{match[2]}.weight"
         if name in renamed:
             raise UserError(f"holds {name} twice, in two spellings")
         renamed[name] = tensor
     named = config.get("target_modules")
     if isinstance(named, list) and not config.keys() & {"exclude_modules", "layers_to_transform"}:
         # what is named and missing in the file, too
-        spelt = {path: HF + path for path in matching(named, layers)} | spelt
+        spelt = {path: theirs[path] for path in matching(named, names)} | spelt
 
     def value(patterns: str, default: str, path: str) -> Any:
         """Of the first pattern that matches an ending of the path at a dot, as in PEFT, or the

@@ -7,6 +7,7 @@ Out: hidden states (B, S, H) after the final norm; `head` computes logits from t
 `model/generate.py` decodes.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -227,6 +228,8 @@ class Adaptable(nn.Module):
 
     config: Any
     language_model: Gemma
+    # {beginning of a module's path: transformers'}, the first that fits
+    published: Mapping[str, str] = {"": "model."}
     grafts: tuple = ()  # of `model.differential.Graft`, in the order of the calls
     # of the frozen weights, before they were quantized; None: not known yet
     base_fingerprint: str | None = None

@@ -71,6 +71,30 @@ def hf_model(
     return model
 
 
+def hf_language(kind: str, **more) -> transformers.PreTrainedModel:
+    """A random language model of transformers in fp32, of a model_type."""
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 3e-6,
+        "max_position_embeddings": 512,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+    }
+    if kind.startswith("gemma"):
+        sizes["head_dim"] = 32
+    config = transformers.AutoConfig.for_model(kind, **(sizes | more))
+    torch.manual_seed(0)
+    hf = transformers.AutoModelForCausalLM.from_config(config).eval()
+    randomize(hf)
+    return hf
+
+
 @torch.no_grad()
 def randomize(model) -> None:
     """Give every parameter a value that matters."""

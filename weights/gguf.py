@@ -26,7 +26,7 @@ from model.registry import system_of
 from model.tokenizer import SPACE, find_tokenizer, load_tokenizer
 from weights.export import export_model
 from weights.load import compare
-from weights.mapping import Entry
+from weights.mapping import Entry, dialect_names
 
 ARCHITECTURES = ("gemma", "gemma2", "llama", "qwen2")
 # config.json's name of a size, and the file's
@@ -46,24 +46,6 @@ SIZES = {
 }
 # control tokens by transformers' names, and the file's; in the order of sentencepiece's fields
 CONTROL = {"unk": "unknown", "bos": "bos", "eos": "eos", "pad": "padding"}
-# the file's name of a tensor, and transformers'
-WHOLE = {"token_embd": "embed_tokens", "output_norm": "norm"}
-IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_norm": "post_attention_layernorm",
-}
-GEMMA2 = {
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
 GEMMA2_27B = 46  # layers; its scale of attention is in no file, llama.cpp knows it by them
 # what Llama 3.1's RoPE is made of, beside its longest factor: the file has the factors alone
 ROPE_FACTORS = "rope_freqs.weight"
@@ -105,8 +87,7 @@ class GgufFile:
             import gguf
         except ImportError:
             raise UserError(f"{path}: is read by a package: pip install gguf") from None
-        self.path = path
-        self.dequantize = gguf.dequantize
+        self.path, self.package = path, gguf
         with file_errors(path), path.open("rb"):
             try:
                 self.reader = gguf.GGUFReader(path)
@@ -173,26 +154,20 @@ class GgufFile:
 
     def names(self) -> dict[str, str]:
         """transformers' name of each tensor. One that has none keeps its own."""
-        parts = IN_LAYER | (GEMMA2 if self.kind == "gemma2" else {})
-        names = {}
-        for name in self.tensors:
-            *place, part, kind = name.split(".")
-            if not place:
-                part = WHOLE.get(part, part)
-                names[name] = "lm_head.weight" if part == "output" else f"model.{part}.{kind}"
-            elif place[0] == "blk" and part in parts:
-                names[name] = f"model.layers.{place[1]}.{parts[part]}.{kind}"
-            else:
-                names[name] = name
-        if ROPE_FACTORS in names:  # of one value each
-            del names[ROPE_FACTORS]
-        return names
+        model = compare(self.path, {}, self.config).model
+        architecture = self.package.MODEL_ARCH[self.kind.upper()]
+        table = self.package.get_tensor_name_map(architecture, self.config.text.num_hidden_layers)
+        known = {}
+        for theirs in dialect_names(model.state_dict(), model.published):
+            known[table.get_name(theirs, (".weight", ".bias"))] = theirs
+        # the factors of RoPE are no parameter
+        return {name: known.get(name, name) for name in self.tensors if name != ROPE_FACTORS}
 
     def value(self, name: str) -> torch.Tensor:
         """A tensor in fp32."""
         stored = self.tensors[name]
         try:
-            return torch.tensor(self.dequantize(stored.data, stored.tensor_type))
+            return torch.tensor(self.package.dequantize(stored.data, stored.tensor_type))
         except NotImplementedError:
             problem = f"{name} is held as {stored.tensor_type.name}, which `gguf` does not read"
             raise UserError(f"{self.path}: {problem}: take a file of another kind") from None

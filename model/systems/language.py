@@ -33,6 +33,7 @@ class LanguageModel(Adaptable):
     """A decoder with its head. `config.text` has its sizes."""
 
     first_position = 0
+    published = {"language_model.lm_head": "lm_head", "language_model": "model"}
 
     def __init__(self, config: Any):
         super().__init__()
@@ -124,7 +125,7 @@ LANGUAGE = System(
     LanguageModel,
     asked_as="text",
     reader=open_reader,
-    prefixes={"language_model.lm_head.": "lm_head.", "language_model.": "model."},
+    prefixes=LanguageModel.published,
     aliases={"lm_head.weight": "language_model.embed_tokens.weight"},
 )
 SYSTEMS = dict.fromkeys([LanguageConfig.kind, *FAMILIES], LANGUAGE) | {

@@ -13,7 +13,7 @@ import transformers
 
 from model.source import BUNDLED_FOLDER
 from model.systems.chat import load_text_tokenizer
-from tests.reference import randomize
+from tests.reference import hf_language
 from tests.runs import refused
 from weights.gguf import main
 from weights.load import load_text
@@ -35,15 +35,6 @@ NAMES = {
     **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
 }
 TEXTS = ["Is there a dog?", "  two  spaces", "naïve 北京 🦒", "a\n\nb\t", "1,234.5 it's", "we'll  "]
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 3e-6,
-    "max_position_embeddings": 512,
-}
 
 
 @pytest.fixture(scope="module")
@@ -65,20 +56,6 @@ def bpe(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
     tokenizer.save(str(path))
     return path
-
-
-def hf_of(kind: str, vocab_size: int, **more):
-    """A random model of transformers; with a head of its own where the family has one."""
-    names = {"gemma": "Gemma", "gemma2": "Gemma2", "llama": "Llama", "qwen2": "Qwen2"}
-    make = getattr(transformers, f"{names[kind]}Config")
-    if kind.startswith("gemma"):
-        more |= {"head_dim": 32}
-    ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
-    config = make(**SIZES, vocab_size=vocab_size, **ids, **more)
-    torch.manual_seed(0)
-    hf = transformers.AutoModelForCausalLM.from_config(config).eval()
-    randomize(hf)
-    return hf
 
 
 def converted(name: str, tensor: torch.Tensor, hf) -> np.ndarray:
@@ -204,7 +181,7 @@ def test_the_weights_are_the_files(kind, packed, bpe, tmp_path):
     more = {} if kind.startswith("gemma") else {"tie_word_embeddings": packed == "Q8_0"}
     if kind == "llama":
         more |= {"attention_bias": packed == "F16", "mlp_bias": packed == "F16"}
-    hf = hf_of(kind, rows_of(kind, bpe), **more)
+    hf = hf_language(kind, vocab_size=rows_of(kind, bpe), **more)
     worth = write_file(tmp_path / "a.gguf", hf, bpe, packed)
     main([str(tmp_path / "a.gguf"), str(tmp_path / "out")])
     state = load_text(tmp_path / "out").state_dict()
@@ -224,7 +201,7 @@ def test_the_weights_are_the_files(kind, packed, bpe, tmp_path):
 @pytest.mark.parametrize("kind", ["gemma2", "llama", "qwen2"])  # those that it opens
 def test_transformers_reads_the_same(kind, packed, bpe, tmp_path):
     """Breaks when the file's weights are others than transformers' own reading of it."""
-    hf = hf_of(kind, rows_of(kind, bpe))
+    hf = hf_language(kind, vocab_size=rows_of(kind, bpe))
     write_file(tmp_path / "a.gguf", hf, bpe, packed)
     main([str(tmp_path / "a.gguf"), str(tmp_path / "out")])
     options = {"gguf_file": "a.gguf", "dtype": torch.float32}
@@ -237,7 +214,7 @@ def test_transformers_reads_the_same(kind, packed, bpe, tmp_path):
 @pytest.mark.parametrize("kind", ["gemma2", "llama", "qwen2"])
 def test_the_tokenizer_is_the_files(kind, bpe, tmp_path):
     """Breaks when a text has other ids than with the tokenizer that the file was made from."""
-    write_file(tmp_path / "a.gguf", hf_of(kind, rows_of(kind, bpe)), bpe)
+    write_file(tmp_path / "a.gguf", hf_language(kind, vocab_size=rows_of(kind, bpe)), bpe)
     main([str(tmp_path / "a.gguf"), str(tmp_path / "out")])
     ours = load_text_tokenizer(tmp_path / "out")
     if kind != "gemma2":  # of a sentencepiece model transformers needs protobuf
@@ -262,7 +239,7 @@ def test_a_llama_3(bpe, tmp_path):
     a text does not begin with bos."""
     rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    hf = hf_of("llama", rows_of("llama", bpe), rope_parameters=rope, head_dim=64)
+    hf = hf_language("llama", vocab_size=rows_of("llama", bpe), rope_parameters=rope, head_dim=64)
     plain = 10000.0 ** -(torch.arange(0, 64, 2) / 64)
     factors = (plain / hf.model.rotary_emb.inv_freq).numpy().round(5)
     assert factors.min() == 1
@@ -281,7 +258,7 @@ def test_a_llama_3(bpe, tmp_path):
 @pytest.mark.long
 def test_damaged_and_foreign_files(bpe, tmp_path):
     """Breaks when a bad file has a traceback, or leaves a folder."""
-    hf = hf_of("qwen2", rows_of("qwen2", bpe))
+    hf = hf_language("qwen2", vocab_size=rows_of("qwen2", bpe))
     file, out = tmp_path / "a.gguf", tmp_path / "out"
 
     def said(*parts: str) -> None:
