@@ -28,18 +28,18 @@ FLOORS = {
     "train.reproduce": 9,
 }
 # tokens, see house.py
-MAX_TOKENS = {"main": 106_000, "aside": 50_500, "tests": 147_500}
-MAX_NODES = {"model": 6.2, "lora": 6.9, "weights": 6.5, "eval": 6.2, "train": 6.0, "tests": 7.1}
+MAX_TOKENS = {"main": 112_300, "aside": 55_200, "tests": 157_300}
+MAX_NODES = {"model": 6.0, "lora": 6.7, "weights": 6.5, "eval": 6.2, "train": 6.0, "tests": 7.1}
 # what is still folded, by room: only ever less
-MAX_FOLDED = {"model": 4, "lora": 0, "weights": 0, "eval": 0, "train": 0, "tests": 45}
+MAX_FOLDED = {"model": 0, "lora": 0, "weights": 0, "eval": 0, "train": 0, "tests": 44}
 MAX_STATEMENTS = 40
 # tokens of a module and of all that it imports, inside functions too
 MAX_CLOSURE = {
-    "model.generate": 16_700,
-    "weights.load": 18_000,
-    "train.finetune": 96_000,
-    "eval.needle": 51_000,
-    "eval.pope": 44_500,
+    "model.generate": 16_800,
+    "weights.load": 18_100,
+    "train.finetune": 96_700,
+    "eval.needle": 51_600,
+    "eval.pope": 45_000,
 }
 
 
