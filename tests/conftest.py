@@ -1,7 +1,11 @@
 """What many tests share. Session fixtures are read-only: a test that changes one makes a copy."""
 
 import gc
+import os
 from pathlib import Path
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # one of a process a core: no further threads
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
