@@ -208,7 +208,7 @@ def test_peak_memory(stored, kinds, tmp_path):
     del model
     for kind in kinds:
         # a busy system may map more of a file than is read: a second copy is there every time
-        attempts = (in_own_process(load_peak, folder, torch.bfloat16, kind) for _ in range(3))
+        attempts = (in_own_process(load_peak, folder, torch.bfloat16, kind) for _ in range(6))
         # a matrix of 8 million values, mapped and in parts, and what the C library keeps of freed
         # parts come on top (40 to 115 MB): little beside the 3B of the published models, less than
         # a second copy of these
