@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import sys
+import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
@@ -29,13 +30,28 @@ MOST_BYTES = 2_000_000_000
 # in what libraries say of it
 NO_MEMORY = "out of memory|can't allocate memory"
 
-with contextlib.suppress(AttributeError, OSError):  # Windows does not tell its load
+
+def busy_cores(seconds: float = 0.05) -> float:
+    """How many cores other programs use, while this one sleeps. Raises OSError where there is no
+    /proc/stat."""
+
+    def ticks() -> int:
+        with open("/proc/stat") as file:
+            user, nice, system = file.readline().split()[1:4]
+        return int(user) + int(nice) + int(system)
+
+    before = ticks()
+    time.sleep(seconds)
+    return (ticks() - before) / os.sysconf("SC_CLK_TCK") / seconds
+
+
+if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     # PyTorch's idle threads wait in a loop, by default so long that beside other work two threads
-    # take ten times the time of one, while on a quiet machine a short wait costs a tenth. Its
+    # take ten times the time of one, while on a quiet machine a short wait costs a fifth. Its
     # library reads this once, as torch is imported
-    is_busy = os.getloadavg()[0] > (os.cpu_count() or 1) - 1.5  # a small model takes two cores
-    if is_busy and "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    with contextlib.suppress(OSError, ValueError):
+        if busy_cores() > (os.cpu_count() or 1) - 1.5:  # a small model takes two cores
+            os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
 class UserError(ValueError):

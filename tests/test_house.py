@@ -35,8 +35,8 @@ MAX_FOLDED = {"model": 0, "lora": 0, "weights": 0, "eval": 0, "train": 0, "tests
 MAX_STATEMENTS = 40
 # tokens of a module and of all that it imports, inside functions too
 MAX_CLOSURE = {
-    "model.generate": 16_800,
-    "weights.load": 18_100,
+    "model.generate": 16_900,
+    "weights.load": 18_200,
     "train.finetune": 96_700,
     "eval.needle": 51_600,
     "eval.pope": 45_000,
