@@ -7,8 +7,9 @@ In: the right answers to each question, and what was said. Out: a score of each,
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 
@@ -21,12 +22,16 @@ WORD = re.compile(r"'s\b|\w+(?:-\w+)*")
 TITLES = {"anls": "ANLS", "relaxed": "relaxed accuracy", "cider": "CIDEr"}
 
 
-def scores_of(name: str, truths: Sequence[Sequence[str]], answers: Sequence[str]) -> list[float]:
-    """The score `name`, one of TITLES, of each answer beside its right ones. Raises UserError."""
+def scores_of(
+    name: str, truths: Mapping[Any, Sequence[str]], answers: Mapping[Any, str]
+) -> dict[Any, float]:
+    """The score `name`, one of TITLES, of each answer to a question with right ones, by the same
+    keys. Raises UserError."""
+    known = {key: texts for key, texts in truths.items() if texts}
     if name == "cider":
-        return cider(truths, answers)
+        return cider(known, answers)
     score = anls if name == "anls" else relaxed
-    return [score(right, said) for right, said in zip(truths, answers, strict=True)]
+    return {key: score(texts, answers[key]) for key, texts in known.items()}
 
 
 def metric(name: str) -> Callable[[list[str], list], float]:
@@ -34,8 +39,8 @@ def metric(name: str) -> Callable[[list[str], list], float]:
 
     def percent(answers: list[str], truths: list) -> float:
         texts = [[truth] if isinstance(truth, str) else truth for truth in truths]
-        scores = scores_of(name, texts, answers)
-        return 100 * sum(scores) / len(scores)
+        scores = scores_of(name, dict(enumerate(texts)), dict(enumerate(answers)))
+        return 100 * sum(scores.values()) / len(scores)
 
     return percent
 
@@ -112,9 +117,8 @@ def number_in(text: str) -> float | None:
     """The finite number that a text is, a percentage as its share of 1; else None."""
     with suppress(ValueError):
         value = float(text.rstrip("%"))
-        if text.endswith("%"):
-            value /= 100
-        return value if math.isfinite(value) else None
+        if math.isfinite(value):
+            return value / 100 if text.endswith("%") else value
     return None
 
 
@@ -130,19 +134,19 @@ def cider_scorer() -> type:
     return Cider
 
 
-def cider(truths: Sequence[Sequence[str]], answers: Sequence[str]) -> list[float]:
+def cider(truths: Mapping[Any, Sequence[str]], answers: Mapping[Any, str]) -> dict[Any, float]:
     """CIDEr-D (Vedantam et al., CVPR 2015) of captions by COCO's code, 0 to 10; how rare words are
     is counted in the right captions of all questions, so of one question alone it is 0.
 
     Words are found here by `WORD`, in lower case. Published numbers have the Penn Treebank's words,
     which need Java; these differ in contractions (do n't) and in numbers with marks (3.5).
     """
-    right, said = {}, {}
-    for number, (captions, caption) in enumerate(zip(truths, answers, strict=True)):
-        right[number] = [words_of(text) for text in captions]
-        said[number] = [words_of(caption)]
+    if not truths:
+        return {}
+    right = {key: list(map(words_of, texts)) for key, texts in truths.items()}
+    said = {key: [words_of(answers[key])] for key in truths}
     _, scores = cider_scorer()().compute_score(right, said)
-    return [float(score) for score in scores]
+    return dict(zip(truths, map(float, scores), strict=True))
 
 
 def words_of(text: str) -> str:

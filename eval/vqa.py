@@ -148,18 +148,16 @@ class Vqa(Benchmark):
     def rows(self, questions, answers):
         """With scores of TITLES, which see all answers at once."""
         rows = super().rows(questions, answers)
-        known = [row for row in rows if self.scoring in TITLES and right_answers(row.question)]
-        if not known:
+        if self.scoring not in TITLES:
             return rows
-        truths = [right_answers(row.question) for row in known]
-        scores = scores_of(self.scoring, truths, [row.answer for row in known])
-        by_id = {row.question.id: score for row, score in zip(known, scores, strict=True)}
-        scored = []
-        for row in rows:
-            if row.question.id in by_id:
-                row = row._replace(scores={TITLES[self.scoring]: by_id[row.question.id]})
-            scored.append(row)
-        return scored
+        truths = {row.question.id: right_answers(row.question) for row in rows}
+        said = {row.question.id: row.answer for row in rows}
+        scores = scores_of(self.scoring, truths, said)
+        for place, row in enumerate(rows):
+            if row.question.id in scores:
+                of_row = {TITLES[self.scoring]: scores[row.question.id]}
+                rows[place] = row._replace(scores=of_row)
+        return rows
 
     def score(self, question, answer):
         truth = question.truth

@@ -9,18 +9,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from eval.data.files import Places, check, check_unique, id_of, placed, problems_at, read, text_at
 from model.common import quoted, read_json, shown
 
-# what DocVQA, InfographicVQA and ChartQA call the same
-NAMES = {
-    "questionId": "question_id",
-    "image_local_name": "image",
-    "imgname": "image",
-    "query": "question",
-}
+# what DocVQA and InfographicVQA call the same
+NAMES = {"questionId": "question_id", "image_local_name": "image"}
 
 
 @dataclass(frozen=True)
@@ -80,7 +74,9 @@ def records_of(path: str | Path, key: str) -> tuple[str, str, Places]:
         if is_list and any("imgname" in record for record in value):
             charts = []
             for number, record in enumerate(value):
-                charts.append(renamed(record, question_id=number, answers=[record["label"]]))
+                asked = {"question": record["query"], "image": record["imgname"]}
+                answers = [text_at(record, "label")]
+                charts.append({"question_id": number, "answers": answers, **asked})
             return "relaxed", "", placed(charts)
         if is_list:
             return "vizwiz", "", placed(value)
@@ -96,9 +92,9 @@ def records_of(path: str | Path, key: str) -> tuple[str, str, Places]:
         return "gqa", "", known
 
 
-def renamed(record: Mapping, **more: Any) -> dict:
-    """The record with VQAv2's names, and `more`."""
-    return {NAMES.get(name, name): value for name, value in record.items()} | more
+def renamed(record: Mapping) -> dict:
+    """The record with VQAv2's names."""
+    return {NAMES.get(name, name): value for name, value in record.items()}
 
 
 def image_of(record: Mapping, subset: str) -> str:

@@ -85,7 +85,7 @@ def read_data(
     if kind == "vqav2":
         return vqav2_records(path, images, prompt)
     if kind == "vqa":
-        return asked_records(path, path, images or path.parent, prompt)
+        return vqav2_records(path.parent, images, prompt, (path.name, path.name))
     return read_coco(path, images) if kind == "coco" else read_examples(path, images, kind)
 
 
@@ -182,23 +182,18 @@ def one_picture_records(
 
 
 def vqav2_records(
-    folder: Path, images: str | Path | None = None, prompt: str = PROMPT
+    folder: Path,
+    images: str | Path | None = None,
+    prompt: str = PROMPT,
+    names: tuple[str, str] = (QUESTIONS_FILE, ANNOTATIONS_FILE),
 ) -> list[Record]:
-    """Questions of VQAv2's train2014, in their official layout under `folder`; pictures there or
-    under `images`. prompt: a template with {question}. Raises UserError."""
-    questions, annotations = folder / QUESTIONS_FILE, folder / ANNOTATIONS_FILE
-    return asked_records(questions, annotations, images or folder, prompt)
-
-
-def asked_records(
-    questions: Path, annotations: Path, images: str | Path, prompt: str
-) -> list[Record]:
-    """Questions of published files with their answers, see `read_vqa`. The suffix is
-    multiple_choice_answer, or the most frequent answer. Raises UserError, also for a question
-    without an answer."""
+    """Questions of VQAv2's train2014, or of a relative, in their official layout under `folder`;
+    pictures there or under `images`. prompt: a template with {question}. names: of the questions'
+    and the answers' file. The suffix is multiple_choice_answer, or the most frequent answer. Raises
+    UserError, also for a question without an answer."""
     check_prompt(prompt)
-    find = cache(partial(files.find_image, images))
-    _, asked = read_vqa(questions, annotations)
+    find = cache(partial(files.find_image, images or folder))
+    _, asked = read_vqa(*(folder / name for name in names))
     records = []
     for q in asked:
         turn = fill_prompt(prompt, q.question), q.answer
