@@ -82,7 +82,8 @@ def edit_distance(a: str, b: str) -> int:
     row = places
     for number, letter in enumerate(a, 1):
         # replaced or kept, or left out
-        best = np.minimum(row[:-1] + (letters != ord(letter)), row[1:] + 1)
+        cost = np.where(letters == ord(letter), 0, 1)
+        best = np.minimum(row[:-1] + cost, row[1:] + 1)
         # then inserted: row[j] is the least of best[i] + j - i
         best = np.insert(best, 0, number)
         row = np.minimum.accumulate(best - places) + places

@@ -35,7 +35,7 @@ def distance(a, b):
     table = {(i, 0): i for i in range(len(a) + 1)} | {(0, j): j for j in range(len(b) + 1)}
     for i in range(1, len(a) + 1):
         for j in range(1, len(b) + 1):
-            kept = table[i - 1, j - 1] + (a[i - 1] != b[j - 1])
+            kept = table[i - 1, j - 1] + int(a[i - 1] != b[j - 1])
             table[i, j] = min(kept, table[i - 1, j] + 1, table[i, j - 1] + 1)
     return table[len(a), len(b)]
 
@@ -119,6 +119,8 @@ RELAXED = [
     ("100", "95.0", True),
     ("100", "105.1", False),
     ("100", "-100", False),
+    ("-5", "-5.2", True),
+    ("-5", "5", False),
     ("1", "1.05", False),  # 0.05000000000000004, as upstream
     ("5%", "0.05", True),
     ("5%", "5", False),
@@ -174,9 +176,10 @@ def stand_in(monkeypatch):
     class Cider:
         def compute_score(self, gts, res):
             got.append((gts, res))
-            found = [
-                max(len({*text.split()} & {*res[n][0].split()}) for text in gts[n]) for n in gts
-            ]
+            found = []
+            for number, right in gts.items():
+                said = {*res[number][0].split()}
+                found.append(max(len(said & {*text.split()}) for text in right))
             return sum(found) / len(found), found
 
     for name in ("pycocoevalcap", "pycocoevalcap.cider", "pycocoevalcap.cider.cider"):
@@ -283,7 +286,7 @@ def test_documents_are_learned(name, tmp_path):
     assert first.turns == ((asked, answer),)
     assert first.pictures == (tmp_path / picture,)
     assert (first.key == second.key) == (name != "docvqa")
-    assert len(first.answers) == 1 + (name == "docvqa")
+    assert len(first.answers) == (2 if name == "docvqa" else 1)
     test_split = json.loads(json.dumps(DOCVQA).replace('"answers"', '"others"'))
     write_json(tmp_path / "Q.json", test_split)
     refused(lambda: read_data(f"vqa:{tmp_path}/Q.json"), "question 11 has no answers")

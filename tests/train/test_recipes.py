@@ -10,6 +10,7 @@ from tests.runs import metrics, refused, run, settings_of, words
 from train import finetune
 from train.recipes import ROWS, TASKS
 from train.settings import parse
+from train.summary import next_commands
 
 # (task, side of the base): epochs, rate, weight decay a step, rows of a step, smoothing, prompt
 PUBLISHED = {
@@ -90,6 +91,16 @@ def test_a_run_says_what_differs_from_the_published_one(capsys):
         assert ("frozen" in text) == (task == "paligemma:gqa")
     finetune.print_recipe(settings_of("--recipe paligemma"))
     assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_questions_of_a_published_file_are_asked_with_the_prompt(tmp_path):
+    """Breaks when the prompt of a recipe is not that of training, or not that of the command that
+    asks the trained model."""
+    settings = settings_of("--data vqa:train.json --recipe paligemma:docvqa")
+    assert settings.question_prompt == "{question}"
+    first, *_ = next_commands(settings, tmp_path, False)
+    assert "eval.vqa --data vqa:TEST" in first
+    assert "--prompt '{question}'" in first
 
 
 @pytest.mark.long
