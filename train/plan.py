@@ -114,8 +114,7 @@ def plan(
     trained = count(learned.values())
     written = model.state_dict() if settings.writes_model else learned
     result = bytes_of(written.values())
-    smoothing = settings.label_smoothing
-    costs = step_costs(model, widest, autocast, micro_batches > gpus, settings.optimizer, smoothing)
+    costs = step_costs(model, widest, autocast, micro_batches > gpus, settings.optimizer)
     # one checkpoint more than is kept while it is written
     disk = (4 * trained + costs[0].moments) * (settings.keep + 1) + result
     if settings.keep_best:
@@ -224,7 +223,6 @@ def step_costs(
     autocast: torch.dtype | None,
     accumulates: bool,
     optimizer: str,
-    label_smoothing: float = 0.0,
 ) -> list[StepCost]:
     """What a step of `model`, on the meta device, costs, without and with checkpointing; afterwards
     it is of no use. accumulates: an earlier micro-batch has left its gradients."""
@@ -253,7 +251,7 @@ def step_costs(
                 parameter.grad = parameter.detach().clone() if accumulates else None
             # its copies of weights end with it
             with torch.autocast("cpu", autocast, enabled=autocast is not None):
-                value = supervised_loss(model, shapes, label_smoothing)
+                value = supervised_loss(model, shapes)
             (value / micro.tokens).backward()
             del value
         activations = counter.peak - gradients
@@ -373,8 +371,7 @@ def cpu_seconds(settings: Settings) -> float:
         model.vision_tower.requires_grad_(False)
     marks = []
     for micro in chain.from_iterable(islice(order.steps(0), 5)):
-        loss = supervised_loss(model, micro, settings.label_smoothing)
-        (loss / max(1, micro.tokens)).backward()
+        (supervised_loss(model, micro) / max(1, micro.tokens)).backward()
         optimizer.step()
         marks.append(time.process_time())
     of_micro = (marks[-1] - marks[0]) / max(1, len(marks) - 1)  # the first warms up
