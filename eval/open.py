@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.command import add_flag, positive, whole
-from eval.data.record import PROMPT, check_prompt
+from eval.data.record import ASKED, PROMPT, check_prompt
 from lora import adapter
 from model.common import UserError, file_errors, read_json, read_json_if, shown
 from model.device import DTYPES, THREADS, choose_device, choose_dtype, use_threads
@@ -163,8 +163,8 @@ def stored_prompt(subject: Subject, default: str = PROMPT) -> str:
         return default
     for name in ("config.json", "adapter_config.json"):
         stored = read_json_if(folder / name)
-        sources = stored.get("data", ["vqav2:"])
-        if not any(source.startswith("vqav2:") for source in sources):
+        sources = stored.get("data", [*ASKED])
+        if not any(source.startswith(ASKED) for source in sources):
             is_embedded = any(source.startswith(EMBEDDED) for source in sources)
             return PROMPT if is_embedded else default
         if "prompt" in stored:

@@ -1,5 +1,5 @@
 """VQA: a model's answers, official results files, and the published scorers of VQAv2, TextVQA,
-VizWiz and GQA.
+VizWiz, GQA, DocVQA, InfographicVQA and ChartQA.
 
     python -m eval.vqa                  the newest run, or the embedded base, on the embedded scenes
     python -m eval.vqa --model SRC --adapter RUN --questions Q --annotations A --images DIR
@@ -9,7 +9,8 @@ VizWiz and GQA.
 In: questions and annotations (`eval/data/published.py`) or your own examples
 (`eval/data/records.py`), and a model, or its answers. Out: results.json, and accuracy in percent,
 overall and by type, beside the best guess from the text alone. Your own examples are scored by
-exact match, and by VQA accuracy where people differ; of a conversation the last answer is asked.
+exact match, and by VQA accuracy where people differ, or with --scoring by ANLS, relaxed accuracy
+or CIDEr (`eval/document_scoring.py`); of a conversation the last answer is asked.
 """
 
 import math
@@ -23,12 +24,17 @@ from eval.data.files import find_picture
 from eval.data.published import Annotation, read_vqa
 from eval.data.record import PROMPT, Record, fill_prompt
 from eval.data.records import ANNOTATIONS_FILE, QUESTIONS_FILE, groups_of, read_data, source_parts
+from eval.document_scoring import TITLES, cider_scorer, scores_of
 from eval.question import Question, question_of, scored_twins
 from eval.vqa_scoring import SCORERS, answerability, official, record_scores, summarize, truths_of
 from model.common import UserError, run_command, shown
 
 # of a question and its answer in the files of their servers
-SERVER_KEYS = {"gqa": ("questionId", "prediction"), "vizwiz": ("image", "answer")}
+SERVER_KEYS = {
+    "gqa": ("questionId", "prediction"),
+    "vizwiz": ("image", "answer"),
+    "anls": ("questionId", "answer"),
+}
 BY_DEFAULT = 1200  # questions on the embedded scenes, by default
 TRAIN_QUESTIONS = 12_000  # embedded ones that the text-only guess knows
 GUESS = "text-only guess"
@@ -41,10 +47,11 @@ class Vqa(Benchmark):
     known = None
     flags = {
         "--data": dict(
-            help="jsonl:FILE, csv:FILE, vqav2:DIR or embedded (default: embedded)", metavar="SRC"
+            help="jsonl:FILE, csv:FILE, vqav2:DIR, vqa:FILE or embedded (default: embedded)",
+            metavar="SRC",
         ),
         "--questions": dict(
-            help="questions file of VQAv2, GQA, TextVQA or VizWiz (default: the embedded scenes)"
+            help="questions file of VQAv2 or its relatives, see --data vqa:FILE (default: the embedded scenes)"
         ),
         "--annotations": dict(
             help="annotations file (default: the questions file, if it has the answers too)"
@@ -53,7 +60,8 @@ class Vqa(Benchmark):
             help="folder of the pictures (default: that of the file of --data)", metavar="DIR"
         ),
         "--scoring": dict(
-            help="scorer (default: the one that fits the annotations)", choices=SCORERS
+            help="scorer (default: the one that fits the annotations); of own data the last three",
+            choices=[*SCORERS, *TITLES],
         ),
         "--guess": dict(
             help="also guess the most frequent answer of each question type", default=False
@@ -68,6 +76,8 @@ class Vqa(Benchmark):
     def questions(self, args):
         """Of one source, each with a method of its own."""
         self.known = None
+        if args.scoring == "cider":
+            cider_scorer()  # rather now than when all is answered
         if args.data:
             return self.of_data(args)
         if args.questions and (args.images or args.results):
@@ -88,6 +98,8 @@ class Vqa(Benchmark):
             )
         if kind == "embedded":
             return self.of_scenes(args)
+        if kind == "vqa":
+            return self.of_files(args, [folder, None], args.images or folder.parent)
         if kind == "vqav2":
             names = QUESTIONS_FILE, ANNOTATIONS_FILE
             files = [folder / name.replace("train2014", "val2014") for name in names]
@@ -104,10 +116,12 @@ class Vqa(Benchmark):
 
     def of_examples(self, args):
         """Of a user's examples, with their own prompts."""
-        if args.prompt or args.scoring or args.guess:
+        if args.prompt or args.guess or args.scoring in SCORERS:
             raise UserError(
-                f"{shown(args.data)} has complete prompts: no --prompt, --scoring or --guess"
+                f"{shown(args.data)} has complete prompts: no --prompt or --guess, and --scoring "
+                f"is one of {', '.join(TITLES)}"
             )
+        self.scoring = args.scoring or "official"
         records = read_data(args.data, args.images)[: args.limit]
         groups = groups_of(records)
         return [question_of(r, truth=r, group=groups.get(r.name, "")) for r in records]
@@ -116,9 +130,9 @@ class Vqa(Benchmark):
         """Of published files, questions and annotations, on pictures in the folder `images`."""
         fitting, asked = read_vqa(*files)
         questions = questions_of(asked[: args.limit], images, args.template)
-        if fitting == "gqa" and args.scoring not in (None, "gqa", "paper"):
+        if fitting in ("gqa", *TITLES) and args.scoring not in (None, "gqa", "paper", *TITLES):
             problem = f"{args.scoring} scoring cannot apply to one answer a question"
-            raise UserError(f"{shown(files[1] or files[0])}: {problem}: take --scoring gqa")
+            raise UserError(f"{shown(files[1] or files[0])}: {problem}: take --scoring {fitting}")
         self.scoring = args.scoring or fitting
         if args.guess:
             self.known = []
@@ -131,8 +145,24 @@ class Vqa(Benchmark):
             questions += scored_twins(questions, (word,), word)
         return questions
 
+    def rows(self, questions, answers):
+        """With scores of TITLES, which see all answers at once."""
+        rows = super().rows(questions, answers)
+        if self.scoring not in TITLES:
+            return rows
+        truths = {row.question.id: right_answers(row.question) for row in rows}
+        said = {row.question.id: row.answer for row in rows}
+        scores = scores_of(self.scoring, truths, said)
+        for place, row in enumerate(rows):
+            if row.question.id in scores:
+                of_row = {TITLES[self.scoring]: scores[row.question.id]}
+                rows[place] = row._replace(scores=of_row)
+        return rows
+
     def score(self, question, answer):
         truth = question.truth
+        if self.scoring in TITLES:
+            return {}  # see `rows`
         if isinstance(truth, Record):
             return record_scores(truth, answer)
         if question.scored or not truth.answers or self.scoring == "gqa" and not truth.balanced:
@@ -148,7 +178,8 @@ class Vqa(Benchmark):
             values = summarize([(row.question.truth, sum(row.scores.values())) for row in scored])
             percents = {"overall": values["overall"], **values["per_answer_type"]}
             percents |= {f"  {name}": p for name, p in values["per_question_type"].items()}
-            lines = {name: {"VQA accuracy": percent} for name, percent in percents.items()}
+            title = TITLES.get(self.scoring, "VQA accuracy")
+            lines = {name: {title: percent} for name, percent in percents.items()}
         if unsure := [row for row in rows if row.question.scored]:
             cannot = [row.question.truth.answerable == 0 for row in unsure]
             lines["answerability"] = answerability(cannot, [math.exp(*r.answer) for r in unsure])
@@ -177,6 +208,16 @@ class Vqa(Benchmark):
 
 
 # Questions
+
+
+def right_answers(question: Question) -> list[str]:
+    """All that are known; of a question that is asked for probabilities none."""
+    truth = question.truth
+    if isinstance(truth, Record):
+        return truths_of(truth)
+    if question.scored:
+        return []
+    return [given["answer"] for given in truth.answers]
 
 
 @cache

@@ -61,6 +61,7 @@ class PaliGemma(Adaptable):
         image_index: Tensor | None = None,
         cache: list[LayerCache] | None = None,
         targets: Tensor | None = None,
+        label_smoothing: float = 0.0,
     ) -> Tensor:
         """float32 logits (B, S, V), or those of the positions asked for; with `targets`, the loss.
 
@@ -74,7 +75,7 @@ class PaliGemma(Adaptable):
           encoded once for many questions; None means one picture a slot, in order.
         - cache: then token_type_ids and attention_mask cover the cached positions too.
         - targets: the token that must follow each kept position, −100 for none; see
-          `logits_or_loss`.
+          `logits_or_loss`, also for label_smoothing.
         """
         if attention_mask is None:
             attention_mask = torch.ones_like(token_type_ids)
@@ -86,7 +87,7 @@ class PaliGemma(Adaptable):
         valid = attention_mask.bool()
         hidden = self.language_model(x, valid, token_type_ids, cache, positions_to_keep)
         head, vocab_size = self.language_model.head, self.config.text.vocab_size
-        return logits_or_loss(head, vocab_size, hidden, targets)
+        return logits_or_loss(head, vocab_size, hidden, targets, label_smoothing)
 
     def encode_images(self, pixel_values: Tensor) -> Tensor:
         """pixel_values (pictures, 3, R, R) in [-1, 1] to features (pictures, I, H) of the decoder's
@@ -143,9 +144,14 @@ def logits_or_loss(
     vocab_size: int,
     hidden: Tensor,
     targets: Tensor | None,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """`head` at hidden states (…, H); with targets (…), the sum of cross-entropies, in nats; −100
     means none.
+
+    With label_smoothing s (big_vision, trainers/proj/paligemma/train.py) the target has the
+    probability 1 − s, and every other token s / (V − 1). PyTorch's ε is shared by all V tokens, the
+    target too: ε = s·V / (V − 1).
 
     More than MAX_LOGITS are computed in chunks, and again in the backward pass: one position of
     257,152 logits takes a megabyte in fp32, and cross-entropy keeps several copies.
@@ -154,7 +160,10 @@ def logits_or_loss(
         return head(hidden)
 
     def loss_of(hidden: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(head(hidden), targets, ignore_index=-100, reduction="sum")
+        logits = head(hidden)
+        size = logits.shape[-1]
+        share = label_smoothing * size / (size - 1)
+        return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=share)
 
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     rows = max(1, MAX_LOGITS // vocab_size)

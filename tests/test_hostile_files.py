@@ -78,6 +78,10 @@ VALID = {
         "isBalanced": true, "types": {"structural": "query"}}}""",
     "textvqa/textvqa.json": """{"data": [{"question_id": 3, "image_id": "0f", "question": "Who?",
         "answers": ["x", "y"]}]}""",
+    "docvqa/docvqa.json": """{"data": [{"questionId": 3, "image": "a.png", "question": "Who?",
+        "answers": ["x", "y"]}, {"questionId": 4, "image": "a.png", "question": "Who?", "answers": ["x"]}]}""",
+    "chartqa/chartqa.json": """[{"imgname": "a.png", "query": "Who?", "label": "x"},
+        {"imgname": "a.png", "query": "Who?", "label": "y"}]""",
     "needle/2_2.json": '{"s.jpg": {"0_0": "00.jpg", "0_1": "01.jpg", "1_0": "10.jpg", "1_1": "11.jpg"}}',
     "needle/c.json": '{"01.jpg": "a dog"}',
     "needle/a.json": """[{"id": 0, "image_ids": ["s.jpg"], "index": 0, "row": 0, "col": 1,
@@ -154,6 +158,10 @@ READERS: dict[str, Callable[[Path], object]] = {  # each opens its file as the c
     "captions/captions.json": mmneedle.read_captions,
     "gqa/gqa.json": published.read_vqa,
     "textvqa/textvqa.json": published.read_vqa,
+    **dict.fromkeys(
+        ("docvqa/docvqa.json", "chartqa/chartqa.json"),
+        lambda path: records.read_data(f"vqa:{path}"),
+    ),
     "needle/a.json": lambda path: mmneedle.read_needle_tests(
         path.with_name("2_2.json"), path, path.with_name("c.json")
     ),

@@ -44,8 +44,9 @@ from train.model import (
 )
 from train.optim import count, trainable
 from train.plan import report
+from train.recipes import differences, recipe_of
 from train.run import MEASURED, data_fingerprints, draw_loss, read_metrics, run_folder, set_origin
-from train.settings import RECIPES, Arguments, Settings, parse
+from train.settings import Arguments, Settings, parse
 from train.show_batch import show_batch
 from train.summary import print_summary, recommended, summary_of, write_answers
 from train.validation import HeldOut, Metric, open_held_out
@@ -251,8 +252,9 @@ def score_trained(
 
 
 def print_recipe(settings: Settings) -> None:
-    """The recipe that the flags, the base or the data have chosen."""
-    chosen = RECIPES.get(settings.recipe)
+    """The recipe that the flags, the base or the data have chosen, and how it differs from the
+    published one."""
+    chosen = recipe_of(settings.recipe, settings.base)
     if not chosen:
         return
     whys = {
@@ -262,6 +264,8 @@ def print_recipe(settings: Settings) -> None:
     why = whys.get(settings.recipe, "")
     values = ", ".join(f"{name} {getattr(settings, name)}" for name in chosen)
     print(f"recipe {settings.recipe}: {why}{values}; a flag changes each", flush=True)
+    for line in differences(settings.recipe, settings.base):
+        print(f"  {line}", flush=True)
 
 
 def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:

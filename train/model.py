@@ -165,14 +165,21 @@ def train_on(
         if settings.shift and not is_location.any():
             pixels = shifted(micro.batch.pixel_values)
             micro = replace(micro, batch=replace(micro.batch, pixel_values=pixels))
-        return supervised_loss(called, micro)
+        return supervised_loss(called, micro, settings.label_smoothing)
 
     return fit(model, optimizer, order, loss, settings, run, world, **options)
 
 
-def supervised_loss(model: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
-    """The sum of cross-entropies over the supervised tokens."""
-    return model(**inputs(micro), positions_to_keep=micro.positions, targets=micro.targets)
+def supervised_loss(
+    model: torch.nn.Module, micro: MicroBatch, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """The sum of cross-entropies over the supervised tokens, see `model.paligemma.logits_or_loss`."""
+    return model(
+        **inputs(micro),
+        positions_to_keep=micro.positions,
+        targets=micro.targets,
+        label_smoothing=label_smoothing,
+    )
 
 
 def inputs(micro: MicroBatch) -> dict[str, torch.Tensor]:

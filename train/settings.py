@@ -1,4 +1,4 @@
-"""The settings of a fine-tuning run: the flags of `train.finetune`, and recipes."""
+"""The settings of a fine-tuning run: the flags of `train.finetune`, and which recipe they take."""
 
 import contextlib
 import json
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from eval.data.record import PROMPT, check_prompt
+from eval.data.record import ASKED, PROMPT, check_prompt
 from eval.data.records import EMBEDDED_TASKS, SOURCES
 from lora.adapter import DECODER_TARGETS
 from model.common import UserError
@@ -19,6 +19,7 @@ from model.source import local_path, preset_of
 from train.flags import RunArguments, flag, read_run
 from train.loop import LoopSettings
 from train.optim import OPTIMIZERS
+from train.recipes import HELP, RECIPES, TASKS, recipe_of
 from weights.quantize import KINDS as QUANTIZED
 
 EMBEDDED = ("embedded",)
@@ -38,82 +39,6 @@ GPUS = {
     "RTX4090": (165e12, 24),
 }
 
-# Recipes: the paper's Table 1 (its section 4), and the transfer of PaliGemma's authors (Beyer et
-# al. 2024, appendix J)
-
-_PAPER = {
-    "batch_size": 4,  # "a batch size of 4", and the rule rate / batch = 1e-4
-    "step_batch": 4,
-    "optimizer": "adam",
-    "schedule": "linear",
-    "warmup": 50,
-    "epochs": 1,
-    "fraction": 0.4,
-    "diff_in": "both",
-    "r": 32,
-    "alpha": 64.0,
-    "dropout": 0.1,
-    "prompt": "answer {question}",
-}
-_FAST = _PAPER | {"lr": 4e-4, "weight_decay": 1e-9}
-_SLOW = _PAPER | {"lr": 2e-5, "weight_decay": 1e-8}
-_PLAIN = {"attention": "softmax", "feed_forward": "mlp"}
-_WHOLE = {"attention": "softmax", "full": True, "weight_decay": 0.0}
-RECIPES: dict[str, dict] = {
-    "paper-1": _FAST | _PLAIN,
-    "paper-2": _FAST | {"attention": "shared", "feed_forward": "swiglu-new"},
-    "paper-3": _SLOW | _PLAIN | {"r": 16, "alpha": 32.0},
-    "paper-4": _SLOW | {"attention": "shared", "feed_forward": "mlp"},
-    "paper-5": {
-        **_SLOW,
-        "attention": "split",
-        "feed_forward": "swiglu-new",
-        "option": ('rope_pairs="fresh"',),
-    },
-    "paligemma": {
-        **_WHOLE,
-        "lr": 1e-5,
-        "beta2": 0.999,
-        "schedule": "cosine",
-        "warmup": 0.05,
-        "clip": 1.0,
-        "epochs": 10,
-        "batch_size": 16,
-        "step_batch": 256,
-        "prompt": "answer en {question}",
-        "answers": "sampled",
-    },
-    # The embedded base on other pictures than its 40 emojis: its vision tower starts anew, then all
-    # else learns. Questions of one picture in one batch make the picture matter, and share its
-    # encoding.
-    "own": {
-        **_WHOLE,
-        "new_tower": True,
-        "shift": True,
-        "align": 680,
-        "validation": 0.05,
-        "warmup": 0.04,
-        "optimizer": "muon",
-        "lr": 0.01,
-        "batch_size": 32,
-        "per_picture": 8,
-        "patience": 5,
-    },
-    "lora": {},  # with a graft, as by default on the embedded scenes, also on own pictures
-    # LoRA on a base of published size; it was never run. The rate is ten times the authors' for
-    # whole weights, by the rule of "LoRA Without Regret" (Schulman et al. 2025). Hugging Face's
-    # script (merveenoyan/smol-vision) has 2e-5, 4 × 4 rows a step and bf16, Roboflow's maestro
-    # (paligemma_2/core.py) 1e-5 and 4 × 8.
-    "one-gpu": {
-        "lr": 1e-4,
-        "warmup": 0.05,
-        "batch_size": 16,
-        "step_batch": 16,
-        "beta2": 0.999,
-        "checkpointing": True,
-        "dtype": "bf16",
-    },
-}
 TAKEN = {name: RECIPES[name] for name in ("own", "one-gpu")}  # without a flag
 PUBLISHED_WIDTH = 2048  # of the smallest published decoder, Gemma 2B
 # Flags that ask for another way of training than the recipe "own", which own pictures take on the
@@ -134,9 +59,9 @@ class Settings(LoopSettings):
         "published size takes "
         "(with --full `paligemma`), or `own`, which own pictures on the embedded base take unless "
         "a flag, such as "
-        "--recipe lora, asks for LoRA or a graft",
-        choices=["", *RECIPES],
-        metavar="|".join(RECIPES),
+        "--recipe lora, asks for LoRA or a graft; `help` prints those of PaliGemma's authors by TASK",
+        choices=["", *RECIPES, *TASKS, "help"],
+        metavar="|".join([*RECIPES, "paligemma:TASK", "help"]),
     )
     base: str = flag(
         "embedded",
@@ -193,6 +118,12 @@ class Settings(LoopSettings):
         1e-9, "AdamW weight decay; none on λ, μ and norms", least=0, most=1e6
     )
     beta2: float = flag(0.98, "AdamW's second momentum", least=0, most=0.9999999)
+    label_smoothing: float = flag(
+        0.0,
+        "probability that training gives to all wrong tokens together; held-out losses have none",
+        least=0,
+        most=0.9,
+    )
     batch_size: int = flag(32, "rows of a micro-batch, at most", least=1)
     step_batch: int | None = flag(
         None, "rows of a step over all processes (default: --batch-size on each)", least=1
@@ -214,9 +145,11 @@ class Settings(LoopSettings):
     validation: float = flag(
         0.02, "share of the pictures held out, without --eval-data", least=0, most=1
     )
-    prompt: str = flag("answer {question}", "prompt of a VQAv2 question")
+    prompt: str = flag("answer {question}", "prompt of a question of vqav2: or vqa:")
     answers: str = flag(
-        "common", "VQAv2's answer, or one of ten, drawn each epoch", choices=["common", "sampled"]
+        "common",
+        "a question's most frequent answer, or one of all, drawn each epoch",
+        choices=["common", "sampled"],
     )
     per_picture: int = flag(
         1, "questions of one picture that may share a batch, and its encoding", least=1
@@ -269,7 +202,7 @@ class Settings(LoopSettings):
         prompts."""
         if self.is_embedded:
             return PROMPT
-        has_questions = any(source.startswith("vqav2:") for source in self.data)
+        has_questions = any(source.startswith(ASKED) for source in self.data)
         return self.prompt if has_questions else None
 
     @property
@@ -366,7 +299,8 @@ GROUPS = {
     "data": "data eval_data validation images samples tasks fraction prompt answers per_picture shift",
     "model": "base attention diff_in feed_forward option full new_tower align dtype quantize max_length",
     "LoRA": "targets r alpha dropout",
-    "schedule": "lr scalar_lr optimizer weight_decay beta2 schedule warmup clip batch_size step_batch epochs steps",
+    "schedule": "lr scalar_lr optimizer weight_decay beta2 label_smoothing schedule warmup clip "
+    "batch_size step_batch epochs steps",
     "evaluation": "evaluate eval_limit eval_every keep_best patience",
     "machine": "device threads autocast checkpointing shard compile workers checkpoint_every keep seed max_bad",
 }
@@ -403,8 +337,11 @@ def recipe_defaults(given: dict) -> dict:
 
 
 def recipe_values(recipe: str, given: dict) -> dict:
-    """The values of a recipe beside the given flags."""
-    values = {**RECIPES.get(recipe, {}), "recipe": recipe}
+    """The values of a recipe beside the given flags; of `help` its table, and the end."""
+    if recipe == "help":
+        print(HELP)
+        raise SystemExit
+    values = {**recipe_of(recipe, given.get("base", "embedded")), "recipe": recipe}
     if given.get("evaluate") is False or given.get("eval_every") == 0:
         values["patience"] = 0
     return values

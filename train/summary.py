@@ -12,7 +12,7 @@ from pathlib import Path
 
 from eval import figures
 from eval.data.haystacks import NEEDLE_TITLES, NEEDLES
-from eval.data.record import PROMPT, fill_prompt
+from eval.data.record import ASKED, PROMPT, fill_prompt
 from eval.detect import draw_row
 from eval.vqa import embedded, guess_accuracy
 from model.common import write_text
@@ -297,7 +297,7 @@ def next_commands(
         data = f"--data {shlex.quote(source)}"
         if layout == "embedded":
             commands += [f"eval.vqa {asked}", f"eval.needle {model}"]
-        elif layout == "vqav2":
+        elif f"{layout}:" in ASKED:
             commands.append(f"eval.vqa {data} {asked}")
         elif layout == "coco":
             commands.append(f"eval.detect {data} {model}")

@@ -85,7 +85,7 @@ def model_card(
         unused += ["r", "alpha", "dropout", "targets"]
     if EMBEDDED not in data:
         unused += ["samples", "tasks"]
-    if "vqav2:" not in data:
+    if "vqav2:" not in data and "vqa:" not in data:
         unused += ["prompt", "answers"]
     rows = [
         f"| {_plain(name)} | {_plain(value)} |"

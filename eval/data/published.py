@@ -1,4 +1,5 @@
-"""Readers of VQAv2's files and of its relatives: GQA, TextVQA and VizWiz.
+"""Readers of VQAv2's files and of its relatives: GQA, TextVQA, VizWiz, DocVQA, InfographicVQA and
+ChartQA.
 
 In: files exactly as their authors publish them. Out: an `Annotation` of each question; its picture
 stays a name.
@@ -11,6 +12,9 @@ from pathlib import Path
 
 from eval.data.files import Places, check, check_unique, id_of, placed, problems_at, read, text_at
 from model.common import quoted, read_json, shown
+
+# what DocVQA and InfographicVQA call the same
+NAMES = {"questionId": "question_id", "image_local_name": "image"}
 
 
 @dataclass(frozen=True)
@@ -31,11 +35,11 @@ class Annotation:
 def read_vqa(
     questions: str | Path, annotations: str | Path | None = None
 ) -> tuple[str, list[Annotation]]:
-    """Questions of VQAv2, GQA, TextVQA or VizWiz, and the scoring that fits: official, textvqa,
-    vizwiz or gqa. annotations: by default the same file; if it holds no answers, there are none. A
-    file with one answer per question can only be scored by exact match, as GQA is; one whose
-    answers have no ids only by position, as TextVQA is. Raises UserError, also for an id that
-    occurs twice and for a question without its annotation."""
+    """Questions of VQAv2 or a relative, and the scoring that fits: official, textvqa, vizwiz, gqa,
+    anls (DocVQA, InfographicVQA) or relaxed (ChartQA). annotations: by default the same file; if it
+    holds no answers, there are none. Another file with one answer per question can only be scored
+    by exact match, as GQA is; one whose answers have no ids only by position, as TextVQA is. Raises
+    UserError, also for an id that occurs twice and for a question without its annotation."""
     source = annotations or questions
     _, subset, asked = records_of(questions, "questions")
     layout, _, answered = records_of(source, "annotations")
@@ -52,6 +56,8 @@ def read_vqa(
     for path, records in ((questions, asked), (source, answered)):
         check_unique((id_of(record) for _, record in records), path)
     answers = [answer for one in made for answer in one.answers]
+    if layout in ("anls", "relaxed"):
+        return layout, made
     if all(len(one.answers) == 1 for one in made):
         layout = "gqa"
     elif layout == "official" and not any("answer_id" in answer for answer in answers):
@@ -60,18 +66,35 @@ def read_vqa(
 
 
 def records_of(path: str | Path, key: str) -> tuple[str, str, Places]:
-    """Scoring, COCO's subset, and records of {key: […]}, TextVQA's {"data": […]}, VizWiz's […] or
-    GQA's {id: {…}}."""
+    """Scoring, COCO's subset, and records of {key: […]}, TextVQA's and DocVQA's {"data": […]},
+    VizWiz's and ChartQA's […], or GQA's {id: {…}}. ChartQA's get their places as ids."""
     value = read_json(path, object)
     with problems_at(path):
-        if isinstance(value, list):
+        is_list = isinstance(value, list)
+        if is_list and any("imgname" in record for record in value):
+            charts = []
+            for number, record in enumerate(value):
+                asked = {"question": record["query"], "image": record["imgname"]}
+                answers = [text_at(record, "label")]
+                charts.append({"question_id": number, "answers": answers, **asked})
+            return "relaxed", "", placed(charts)
+        if is_list:
             return "vizwiz", "", placed(value)
         subset = text_at({"data_subtype": ""} | value, "data_subtype")
         for part, layout in ((key, "official"), ("questions", "official"), ("data", "textvqa")):
             if part in value:
-                return layout, subset, placed(value[part], f": {part}")
+                records = value[part]
+                if part == "data" and any("questionId" in record for record in records):
+                    layout = "anls"
+                    records = map(renamed, records)
+                return layout, subset, placed(records, f": {part}")
         known = [(f": {shown(id_)}", value[id_] | {"question_id": id_}) for id_ in value]
         return "gqa", "", known
+
+
+def renamed(record: Mapping) -> dict:
+    """The record with VQAv2's names."""
+    return {NAMES.get(name, name): value for name, value in record.items()}
 
 
 def image_of(record: Mapping, subset: str) -> str:

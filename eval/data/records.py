@@ -66,7 +66,8 @@ LAYOUTS = (
     '{"images", "messages": [{"role": "user", "content"}, {"role": "assistant", …}]}'
 )
 SOURCES = (
-    "embedded, vqav2:DIR (official files), jsonl:FILE (lines or a list: image with prefix and "
+    "embedded, vqav2:DIR (official files), vqa:FILE (of TextVQA, VizWiz, GQA, DocVQA, "
+    "InfographicVQA or ChartQA, with its answers), jsonl:FILE (lines or a list: image with prefix and "
     "suffix, LLaVA's "
     "conversations, or messages as TRL's and ms-swift's), csv:FILE (image,prefix,suffix), "
     "coco:FILE (boxes to detect)"
@@ -79,17 +80,19 @@ def read_data(
     prompt: str = PROMPT,
 ) -> list[Record]:
     """The records of a source in files, see `SOURCES`. images: the folder of the pictures. prompt:
-    of VQAv2. Raises UserError, also for a file without any usable record."""
+    of ASKED. Raises UserError, also for a file without any usable record."""
     kind, path = source_parts(source)
     if kind == "vqav2":
         return vqav2_records(path, images, prompt)
+    if kind == "vqa":
+        return vqav2_records(path.parent, images, prompt, (path.name, path.name))
     return read_coco(path, images) if kind == "coco" else read_examples(path, images, kind)
 
 
 def source_parts(source: str) -> tuple[str, Path]:
     """The kind of a source and its path. Raises UserError."""
     kind, _, path = source.partition(":")
-    is_file = kind in ("vqav2", "jsonl", "csv", "coco") and path
+    is_file = kind in ("vqav2", "vqa", "jsonl", "csv", "coco") and path
     if source != "embedded" and not is_file:
         raise UserError(f"{quoted(source)} does not say what kind of data it is: give {SOURCES}")
     return kind, Path(path)
@@ -179,14 +182,18 @@ def one_picture_records(
 
 
 def vqav2_records(
-    folder: Path, images: str | Path | None = None, prompt: str = PROMPT
+    folder: Path,
+    images: str | Path | None = None,
+    prompt: str = PROMPT,
+    names: tuple[str, str] = (QUESTIONS_FILE, ANNOTATIONS_FILE),
 ) -> list[Record]:
-    """Questions of VQAv2's train2014, in their official layout under `folder`; pictures there or
-    under `images`. prompt: a template with {question}. The suffix is multiple_choice_answer. Raises
-    UserError."""
+    """Questions of VQAv2's train2014, or of a relative, in their official layout under `folder`;
+    pictures there or under `images`. prompt: a template with {question}. names: of the questions'
+    and the answers' file. The suffix is multiple_choice_answer, or the most frequent answer. Raises
+    UserError, also for a question without an answer."""
     check_prompt(prompt)
     find = cache(partial(files.find_image, images or folder))
-    _, asked = read_vqa(folder / QUESTIONS_FILE, folder / ANNOTATIONS_FILE)
+    _, asked = read_vqa(*(folder / name for name in names))
     records = []
     for q in asked:
         turn = fill_prompt(prompt, q.question), q.answer

@@ -17,6 +17,7 @@ RUNS = [
     ("jsonl:file", {}, "answer en {question}"),
 ]  # complete prompts
 RUNS += [
+    ("vqa:file", {}, "answer {question}"),
     ("", {"prompt": "say {question}"}, "say {question}"),
     ("", {"prompt": 7}, None),
     ("", {}, RUNS[1][2]),

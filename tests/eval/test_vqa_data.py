@@ -116,7 +116,7 @@ def test_what_cannot_be_asked(workplace):
     for flags, message in (
         ("--data own.jsonl", "does not say what kind"),
         ("--data jsonl:own.jsonl --questions Q", "leave --data out"),
-        ("--data jsonl:own.jsonl --guess", "no --prompt, --scoring or --guess"),
+        ("--data jsonl:own.jsonl --guess", "no --prompt or --guess"),
         ("--images .", "--images go together"),
         ("--annotations A", "give both"),
     ):

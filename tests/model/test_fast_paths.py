@@ -3,6 +3,7 @@ steps."""
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -217,6 +218,49 @@ def test_the_loss_in_chunks_is_the_loss(rows_at_once, monkeypatch):
     nothing = paligemma.logits_or_loss(head, 50, hidden, torch.full_like(targets, -100))
     assert nothing == 0
     assert not torch.autograd.grad(nothing, hidden)[0].any()
+
+
+def smoothed(logits, targets, smoothing):
+    """The loss of big_vision's train.py, of rows (T, V) and targets (T,), written in NumPy; summed
+    over the tokens that have a target."""
+    logits = logits.astype(np.float64)
+    logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    wanted = np.eye(logits.shape[-1])[targets.clip(min=0)]
+    wanted = np.where(wanted == 1.0, 1.0 - smoothing, smoothing / (logits.shape[-1] - 1))
+    return -(logp * wanted).sum(-1)[targets >= 0].sum()
+
+
+@pytest.mark.parametrize("rows_at_once", [3, 100])
+@pytest.mark.parametrize("smoothing", [0.1, 0.4])
+def test_smoothed_labels_are_those_of_big_vision(rows_at_once, smoothing, monkeypatch):
+    """Breaks when the target gets s / V on top of 1 − s, ignored tokens count, or a gradient of the
+    loss in chunks is another."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(paligemma, "MAX_LOGITS", 11 * rows_at_once)
+    weight = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
+    hidden = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 11, (2, 5))
+    targets[0, 3:] = targets[1, 0] = -100
+
+    def loss(hidden, weight):
+        return paligemma.logits_or_loss(
+            partial(F.linear, weight=weight), 11, hidden, targets, smoothing
+        )
+
+    value = loss(hidden, weight)
+    logits = F.linear(hidden, weight).flatten(0, 1)
+    published = smoothed(logits.detach().numpy(), targets.flatten().numpy(), smoothing)
+    assert value.item() == pytest.approx(published, rel=1e-12)
+    share = smoothing * 11 / 10
+    whole = F.cross_entropy(logits, targets.flatten(), reduction="sum", label_smoothing=share)
+    for mine, theirs in zip(
+        torch.autograd.grad(value, (hidden, weight)),
+        torch.autograd.grad(whole, (hidden, weight)),
+        strict=True,
+    ):
+        assert torch.allclose(mine, theirs, rtol=0, atol=1e-13)
+    assert torch.autograd.gradcheck(loss, (hidden, weight))
+    assert not torch.autograd.grad(loss(hidden, weight), hidden)[0][0, 3:].any()
 
 
 @pytest.mark.long

@@ -120,7 +120,7 @@ def test_pictures_are_moved_and_boxes_are_not(processor, monkeypatch, tmp_path):
     settings = settings_of("--recipe own")
     monkeypatch.setattr(systems, "fit", lambda model, optimizer, order, loss, *_, **__: loss)
     monkeypatch.setattr(
-        systems, "supervised_loss", lambda model, micro: seen.append(micro.batch.pixel_values)
+        systems, "supervised_loss", lambda model, micro, _: seen.append(micro.batch.pixel_values)
     )
     given = Namespace(processor=processor)
     loss = systems.train_on(given, None, None, settings, tmp_path, WORLD)

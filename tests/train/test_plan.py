@@ -73,7 +73,7 @@ def measured_peak(settings):
         for _ in range(2):
             for _ in range(step_layout(settings, 1)[1]):
                 with torch.autocast("cpu", torch.bfloat16, enabled=settings.autocast == "bf16"):
-                    loss = supervised_loss(model, micro)
+                    loss = supervised_loss(model, micro, settings.label_smoothing)
                 (loss / micro.tokens).backward()
                 del loss
             optimizer.step()
@@ -107,7 +107,10 @@ def measured_peak(settings):
             {"num_attention_heads": 6},
             "--attention shared --feed-forward swiglu-new --step-batch 16",
         ),
-        ({"hidden_size": 256}, "--attention softmax --full --optimizer muon --batch-size 1"),
+        (
+            {"hidden_size": 256},
+            "--attention softmax --full --optimizer muon --batch-size 1 --label-smoothing 0.3",
+        ),
         ({}, "qmamba --stage 2 --base small --step-batch 8"),
         ({}, "qmamba --stage 2 --base small --step-batch 8 --checkpointing"),
     ],

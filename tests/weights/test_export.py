@@ -228,6 +228,17 @@ def test_the_card_says_what_it_was_made_of(tmp_path):
         )
 
 
+def test_the_card_has_the_prompt_of_published_questions(tmp_path):
+    """Breaks when a reader of the card cannot ask as the run has learned."""
+    run = learned(load_model("embedded"), tmp_path / "run", "softmax")
+    settings = read_json(run / "config.json")
+    settings |= {"data": ["vqa:train.json"], "prompt": "{question}"}
+    write_json(run / "config.json", settings)
+    weights.export.main([str(run), str(tmp_path / "out")])
+    card = (tmp_path / "out/README.md").read_text(encoding="utf-8")
+    assert re.search(r"\| prompt \| .*question.* \|", card)
+
+
 EVIL = "a`b\n# head|[x](//y)<script>\u2028license: mit\x85---\r- x\u202e"
 
 

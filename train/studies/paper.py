@@ -36,7 +36,8 @@ from train.checkpoint import file_digest
 from train.flags import flag, from_values
 from train.model import load_base, open_processor
 from train.plan import plan, plan_table
-from train.settings import GPUS, RECIPES
+from train.recipes import RECIPES
+from train.settings import GPUS
 from train.studies import engine, report
 from train.studies.cells import Job, digest
 from train.studies.measures import VAL_FILES, coco_needles, scene_needles, trial_task, vqa_task
