@@ -1,9 +1,12 @@
 """Boxes and codes of masks in an answer.
 
-In: the answer of a PaliGemma as text. Out: labels, boxes in pixels, and the codes of their masks.
+In: the answer of a PaliGemma as text. Out: labels, boxes in pixels, and the codes of their masks;
+with the log-probabilities of its tokens, the score of each box.
 """
 
+import math
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 _PART = re.compile(r"\s*((?:<loc\d{4}>){4})((?:<seg\d{3}>)*)([^<>]*)")
@@ -51,3 +54,26 @@ def parse_boxes(
 ) -> list[tuple[str, tuple[float, ...]]]:
     """Labels and boxes of `parse_objects`."""
     return [(said.label, said.box) for said in parse_objects(text, width, height, as_said)]
+
+
+def location_scores(text: str, ends: Sequence[int], log_probs: Sequence[float]) -> list[float]:
+    """The score of each part of an answer between semicolons: the product of the probabilities of
+    the tokens that spell its four locations; 0 for a part that is no box.
+
+    ends (T,): the characters of `text` up to the end of each token. log_probs (T,): in nats.
+    """
+    starts = [0, *ends]
+    scores = []
+    begin = 0  # of the part
+    for part in text.split(";"):
+        score = 0.0
+        if match := _PART.fullmatch(part):
+            first, last = begin + match.start(1), begin + match.end(1)
+            spelled = 0.0
+            for start, end, log_prob in zip(starts, ends, log_probs, strict=False):
+                if start < last and end > first:
+                    spelled += log_prob
+            score = math.exp(spelled)
+        scores.append(score)
+        begin += len(part) + 1
+    return scores
