@@ -10,6 +10,8 @@ In: questions and annotations (`eval/data/published.py`) or your own examples
 (`eval/data/records.py`), and a model, or its answers. Out: results.json, and accuracy in percent,
 overall and by type, beside the best guess from the text alone. Your own examples are scored by
 exact match, and by VQA accuracy where people differ; of a conversation the last answer is asked.
+Beside exact match stands the expected calibration error of the model's confidence, and in
+scores.json its ten bins.
 """
 
 import math
@@ -17,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 
-from eval.bench import PROMPT_FLAG, Benchmark, run, write_json
+from eval.bench import PROMPT_FLAG, Benchmark, certainty_in, run, write_json
 from eval.data import scenes
 from eval.data.files import find_picture
 from eval.data.published import Annotation, read_vqa
@@ -163,14 +165,15 @@ class Vqa(Benchmark):
     def write(self, rows, out, subject):
         id_, answer = SERVER_KEYS.get(self.scoring, ("question_id", "answer"))
         results, unsure = [], []
-        for q, said, scores in rows:
+        for row in rows:
+            q, said, scores, _ = row
             if q.scored:
                 unsure.append({id_: q.truth.question_id, "answerable": 1 - math.exp(*said)})
                 continue
             result = {id_: q.id, answer: said}
             if isinstance(q.truth, Record):
                 result |= {"question": q.prefix, "right": truths_of(q.truth), **scores}
-            results.append(result)
+            results.append(result | certainty_in(row))
         write_json(out / "results.json", results, indent=0)
         if unsure:
             write_json(out / "answerability.json", unsure, indent=0)

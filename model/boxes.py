@@ -10,15 +10,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _PART = re.compile(r"\s*((?:<loc\d{4}>){4})((?:<seg\d{3}>)*)([^<>]*)")
+_PLACE = re.compile(r"<loc\d{4}>")
 _NUMBER = re.compile(r"\d+")
 
 
 class Said(NamedTuple):
-    """An object of an answer. codes: the 16 of its mask, or none."""
+    """An object of an answer. codes: the 16 of its mask, or none. part: the number of its part of
+    the answer, between semicolons."""
 
     label: str
     box: tuple[float, float, float, float]
     codes: tuple[int, ...]
+    part: int
 
 
 def parse_objects(text: str, width: int, height: int, as_said=False) -> list[Said]:
@@ -32,20 +35,21 @@ def parse_objects(text: str, width: int, height: int, as_said=False) -> list[Sai
     `as_said` for a score.
     """
     found = []
-    for match in map(_PART.fullmatch, text.split(";")):
+    for number, part in enumerate(text.split(";")):
+        match = _PART.fullmatch(part)
         if match is None:
             continue
-        places = [int(number) for number in _NUMBER.findall(match[1])]
+        places = [int(digits) for digits in _NUMBER.findall(match[1])]
         if max(places) > 1023:
             continue
         y1, x1, y2, x2 = (place / 1023 for place in places)
         if not as_said:
             (x1, x2), (y1, y2) = sorted((x1, x2)), sorted((y1, y2))
-        codes = tuple(int(number) for number in _NUMBER.findall(match[2]))
+        codes = tuple(int(digits) for digits in _NUMBER.findall(match[2]))
         if len(codes) != 16 or max(codes) > 127:
             codes = ()
         box = (x1 * width, y1 * height, x2 * width, y2 * height)
-        found.append(Said(match[3].strip(), box, codes))
+        found.append(Said(match[3].strip(), box, codes, number))
     return found
 
 
@@ -56,24 +60,16 @@ def parse_boxes(
     return [(said.label, said.box) for said in parse_objects(text, width, height, as_said)]
 
 
-def location_scores(text: str, ends: Sequence[int], log_probs: Sequence[float]) -> list[float]:
+def location_scores(pieces: Sequence[str], log_probs: Sequence[float]) -> list[float]:
     """The score of each part of an answer between semicolons: the product of the probabilities of
-    the tokens that spell its four locations; 0 for a part that is no box.
+    its four locations; 0 for a part with another number of them.
 
-    ends (T,): the characters of `text` up to the end of each token. log_probs (T,): in nats.
+    pieces (T,): the texts of the answer's tokens. log_probs (T,): of these, in nats.
     """
-    starts = [0, *ends]
-    scores = []
-    begin = 0  # of the part
-    for part in text.split(";"):
-        score = 0.0
-        if match := _PART.fullmatch(part):
-            first, last = begin + match.start(1), begin + match.end(1)
-            spelled = 0.0
-            for start, end, log_prob in zip(starts, ends, log_probs, strict=False):
-                if start < last and end > first:
-                    spelled += log_prob
-            score = math.exp(spelled)
-        scores.append(score)
-        begin += len(part) + 1
-    return scores
+    parts = [[]]
+    for piece, log_prob in zip(pieces, log_probs, strict=True):
+        if _PLACE.fullmatch(piece):
+            parts[-1].append(log_prob)
+        for _ in range(piece.count(";")):
+            parts.append([])
+    return [math.exp(sum(part)) if len(part) == 4 else 0.0 for part in parts]

@@ -2,8 +2,8 @@
 every row has ended.
 
 In: a batch of prompts of unequal length, padded on either side. Out: the new tokens of each row and
-their log-probabilities, which `Processor.decode` and `certainties` turn into text, and how sure the
-model is of it; `ask` does all of it, from pictures to text.
+their log-probabilities, which `generate_texts` turns into text, and how sure the model is of it;
+`ask` does all of it, from pictures to text.
 """
 
 import math
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.common import UserError
-from model.confidence import certainties
+from model.confidence import certainty
 from model.paligemma import PaliGemma
 from model.processor import Processor
 
@@ -29,32 +29,47 @@ def ask(
     pictures: Sequence,
     prompts: Sequence[str],
     max_new_tokens: int = 32,
-    sure: list | None = None,
     **options,
 ) -> list[str]:
-    """The answer to each prompt about its picture, as text. sure: gets a `Certainty` of each.
-    options: those of `generate`. Raises UserError.
+    """The answer to each prompt about its picture, as text. options: those of `generate_texts`.
+    Raises UserError.
 
     Many questions are asked faster by `eval.answer.ask_all`, which encodes a picture once and sorts
     prompts by length.
     """
     batch = processor(pictures, prompts).to(next(model.parameters()).device)
-    log_probs = None if sure is None else []
-    answers = generate(
+    return generate_texts(
         model,
+        processor.decode,
         batch.input_ids,
         batch.pixel_values,
         batch.token_type_ids,
         batch.attention_mask,
         max_new_tokens,
         image_index=batch.image_index,
-        log_probs=log_probs,
         **options,
     )
-    if log_probs is not None:
-        ends = end_tokens(model, options.get("also_end", ())).tolist()
-        sure += certainties(answers, log_probs, ends, processor.decode)
-    return [processor.decode(answer) for answer in answers]
+
+
+def generate_texts(
+    model: Any,
+    decode: Callable[[Any], str],
+    *inputs,
+    sure: list | None = None,
+    also_end: Sequence[int] = (),
+    **options,
+) -> list[str]:
+    """What `generate` says, as text. sure: gets a `Certainty` of each answer. decode: from ids to
+    text. inputs, options: those of `generate`."""
+    log_probs = []
+    if sure is not None:
+        options["log_probs"] = log_probs
+    answers = generate(model, *inputs, also_end=also_end, **options)
+    if sure is not None:
+        ends = end_tokens(model, also_end).tolist()
+        for ids, of_tokens in zip(answers, log_probs, strict=True):
+            sure.append(certainty(ids.tolist(), of_tokens.tolist(), ends, decode))
+    return [decode(answer) for answer in answers]
 
 
 def generate(
