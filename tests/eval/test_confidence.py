@@ -180,7 +180,7 @@ def test_own_data_has_a_table_of_calibration(source, workplace, capsys):
         return values
 
     assert rescored() == scores
-    old = [{name: r[name] for name in ("question_id", "answer")} for r in results]
+    old = [{"question_id": r["question_id"], "answer": r["answer"]} for r in results]
     for records in (old, [*results[1:], old[0]]):
         write_json(workplace / "out/results.json", records)
         without = rescored()
