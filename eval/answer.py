@@ -13,7 +13,7 @@ import fcntl
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
@@ -22,12 +22,14 @@ from typing import Any, BinaryIO
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from eval.data.files import check
 from eval.progress import Bar
-from eval.question import Answer, Question
+from eval.question import Answer, Question, certainty_of
 from lora.adapter import lora_layers
 from model.common import UserError, file_errors, quoted, shown
 from model.compiled import CompiledStep
-from model.generate import NonFiniteError, finite_rows, generate, last_valid
+from model.confidence import Certainty
+from model.generate import NonFiniteError, finite_rows, generate_texts, last_valid
 from model.paligemma import PaliGemma
 from model.processor import Batch, Processor, TokenRow
 from weights.fingerprint import exact_fingerprint
@@ -47,29 +49,29 @@ def ask_all(
     log: Path | None = None,
     left_out: dict | None = None,
     compiled: CompiledStep | None = None,
+    sure: dict | None = None,
 ) -> list[Answer | None]:
     """The answers to `questions`, in their order. progress: the title of a progress bar. log: a
     JSON-lines file that gets the answers; what it has, of the same model, tokenizer, picture and
     prompt, is not asked again. left_out: gets, by id, why a question cannot be asked (a picture, a
     long prompt), whose answer is then None; without it that is a UserError. compiled: decodes the
-    full batches."""
+    full batches. sure: gets, by id, a `Certainty` of each answer that is decoded; a choice has none.
+    """
     answers = [None] * len(questions)
     with contextlib.ExitStack() as stack:
         # 1. what the log has
         if log is not None:
             marks = marks_of(model, processor, questions, max_new_tokens)
             file, logged = stack.enter_context(open_log(log))
-            answers = [logged.get(mark) for mark in marks]
-        for question, answer in zip(questions, answers, strict=True):
-            if answer is not None and not question.takes(answer):
-                problem = f"{shown(log)}: the answer to {shown(question.id)} is {quoted(answer)}"
-                raise UserError(f"{problem}: delete the file to ask anew")
+            for number, mark in enumerate(marks):
+                if mark in logged:
+                    answers[number] = from_log(logged[mark], questions[number], sure, log)
         # 2. the others, those of one picture together
         left = [number for number, answer in enumerate(answers) if answer is None]
         left.sort(key=lambda number: questions[number].key)
         total = len(questions)
         size = WINDOW * batch_size
-        options = left_out, max_new_tokens, batch_size, compiled
+        options = left_out, max_new_tokens, batch_size, compiled, sure is not None
         bar = Bar(
             total=total,
             initial=total - len(left),
@@ -79,12 +81,16 @@ def ask_all(
         stack.enter_context(bar)
         for start in range(0, len(left), size):
             window = {number: questions[number] for number in left[start : start + size]}
-            for number, answer in answers_to(model, processor, window, *options):
+            for number, answer, certainty in answers_to(model, processor, window, *options):
                 answers[number] = answer
                 bar.update()
+                id_ = questions[number].id
+                record = {"id": id_, "answer": answer}
+                if certainty is not None:
+                    sure[id_] = certainty
+                    record |= certainty._asdict()
                 if log is not None:
-                    id_ = questions[number].id
-                    record = {"id": id_, "answer": answer, "mark": marks[number]}
+                    record["mark"] = marks[number]
                     file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
                     file.flush()
     return answers
@@ -92,10 +98,10 @@ def ask_all(
 
 @torch.no_grad()
 def answers_to(
-    model, processor, window, left_out, max_new_tokens, batch_size, compiled
-) -> Iterator:
+    model, processor, window, left_out, max_new_tokens, batch_size, compiled, is_sure
+) -> Iterator[tuple[int, Answer, Certainty | None]]:
     """Encode the pictures of questions by number, each once, then ask in batches: numbers with
-    their answers."""
+    their answers and, of those that are decoded, if `is_sure`, how sure the model is."""
     # 1. pictures and rows
     device = next(model.parameters()).device
     features = encode(model, processor, list(window.values()), batch_size)
@@ -128,24 +134,26 @@ def answers_to(
             }
             # another number of rows would compile anew
             step = compiled if len(asked) == batch_size else None
+            sure = [] if is_sure and not choices else None
             try:
                 if choices:
                     answers = likeliest(model, processor, asked, batch, pictures)
                 else:
-                    new = generate(
+                    answers = generate_texts(
                         model,
+                        processor.decode,
                         batch.input_ids,
                         None,
                         batch.token_type_ids,
                         batch.attention_mask,
                         max_new_tokens,
                         compiled=step,
+                        sure=sure,
                         **pictures,
                     )
-                    answers = map(processor.decode, new)
             except NonFiniteError as error:
                 raise NonFiniteError(error.rows, f"question {asked[error.rows[0]].id}") from None
-            yield from zip(numbers, answers, strict=True)
+            yield from zip(numbers, answers, sure or [None] * len(asked), strict=True)
 
 
 def layout(processor: Processor, question: Question, n_images: int) -> TokenRow:
@@ -304,8 +312,8 @@ def marks_of(
 
 
 @contextlib.contextmanager
-def open_log(path: Path, anew: bool = False) -> Iterator[tuple[BinaryIO, dict[str, Answer]]]:
-    """A log of answers, to be appended to by one command at a time, and its answers by mark; an
+def open_log(path: Path, anew: bool = False) -> Iterator[tuple[BinaryIO, dict[str, dict]]]:
+    """A log of answers, to be appended to by one command at a time, and its records by mark; an
     incomplete last line is cut off. anew: empty it. Raises UserError, also for a file of another
     kind."""
     with file_errors(path):
@@ -320,14 +328,32 @@ def open_log(path: Path, anew: bool = False) -> Iterator[tuple[BinaryIO, dict[st
             file.truncate(0)
         file.seek(0)
         content = file.read()
-        answers = {}
+        records = {}
         whole = content.rfind(b"\n") + 1
         file.truncate(whole)  # the process ended while it wrote the last line
         for number, line in enumerate(content[:whole].splitlines(), start=1):
             try:
                 record = json.loads(line)
-                answers[record["mark"]] = record["answer"]
+                mark, answer = record["mark"], record["answer"]
+                if answer is not None:
+                    records[mark] = record
             except (ValueError, TypeError, KeyError, RecursionError):
                 problem = "this is no log of answers: delete the file to ask anew"
                 raise UserError(f"{shown(path)}:{number}: {problem}") from None
-        yield file, answers
+        yield file, records
+
+
+def from_log(record: Mapping, question: Question, sure: dict | None, log: Path) -> Answer:
+    """The answer of a log's record; `sure` gets how sure the model was of it. Raises UserError,
+    also where the log does not say that: it is of an earlier version."""
+    answer = record["answer"]
+    name = f"the answer to {shown(question.id)}"
+    try:
+        check(question.takes(answer), f"{name} is {quoted(answer)}")
+        if sure is not None and not question.choices:
+            sure[question.id] = certainty_of(record)
+            is_known = sure[question.id] is not None
+            check(is_known, f"{name} has no confidence, as those of an earlier version")
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{shown(log)}: {error}: delete the file to ask anew") from None
+    return answer

@@ -9,7 +9,10 @@
 In: picture files and prompts in PaliGemma's language (`caption en`, `answer en QUESTION`, `detect
 THING`, …); for a language model (Gemma 1 and 2, Llama, Qwen1.5, Qwen2) prompts alone, which it
 continues or, with --chat, answers. Out: the answer to every prompt for every picture; for
-detections, boxes in the picture's own pixels, and a drawing.
+detections, boxes in the picture's own pixels, and a drawing. With --json also how sure the model
+is: the confidence of an answer is exp of the mean log-probability of its tokens, end token included;
+the score of a box is the product of the probabilities of its four locations. They are those of the
+model itself, whatever --temperature and --top-p have drawn.
 """
 
 import json
@@ -118,9 +121,12 @@ def answers_in_text(
     **options,
 ) -> list[dict]:
     """The answer of a language model to each prompt."""
-    texts = reader.ask(model, prompts, **options)
-    pairs = zip(prompts, texts, strict=True)
-    return [{"prompt": prompt, "answer": text} for prompt, text in pairs]
+    sure = []
+    texts = reader.ask(model, prompts, sure=sure, **options)
+    answers = []
+    for prompt, text, certainty in zip(prompts, texts, sure, strict=True):
+        answers.append({"prompt": prompt, "answer": text, "confidence": certainty.confidence})
+    return answers
 
 
 def answers_about(
@@ -137,19 +143,22 @@ def answers_about(
         names, texts = zip(*asked[start : start + BATCH], strict=True)
         pictures = [images[name] for name in names]
         try:
-            said = ask(model, processor, pictures, texts, **options)
+            sure = []
+            said = ask(model, processor, pictures, texts, sure=sure, **options)
         except NonFiniteError as error:
             first = names[error.rows[0]]
             raise NonFiniteError(error.rows, f"question {shown(first)}") from None
-        for name, prompt, text in zip(names, texts, said, strict=True):
+        for name, prompt, text, certainty in zip(names, texts, said, sure, strict=True):
             boxes = []
             for found in parse_objects(text, *images[name].size):
                 box = [round(side, 1) for side in found.box]
-                entry: dict = {"label": found.label, "box": box}
+                score = certainty.scores[found.part]
+                entry: dict = {"label": found.label, "box": box, "score": score}
                 if found.codes:
                     entry["codes"] = found.codes
                 boxes.append(entry)
-            answers.append({"image": name, "prompt": prompt, "answer": text, "boxes": boxes})
+            answer = {"image": name, "prompt": prompt, "answer": text}
+            answers.append(answer | {"confidence": certainty.confidence, "boxes": boxes})
     return answers
 
 

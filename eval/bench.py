@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 from eval.command import add_flag, add_limit, command_parser, positive
 from eval.data.files import LOOKED_FOR, check, check_unique, read, some
 from eval.data.record import PROMPT, check_prompt
-from eval.question import Answer, Question
-from eval.report import bootstrap, interval_text, markdown_table
+from eval.question import Answer, Question, certainty_of
+from eval.report import bootstrap, calibration, interval_text, markdown_table
 from model.common import UserError, quoted, shown, write_text
+from model.confidence import Certainty
 
 PROMPT_FLAG = dict(
     help=f"prompt with {{question}} in it (default: that of the run's training, else {PROMPT!r})"
@@ -51,11 +52,14 @@ class Row(NamedTuple):
     question: Question
     answer: Any
     scores: Mapping[str, float]
+    sure: Sequence[Certainty] = ()  # of each answer that was decoded, where this is known
 
 
 # in files of answers
 ID_KEYS = ("question_id", "questionId", "index", "id", "image")
 ANSWER_KEYS = ("answer", "prediction", "text")
+# lines of each table: answers without an end token; of own data
+AT_LIMIT, ECE = "ended at the limit of tokens", "expected calibration error"
 BLIND = ", blind"  # the end of a title: the model, asked about gray pictures
 Results = dict[str, list[Row]]  # by the title of a model
 Summary = dict[str, dict[str, float | None]]  # the numbers of a table, by line and measure
@@ -83,12 +87,19 @@ class Benchmark:
         """The scores of one answer, 0 to 1; empty where nothing is known to be right."""
         raise NotImplementedError
 
-    def rows(self, questions: Sequence[Question], answers: Sequence[Answer | None]) -> list[Row]:
-        """A row for each answer; overridden where several questions are scored together."""
+    def rows(
+        self,
+        questions: Sequence[Question],
+        answers: Sequence[Answer | None],
+        sure: Mapping[Any, Certainty] = {},
+    ) -> list[Row]:
+        """A row for each answer; overridden where several questions are scored together. sure: how
+        sure the model was of answers, by the id of their question."""
         rows = []
         for question, answer in zip(questions, answers, strict=True):
             if answer is not None:
-                rows.append(Row(question, answer, self.score(question, answer)))
+                scores = self.score(question, answer)
+                rows.append(Row(question, answer, scores, sure_of(sure, question)))
         return rows
 
     def blind(self, question: Question) -> Question:
@@ -110,7 +121,7 @@ class Benchmark:
         context = copy_context()
         context.run(LOOKED_FOR.set, False)
         questions = context.run(self.questions, args)
-        return self.rows(questions, read_answers(file, questions))
+        return self.rows(questions, *read_answers(file, questions))
 
     def write(
         self,
@@ -119,8 +130,25 @@ class Benchmark:
         subject: Any,
     ) -> None:
         """Write the files of one model, a `Subject`."""
-        records = [{"question_id": row.question.id, "answer": row.answer} for row in rows]
+        records = []
+        for row in rows:
+            record = {"question_id": row.question.id, "answer": row.answer}
+            records.append(record | certainty_in(row))
         write_json(out / "results.json", records, indent=0)
+
+
+def sure_of(sure: Mapping[Any, Certainty], *questions: Question) -> list[Certainty]:
+    """The certainties of questions, of those that have one."""
+    return [sure[question.id] for question in questions if question.id in sure]
+
+
+def certainty_in(row: Row) -> dict[str, Any]:
+    """What an entry of results.json says of a row's only answer: how sure the model was of it, and
+    whether it ended."""
+    if not row.sure:
+        return {}
+    (certainty,) = row.sure
+    return {"confidence": certainty.confidence, "ended": certainty.ended}
 
 
 def write_json(path: Path, value: Any, indent: int = 1) -> None:
@@ -128,13 +156,17 @@ def write_json(path: Path, value: Any, indent: int = 1) -> None:
     write_text(path, json.dumps(value, ensure_ascii=False, indent=indent) + "\n")
 
 
-def read_answers(file: str | Path, questions: Sequence[Question]) -> list[Answer]:
+def read_answers(
+    file: str | Path, questions: Sequence[Question]
+) -> tuple[list[Answer], dict[int | str, Certainty]]:
     """The answer to each question, from {"question_id", "answer"} objects, or GQA's {"questionId",
     "prediction"}, MMBench's {"index", "prediction"} or VizWiz's {"image", "answer"}; without ids,
-    as in POPE's files, in the order of the questions. Raises UserError."""
+    as in POPE's files, in the order of the questions. And by id how sure the model was of those
+    that it has decoded, if the file says that of each. Raises UserError."""
     known = {str(question.id): question for question in questions}
     in_order = iter(known)
     answers = {}
+    sure = {}
 
     def add(record: dict) -> None:
         ids = [record[name] for name in ID_KEYS if name in record]
@@ -148,12 +180,17 @@ def read_answers(file: str | Path, questions: Sequence[Question]) -> list[Answer
         is_asked = text.strip().lower() in asked.lower()
         check(is_asked, f"{quoted(text)} is not {quoted(asked)}: see --prompt and --wording")
         answers[id_] = answer
+        if certainty := certainty_of(record):
+            sure[known[id_].id] = certainty
 
     read(file, add)
     if lost := [id_ for id_ in known if id_ not in answers]:
         problem = f"{len(lost)} questions have no answer ({some(lost)}): give an answer to each"
         raise UserError(f"{shown(file)}: {problem}")
-    return [answers[id_] for id_ in known]
+    decoded = [question for question in questions if not question.choices]
+    if len(sure) < len(decoded):
+        sure = {}
+    return [answers[id_] for id_ in known], sure
 
 
 def read_rows(file: str, make: Callable) -> list[Row]:
@@ -283,6 +320,7 @@ def results_of_model(
         asked[subject.title + BLIND] = [benchmark.blind(question) for question in questions]
     rows = {}
     for name, pictured in asked.items():
+        sure = {}
         answers = ask_all(
             model,
             processor,
@@ -293,12 +331,13 @@ def results_of_model(
             log=log,
             left_out=left_out,
             compiled=compiled,
+            sure=sure,
         )
         if answers.count(None) == len(answers):
             reason = next(iter(left_out.values()), "there are none")
             problem = f"none of {len(answers)} questions could be asked: {reason}"
             raise UserError(f"{benchmark.name}: {problem}")
-        rows[name] = benchmark.rows(questions, answers)
+        rows[name] = benchmark.rows(questions, answers, sure)
     return rows
 
 
@@ -333,7 +372,7 @@ def mean_over(lines: Sequence[Mapping]) -> dict[str, float]:
 def values_of(benchmark: Benchmark, results: Results) -> dict[str, dict]:
     """For JSON, by title: the summary; and by measure the mean in percent with its 95 % interval
     over groups of questions, and the paired difference on the questions that both have answered: of
-    a model on gray pictures to the model, else to the first."""
+    a model on gray pictures to the model, else to the first; AT_LIMIT, and ECE with its bins."""
 
     def percent(rows: Sequence[Row], scores: Sequence[float]) -> dict[str, float]:
         groups = [row.question.group or row.question.key for row in rows]
@@ -361,6 +400,17 @@ def values_of(benchmark: Benchmark, results: Results) -> dict[str, dict]:
                 found["difference"] = percent(both, gaps)
             measures[measure] = found
         values[title] = {"summary": benchmark.summary(rows), "measures": measures}
+        # 3. how the answers were decoded, and how sure of its own data's the model was
+        ended = [certainty.ended for row in rows for certainty in row.sure]
+        if ended:
+            values[title][AT_LIMIT] = 100 * ended.count(False) / len(ended)
+        pairs = []
+        for row in rows:
+            if row.sure and "exact_match" in row.scores:
+                pairs.append((row.sure[0].confidence, row.scores["exact_match"]))
+        if pairs:
+            error, bins = calibration(pairs)
+            values[title] |= {ECE: 100 * error, "calibration": bins}
     return values
 
 
@@ -385,6 +435,12 @@ def summary_table(values: Mapping[str, Mapping]) -> list[str]:
             numbers = summary.get(line, {})
             row += [cell(numbers.get(measure)) for measure in measures]
         cells.append(row)
+    for line in (AT_LIMIT, ECE):
+        row = [line]
+        for of_model in values.values():
+            row += [cell(of_model.get(line)), *[""] * (len(measures) - 1)]
+        if any(line in of_model for of_model in values.values()):
+            cells.append(row)
     head = [*measures, *summaries]
     if len(summaries) == 1:
         head = [*summaries, *measures]

@@ -7,7 +7,8 @@ looked.
 
 In: a model. Out: a page on this machine alone (127.0.0.1), which no page from elsewhere can ask. It
 loads nothing from the network and reports to nobody. One question is answered at a time. Pictures
-are kept in a temporary folder, which is deleted at the end.
+are kept in a temporary folder, which is deleted at the end. Confidence and scores are those of
+`eval.ask --json`.
 """
 
 import html
@@ -20,6 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from PIL.Image import Image
+
 from eval import figures
 from eval.command import add_flag, add_limit, command_parser, whole
 from eval.data import scenes
@@ -27,8 +30,9 @@ from eval.data.files import read
 from eval.explore.page import page
 from eval.explore.record import Case
 from eval.open import Subject, add_model_flags, model_of, open_subject, run_file, toy_note
-from model.boxes import parse_boxes
+from model.boxes import parse_objects
 from model.common import UserError, run_command, shown
+from model.confidence import Certainty
 from model.generate import ask
 from model.images import load_image
 from model.paligemma import PaliGemma
@@ -131,6 +135,18 @@ def example_rows(subject: Subject, folder: Path) -> list[list[str]]:
     return rows
 
 
+def shown_answer(image: Image, text: str, certainty: Certainty) -> tuple[dict, dict]:
+    """What the page shows of an answer: the text, and the picture with its boxes."""
+    boxes = parse_objects(text, *image.size)
+    if boxes:
+        names = [box.label for box in boxes]
+        sides = [box.box for box in boxes]
+        image = figures.draw_boxes(image, sides, names, least=448)
+    scores = ", ".join(f"{certainty.scores[box.part]:.2f}" for box in boxes)
+    said = {"value": text, "label": f"Answer (confidence {certainty.confidence:.2f})"}
+    return said, {"value": image, "visible": bool(boxes), "label": f"Boxes (scores {scores})"}
+
+
 def serve(
     subject: Subject,
     model: PaliGemma,
@@ -152,20 +168,19 @@ def serve(
             image = load_image(path)
             if is_explored:
                 return framed(explored(subject, model, processor, limit, image, prompt))
+            sure = []
             (text,) = ask(
                 model,
                 processor,
                 [image],
                 [prompt],
                 limit,
+                sure=sure,
             )
         except UserError as error:
             raise gradio.Error(str(error), print_exception=False) from None
-        boxes = parse_boxes(text, *image.size)
-        if boxes:
-            names, sides = zip(*boxes, strict=True)
-            image = figures.draw_boxes(image, sides, names, least=448)
-        return text, gradio.update(value=image, visible=bool(boxes)), ""
+        said, drawn = shown_answer(image, text, sure[0])
+        return gradio.update(**said), gradio.update(**drawn), ""
 
     def look_inside(path, prompt):
         return answer(path, prompt, is_explored=True)

@@ -6,8 +6,8 @@
 
 In: pictures with true boxes, and a model, which is asked `detect a ; b` for the classes that are
 there; or an earlier results.json. Out: AP and AR, also by class, the share of malformed boxes,
-results.json, and detect.png with true and found boxes. An answer has no score: it is 1 for every
-box, unless results.json has others.
+results.json, and detect.png with true and found boxes. The score of a box is the product of the
+probabilities of its four locations; of an earlier results.json without scores it is 1.
 
 Source: Lin et al., "Microsoft COCO: Common Objects in Context", ECCV 2014; the rules are those of
 its evaluation code (https://cocodataset.org/#detection-eval), to the tie.
@@ -15,7 +15,7 @@ its evaluation code (https://cocodataset.org/#detection-eval), to the tie.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import NamedTuple
@@ -24,11 +24,11 @@ import numpy as np
 from PIL.Image import Image
 
 from eval import figures
-from eval.bench import Benchmark, Row, read_rows, run, write_json
+from eval.bench import Benchmark, Row, certainty_in, read_rows, run, sure_of, write_json
 from eval.data.files import check, text_at
 from eval.data.record import Box, Detection
 from eval.data.records import embedded_records, read_data
-from eval.question import Question, question_of
+from eval.question import Question, certainty_of, question_of
 from model.boxes import parse_boxes
 from model.common import UserError, run_command, shown
 from model.images import load_image
@@ -82,9 +82,14 @@ class Detect(Benchmark):
                 raise UserError(f"{shown(args.data)}: {problem}")
         return [question_of(record, truth=record.detection) for record in records]
 
-    def rows(self, questions, answers):
-        pairs = zip(questions, answers, strict=True)
-        return [Row(question, (said, []), {}) for question, said in pairs if said is not None]
+    def rows(self, questions, answers, sure: Mapping = {}):
+        rows = []
+        for question, said in zip(questions, answers, strict=True):
+            if said is not None:
+                certain = sure_of(sure, question)
+                scores = certain[0].scores if certain else []
+                rows.append(Row(question, (said, scores), {}, certain))
+        return rows
 
     def read(self, file, args):
         return read_rows(file, row_of)
@@ -109,9 +114,11 @@ class Detect(Benchmark):
 
     def write(self, rows, out, subject):
         results = []
-        for question, (answer, scores), _ in rows:
+        for row in rows:
+            question, (answer, scores), *_ = row
             result = {"question_id": question.id, "question": question.prefix, "answer": answer}
-            results.append(result | asdict(question.truth) | {"scores": scores})
+            result |= asdict(question.truth) | {"scores": scores}
+            results.append(result | certainty_in(row))
         write_json(out / "results.json", results)
         title = f"{subject.title}: true boxes green, found ones orange"
         figures.save(draw_sheet(rows, title), out / "detect.png")
@@ -130,7 +137,8 @@ def row_of(record: dict) -> Row:
     parts = len(answer.split(";"))
     check(len(scores) in (0, parts), "scores: give one for each part of the answer, or none")
     question = Question(id_, id_, (), prefix, truth=truth)
-    return Row(question, (answer, scores), {})
+    certain = certainty_of(record)
+    return Row(question, (answer, scores), {}, [certain] if certain else ())
 
 
 def boxes_of(row: Row) -> tuple[list[Found], Counter]:

@@ -35,7 +35,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 
-from eval.bench import Benchmark, Row, means, run, write_json
+from eval.bench import Benchmark, Row, certainty_in, means, run, sure_of, write_json
 from eval.data.files import check, check_unique, read, rows_in
 from eval.question import Question
 from model.common import UserError, quoted, run_command, shown, write_text
@@ -93,13 +93,13 @@ class MMBench(Benchmark):
                 )
         return questions
 
-    def rows(self, questions, answers):
+    def rows(self, questions, answers, sure: Mapping = {}):
         """A row for each rotation; the first of a question has the score, if all rotations have an
         answer."""
         rows = []
         groups = defaultdict(list)
         for question, answer in zip(questions, answers, strict=True):
-            rows.append(Row(question, answer, {}))
+            rows.append(Row(question, answer, {}, sure_of(sure, question)))
             groups[question.id % BASE].append(rows[-1])
         for group in groups.values():
             if all(row.answer is not None and row.question.truth.get("answer") for row in group):
@@ -129,16 +129,18 @@ class MMBench(Benchmark):
 
     def write(self, rows, out, subject):
         results = []
-        for q, answer, _ in rows:
-            if answer is not None:  # with the prompt, since an answer is read by its wording
-                results.append({"question_id": q.id, "question": q.prefix, "answer": answer})
+        for row in rows:
+            q = row.question
+            if row.answer is not None:  # with the prompt, since an answer is read by its wording
+                result = {"question_id": q.id, "question": q.prefix, "answer": row.answer}
+                results.append(result | certainty_in(row))
         write_json(out / "results.json", results, indent=0)
         names = [name for name in rows[0].question.truth if name not in NOT_SUBMITTED]
         names.insert(6, "prediction")
         file = io.StringIO(newline="")
         table = csv.DictWriter(file, names, extrasaction="ignore", delimiter="\t")
         table.writeheader()
-        for question, answer, _ in rows:
+        for question, answer, *_ in rows:
             table.writerow(question.truth | {"prediction": answer or ""})
         write_text(out / "submission.tsv", file.getvalue())
 

@@ -20,7 +20,7 @@ import random
 import re
 from argparse import Namespace
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import sha256
@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from eval.bench import Benchmark, Row, by_kind, run, write_json
+from eval.bench import Benchmark, Row, by_kind, run, sure_of, write_json
 from eval.command import whole
 from eval.data.files import check, check_unique, find_image, find_picture, read, text_at
 from eval.data.haystacks import NEEDLE_TITLES, NEEDLES, haystack, layout_of, place_questions
@@ -96,14 +96,15 @@ class Needle(Benchmark):
             questions += asks_of(tests, args.protocol, kind)
         return questions
 
-    def rows(self, questions, answers):
+    def rows(self, questions, answers, sure: Mapping = {}):
         rows = []
         pairs = zip(questions, answers, strict=True)
         for _, group in groupby(pairs, key=lambda pair: id(pair[0].truth)):
             asked, said = zip(*group, strict=True)
             test = asked[0].truth
             record = response_record(test, respond(test, said, self.protocol))
-            rows.append(judged_row(asked[0], record | {"said": said}))
+            row = judged_row(asked[0], record | {"said": said})
+            rows.append(row._replace(sure=sure_of(sure, *asked)))
         return rows
 
     def read(self, file, args):
@@ -152,7 +153,7 @@ class Needle(Benchmark):
         for kind, of_kind in by_kind(rows).items():
             # 1. the responses
             test = of_kind[0].question.truth
-            records = [response_record(q.truth, record["response"]) for q, record, _ in of_kind]
+            records = [response_record(q.truth, record["response"]) for q, record, *_ in of_kind]
             write_json(out / f"responses-{kind}.json", records)
             # 2. accuracy by place
             size = f"{len(test.haystack)} picture(s) of {test.side}×{test.side}"
@@ -456,7 +457,7 @@ def draw_sheet(rows: Sequence[Row], title: str) -> Image.Image:
     misses = [row for row in rows if not judge(row.answer)[2]][:8]
     pictures = []
     captions = []
-    for question, record, _ in hits + misses:
+    for question, record, *_ in hits + misses:
         # 1. the picture of the first needle
         test = question.truth
         index = max(0, test.places[0][0])

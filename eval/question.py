@@ -1,12 +1,15 @@
 """One question to a model about pictures. Benchmarks make it, `eval/answer.py` asks it, and the
 scorers read it."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from eval.data.files import check
 from eval.data.record import Picture, Record, gray_picture
+from model.common import quoted
+from model.confidence import Certainty
 
 # a text; or, of a question whose choices are `scored`, their log-probabilities in nats
 Answer = str | list[float]
@@ -72,3 +75,16 @@ def question_of(record: Record, **more: Any) -> Question:
         kind=record.kind,
         **more,
     )
+
+
+def certainty_of(record: Mapping[str, Any]) -> Certainty | None:
+    """How sure the model was of a record's answer, from a file; None where the record does not say.
+    Raises TypeError and ValueError."""
+    if not {"confidence", "ended"} <= record.keys():
+        return None
+    found = Certainty(record["confidence"], record["ended"], record.get("scores", []))
+    parts = str(record.get("answer")).count(";") + 1
+    is_sound = 0 <= found.confidence <= 1 and type(found.ended) is bool and sum(found.scores) >= 0
+    problem = f"confidence, ended or scores: {quoted(list(found))}"
+    check(is_sound and len(found.scores) in (0, parts), problem)
+    return found

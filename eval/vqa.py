@@ -10,15 +10,17 @@ In: questions and annotations (`eval/data/published.py`) or your own examples
 (`eval/data/records.py`), and a model, or its answers. Out: results.json, and accuracy in percent,
 overall and by type, beside the best guess from the text alone. Your own examples are scored by
 exact match, and by VQA accuracy where people differ, or with --scoring by ANLS, relaxed accuracy
-or CIDEr (`eval/document_scoring.py`); of a conversation the last answer is asked.
+or CIDEr (`eval/document_scoring.py`); of a conversation the last answer is asked. Beside exact
+match stands the expected calibration error of the model's confidence, and in scores.json its ten
+bins.
 """
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 
-from eval.bench import PROMPT_FLAG, Benchmark, run, write_json
+from eval.bench import PROMPT_FLAG, Benchmark, certainty_in, run, write_json
 from eval.data import scenes
 from eval.data.files import find_picture
 from eval.data.published import Annotation, read_vqa
@@ -145,9 +147,9 @@ class Vqa(Benchmark):
             questions += scored_twins(questions, (word,), word)
         return questions
 
-    def rows(self, questions, answers):
+    def rows(self, questions, answers, sure: Mapping = {}):
         """With scores of TITLES, which see all answers at once."""
-        rows = super().rows(questions, answers)
+        rows = super().rows(questions, answers, sure)
         if self.scoring not in TITLES:
             return rows
         truths = {row.question.id: right_answers(row.question) for row in rows}
@@ -194,14 +196,15 @@ class Vqa(Benchmark):
     def write(self, rows, out, subject):
         id_, answer = SERVER_KEYS.get(self.scoring, ("question_id", "answer"))
         results, unsure = [], []
-        for q, said, scores in rows:
+        for row in rows:
+            q, said, scores, _ = row
             if q.scored:
                 unsure.append({id_: q.truth.question_id, "answerable": 1 - math.exp(*said)})
                 continue
             result = {id_: q.id, answer: said}
             if isinstance(q.truth, Record):
                 result |= {"question": q.prefix, "right": truths_of(q.truth), **scores}
-            results.append(result)
+            results.append(result | certainty_in(row))
         write_json(out / "results.json", results, indent=0)
         if unsure:
             write_json(out / "answerability.json", unsure, indent=0)

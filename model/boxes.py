@@ -1,21 +1,27 @@
 """Boxes and codes of masks in an answer.
 
-In: the answer of a PaliGemma as text. Out: labels, boxes in pixels, and the codes of their masks.
+In: the answer of a PaliGemma as text. Out: labels, boxes in pixels, and the codes of their masks;
+with the log-probabilities of its tokens, the score of each box.
 """
 
+import math
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 _PART = re.compile(r"\s*((?:<loc\d{4}>){4})((?:<seg\d{3}>)*)([^<>]*)")
+_PLACE = re.compile(r"<loc\d{4}>")
 _NUMBER = re.compile(r"\d+")
 
 
 class Said(NamedTuple):
-    """An object of an answer. codes: the 16 of its mask, or none."""
+    """An object of an answer. codes: the 16 of its mask, or none. part: the number of its part of
+    the answer, between semicolons."""
 
     label: str
     box: tuple[float, float, float, float]
     codes: tuple[int, ...]
+    part: int
 
 
 def parse_objects(text: str, width: int, height: int, as_said=False) -> list[Said]:
@@ -29,20 +35,21 @@ def parse_objects(text: str, width: int, height: int, as_said=False) -> list[Sai
     `as_said` for a score.
     """
     found = []
-    for match in map(_PART.fullmatch, text.split(";")):
+    for number, part in enumerate(text.split(";")):
+        match = _PART.fullmatch(part)
         if match is None:
             continue
-        places = [int(number) for number in _NUMBER.findall(match[1])]
+        places = [int(digits) for digits in _NUMBER.findall(match[1])]
         if max(places) > 1023:
             continue
         y1, x1, y2, x2 = (place / 1023 for place in places)
         if not as_said:
             (x1, x2), (y1, y2) = sorted((x1, x2)), sorted((y1, y2))
-        codes = tuple(int(number) for number in _NUMBER.findall(match[2]))
+        codes = tuple(int(digits) for digits in _NUMBER.findall(match[2]))
         if len(codes) != 16 or max(codes) > 127:
             codes = ()
         box = (x1 * width, y1 * height, x2 * width, y2 * height)
-        found.append(Said(match[3].strip(), box, codes))
+        found.append(Said(match[3].strip(), box, codes, number))
     return found
 
 
@@ -51,3 +58,18 @@ def parse_boxes(
 ) -> list[tuple[str, tuple[float, ...]]]:
     """Labels and boxes of `parse_objects`."""
     return [(said.label, said.box) for said in parse_objects(text, width, height, as_said)]
+
+
+def location_scores(pieces: Sequence[str], log_probs: Sequence[float]) -> list[float]:
+    """The score of each part of an answer between semicolons: the product of the probabilities of
+    its four locations; 0 for a part with another number of them.
+
+    pieces (T,): the texts of the answer's tokens. log_probs (T,): of these, in nats.
+    """
+    parts = [[]]
+    for piece, log_prob in zip(pieces, log_probs, strict=True):
+        if _PLACE.fullmatch(piece):
+            parts[-1].append(log_prob)
+        for _ in range(piece.count(";")):
+            parts.append([])
+    return [math.exp(sum(part)) if len(part) == 4 else 0.0 for part in parts]

@@ -1,8 +1,9 @@
 """Decoding: the prompts are read once into the cache, then one token a step for all rows until
 every row has ended.
 
-In: a batch of prompts of unequal length, padded on either side. Out: the new tokens of each row,
-which `Processor.decode` turns into text; `ask` does all of it, from pictures to text.
+In: a batch of prompts of unequal length, padded on either side. Out: the new tokens of each row and
+their log-probabilities, which `generate_texts` turns into text, and how sure the model is of it;
+`ask` does all of it, from pictures to text.
 """
 
 import math
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.common import UserError
+from model.confidence import certainty
 from model.paligemma import PaliGemma
 from model.processor import Processor
 
@@ -29,15 +31,16 @@ def ask(
     max_new_tokens: int = 32,
     **options,
 ) -> list[str]:
-    """The answer to each prompt about its picture, as text. options: those of `generate`. Raises
-    UserError.
+    """The answer to each prompt about its picture, as text. options: those of `generate_texts`.
+    Raises UserError.
 
     Many questions are asked faster by `eval.answer.ask_all`, which encodes a picture once and sorts
     prompts by length.
     """
     batch = processor(pictures, prompts).to(next(model.parameters()).device)
-    answers = generate(
+    return generate_texts(
         model,
+        processor.decode,
         batch.input_ids,
         batch.pixel_values,
         batch.token_type_ids,
@@ -46,7 +49,27 @@ def ask(
         image_index=batch.image_index,
         **options,
     )
-    return [processor.decode(answer) for answer in answers]
+
+
+def generate_texts(
+    model: Any,
+    decode: Callable[[Any], str],
+    *inputs,
+    sure: list | None = None,
+    also_end: Sequence[int] = (),
+    **options,
+) -> list[str]:
+    """What `generate` says, as text. sure: gets a `Certainty` of each answer. decode: from ids to
+    text. inputs, options: those of `generate`."""
+    log_probs = []
+    if sure is not None:
+        options["log_probs"] = log_probs
+    answers = generate(model, *inputs, also_end=also_end, **options)
+    if sure is not None:
+        ends = end_tokens(model, also_end).tolist()
+        for ids, of_tokens in zip(answers, log_probs, strict=True):
+            sure.append(certainty(ids.tolist(), of_tokens.tolist(), ends, decode))
+    return [decode(answer) for answer in answers]
 
 
 def generate(
@@ -65,6 +88,7 @@ def generate(
     compiled: Any = None,
     also_end: Sequence[int] = (),
     on_token: Callable[[Tensor], object] = lambda token: None,
+    log_probs: list | None = None,
 ) -> list[Tensor]:
     """New token ids of each row (a list of B vectors), up to and including an end token if one
     came.
@@ -75,6 +99,10 @@ def generate(
     `compiled` is a `model.compiled.CompiledStep` of this model. The tokens `also_end` end a row,
     too; `on_token` receives each new token (B,). Raises UserError, and NonFiniteError for logits
     before a row's end that are not.
+
+    `log_probs`, an empty list, gets for each row the log p (T,) fp32 of its new tokens, the end
+    token included, in nats. p is the model's own: of all tokens, at temperature 1 before `adjusted`,
+    temperature and top_p, also where one of these has chosen the token.
     """
     check_options(max_new_tokens, temperature, top_p)
     rows, prompt = input_ids.shape
@@ -108,16 +136,21 @@ def generate(
         check_every = CHECK_EVERY if logits.is_cuda else 1
         ended = broken = torch.zeros(rows, dtype=torch.bool, device=logits.device)
         tokens: list[Tensor] = []
+        known: list[Tensor] = []
         for seen in range(prompt + 1, end + 1):
             # a row of NaN counts as ended, and is reported in the end: no step waits for a GPU
             finite = finite_rows(logits)
             broken = broken | ~(finite | ended)
             ended = ended | ~finite
-            # torch.multinomial fails on NaN, on CUDA for all later calls too
-            if temperature > 0:
-                logits = torch.where(finite[:, None], logits, 0.0)
-            logits = model.adjusted(logits, input_ids, tokens, valid)
-            token = pick(logits, temperature, top_p, generator)
+            token = next_token(
+                model,
+                logits,
+                (input_ids, tokens, valid),
+                None if log_probs is None else known,
+                temperature,
+                top_p,
+                generator,
+            )
             token = torch.where(ended, ends[0] if len(ends) else 0, token)
             tokens.append(token)
             on_token(token)
@@ -140,9 +173,11 @@ def generate(
         # 4. what went wrong, or each row up to its end
         if problems := broken.nonzero().flatten().tolist():
             raise NonFiniteError(problems)
-    answers = torch.stack(tokens, dim=1)
     # copies made outside of inference mode, which autograd may use
-    return [up_to_end(row, ends).clone() for row in answers]
+    answers = [up_to_end(row, ends).clone() for row in torch.stack(tokens, dim=1)]
+    if log_probs is not None:
+        log_probs += as_long_as(answers, known)
+    return answers
 
 
 def end_tokens(model: Any, also_end: Sequence[int] = ()) -> Tensor:
@@ -169,6 +204,23 @@ def last_valid(attention_mask: Tensor) -> Tensor:
     return width - 1 - behind
 
 
+def next_token(
+    model: Any,
+    logits: Tensor,
+    read: tuple,
+    known: list[Tensor] | None,
+    *options,
+) -> Tensor:
+    """One token (B,) by `pick`, from logits (B, V) that the model has `adjusted` to what was `read`.
+    known: gets its log p (B,) under the logits as they were."""
+    if known is None:
+        return pick(model.adjusted(logits, *read), *options)
+    own = logits.log_softmax(-1, torch.float32)  # before `adjusted`, which may write into them
+    token = pick(model.adjusted(logits, *read), *options)
+    known.append(own.gather(-1, token[:, None])[:, 0])
+    return token
+
+
 def pick(
     logits: Tensor,
     temperature: float,
@@ -176,7 +228,7 @@ def pick(
     generator: torch.Generator | None,
 ) -> Tensor:
     """One token (B,) from logits (B, V), which are finite or −∞: the largest, or a sample of the
-    nucleus (Holtzman et al. 2020)."""
+    nucleus (Holtzman et al. 2020). Of a row that has NaN it is any."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     # the largest logit becomes 0, and the temperature a number of fp32, so that no quotient is NaN
@@ -184,6 +236,8 @@ def pick(
     logits = logits - logits.amax(dim=-1, keepdim=True)
     temperature = min(max(temperature, limits.tiny), limits.max)
     probabilities = torch.softmax(logits / temperature, dim=-1)
+    # torch.multinomial fails on NaN, on CUDA for all later calls too
+    probabilities = probabilities.nan_to_num(1.0)
     if top_p < 1:
         ordered, order = probabilities.sort(dim=-1, descending=True)
         # a token stays while the mass before it has not reached top_p: the first always does
@@ -197,6 +251,12 @@ def up_to_end(row: Tensor, ends: Tensor) -> Tensor:
     """A row of tokens (T,) up to its first token of `ends`, included."""
     places = torch.isin(row, ends).nonzero()
     return row[: int(places[0]) + 1] if len(places) else row
+
+
+def as_long_as(answers: Sequence[Tensor], steps: list[Tensor]) -> list[Tensor]:
+    """Values (B,) of each step, as one vector (T,) for each row, which ends with its answer (T,)."""
+    rows = torch.stack(steps, dim=1)
+    return [row[: len(answer)].clone() for row, answer in zip(rows, answers, strict=True)]
 
 
 class NonFiniteError(UserError):

@@ -298,7 +298,7 @@ class Choices(Benchmark):
 
     def write(self, rows, out, subject):
         results = []
-        for q, likelihoods, _ in rows:
+        for q, likelihoods, *_ in rows:
             written = {
                 "id": q.id,
                 "subject": q.kind,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from model.common import UserError, read_json_if, read_text
-from model.generate import generate
+from model.generate import generate_texts
 from model.source import resolve
 from model.systems.configs import DEFAULT_SYSTEM, LanguageConfig, LlamaConfig
 from model.tokenizer import Texts, Tokenizer, find_tokenizer, load_tokenizer
@@ -154,14 +154,14 @@ def ask_text(
     **options,
 ) -> list[str]:
     """How the model goes on from each prompt or, with `chat`, answers it. options: those of
-    `generate`. UserError."""
+    `generate_texts`. UserError."""
     rows = [tokenizer.prompt(prompt, chat) for prompt in prompts]
     ids, valid = pad_left(rows, model.config.pad_token_id)
     device = next(model.parameters()).device
     ids, valid = ids.to(device), valid.to(device)
     options["also_end"] = tokenizer.end_of_turn if chat else ()
-    answers = generate(model, ids, None, torch.ones_like(ids), valid, max_new_tokens, **options)
-    return [tokenizer.decode(answer) for answer in answers]
+    inputs = ids, None, torch.ones_like(ids), valid, max_new_tokens
+    return generate_texts(model, tokenizer.decode, *inputs, **options)
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad: int | None) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from eval.figures import SERIES
 from eval.open import Subject, model_of, models_of, toy_note
 from eval.progress import Bar
 from model import generate
+from model.confidence import Certainty
 from model.images import load_image
 from model.masks import MaskCoder
 from tests.files import write_json, write_lines
@@ -77,13 +78,15 @@ def test_masks_are_drawn_in_their_boxes(workplace, monkeypatch, capsys):
     place = "<loc0256><loc0512><loc0767><loc1023>"
     codes = list(range(100, 116))
     said = place + "".join(f"<seg{code:03}>" for code in codes) + f" cat ; {place}<seg001> dog"
-    monkeypatch.setattr(ask, "ask", lambda *args, **options: [said])
+    certain = Certainty(0.5, True, [0.25, 0.125])
+    monkeypatch.setattr(ask, "ask", lambda *_, sure, **options: sure.append(certain) or [said])
     flags = "--model embedded --image black.png --prompt x --json".split()
     seen = []
     for more in ("--draw a.png --masks coder.npz", "--draw b.png"):
         ask.main([*flags, *more.split()])
         cat, dog = json.loads(capsys.readouterr().out)[0]["boxes"]
         assert cat["codes"] == codes
+        assert (cat["score"], dog["score"]) == (0.25, 0.125)
         assert "codes" not in dog
         drawn = load_image(more.split()[1])
         seen.append([drawn.getpixel((x, 224)) for x in (100, 336)])

@@ -161,15 +161,15 @@ def test_the_likeliest_choice_is_the_answer(processor, kind, monkeypatch):
 def count_asked(monkeypatch, batches=99):
     """The sizes of the batches that are generated; Ctrl-C arrives after so many."""
     sizes = []
-    original = answer.generate
+    original = answer.generate_texts
 
-    def interrupted(model, input_ids, *args, **options):
+    def interrupted(model, decode, input_ids, *args, **options):
         if len(sizes) == batches:
             raise KeyboardInterrupt
         sizes.append(len(input_ids))
-        return original(model, input_ids, *args, **options)
+        return original(model, decode, input_ids, *args, **options)
 
-    monkeypatch.setattr(answer, "generate", interrupted)
+    monkeypatch.setattr(answer, "generate_texts", interrupted)
     return sizes
 
 

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from eval import answer, mmbench
+from eval.bench import AT_LIMIT
 from tests.files import read_json, write_json
 from tests.runs import refused
 
@@ -212,8 +213,8 @@ def test_a_model_is_asked(source, workplace, capsys, monkeypatch):
     flags = ["--model", source, *"--tsv T --max-new-tokens 2 --json --out".split()]
     mmbench.main([*flags, "free"])
     printed, report = capsys.readouterr()
-    measure = json.loads(printed)["random"]["measures"]["CircularEval"]
-    assert measure["questions"] == 2  # that of rows[5] is not scored
+    scored = json.loads(printed)["random"]
+    assert scored["measures"]["CircularEval"]["questions"] == 2  # that of rows[5] is not scored
     assert "left out 1 of 12 questions: index 1000001: image" in report
     asked = [q for q in ask_all.call_args.args[2] if q.id != 1000001]
     colors = [Image.open(q.images()[0]).getpixel((0, 0)) for q in asked]
@@ -225,7 +226,9 @@ def test_a_model_is_asked(source, workplace, capsys, monkeypatch):
     assert head == "index question A B C D prediction answer split".split()
     assert sorted(row[0] for row in cells) == sorted(str(row[0]) for row in rows)
     assert cells[1][:6] == ["1000000", "what, 0?", "dog", "a red bus", "hat", "cat"]
-    said = {r["question_id"]: r["answer"] for r in read_json(workplace / "free/results.json")}
+    results = read_json(workplace / "free/results.json")
+    assert scored[AT_LIMIT] == 100 * sum(not result["ended"] for result in results) / 11
+    said = {result["question_id"]: result["answer"] for result in results}
     assert said.keys() == {q.id for q in asked}
     assert None not in said.values()
     refused(lambda: mmbench.main("--tsv T --results free/results.json".split()), "--wording")

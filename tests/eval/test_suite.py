@@ -84,7 +84,7 @@ def test_the_rows_of_two_models(root, source, twin, workplace, printed):
     assert None not in found["random"].values()
     assert found == read_json(folder / "suite.json")
     rows = read_json(folder / "gqa/results.json")
-    assert [set(row) for row in rows] == 2 * [{"questionId", "prediction"}]
+    assert [set(row) for row in rows] == 2 * [{"questionId", "prediction", "confidence", "ended"}]
     suite.main([*flags, "--adapter", twin, *"--tasks gqa,pope --blind --out two".split()])
     lines = printed()
     assert all(

@@ -132,10 +132,11 @@ def test_a_language_model_is_asked_without_a_picture(folder, printed):
     for flag in ("--json", "--json --chat"):
         main(f"--model {folder} --prompt dog? a --max-new-tokens 6 {flag}".split())
         answers[flag] = json.loads(printed())
-        said = ask_text(model, tokenizer, ["dog?", "a"], 6, "chat" in flag)
+        sure = []
+        said = ask_text(model, tokenizer, ["dog?", "a"], 6, "chat" in flag, sure=sure)
         assert answers[flag] == [
-            {"prompt": "dog?", "answer": said[0]},
-            {"prompt": "a", "answer": said[1]},
+            {"prompt": "dog?", "answer": said[0], "confidence": sure[0].confidence},
+            {"prompt": "a", "answer": said[1], "confidence": sure[1].confidence},
         ]
         for prompt, text in zip(("dog?", "a"), said, strict=True):
             ids = row = tokenizer.prompt(prompt, "chat" in flag)

@@ -10,6 +10,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 import model.generate as generation
 from model.attention import LayerCache
+from model.compiled import CompiledStep
 from model.generate import generate, pick
 from model.systems.language import new_model
 from tests.reference import batch, hf_forward, hf_model, ours, relative_error, right_padded
@@ -79,6 +80,67 @@ def test_what_is_generated_can_be_trained_on():
     assert not ids.is_inference()
     model(ids[None], None, torch.ones_like(ids)[None]).square().sum().backward()
     assert model.language_model.embed_tokens.weight.grad.abs().sum() > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("generation", [1, 2])
+def test_log_probabilities_are_those_of_transformers(generation):
+    """Breaks when a token gets another's log p, the end token none, or a row that has ended counts
+    on."""
+    hf = hf_model(generation)
+    inputs = prompt(hf)
+    free = hf.generate(**inputs, max_new_tokens=20, do_sample=False)[
+        :, inputs["input_ids"].shape[1] :
+    ]
+    # the first row ends in its middle
+    end = int(free[0, 7])
+    hf.config.eos_token_id = hf.generation_config.eos_token_id = end
+    hf.config.text_config.eos_token_id = end
+    model = ours(hf)
+    theirs = hf.generate(
+        **inputs,
+        max_new_tokens=20,
+        do_sample=False,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    expected = hf.compute_transition_scores(theirs.sequences, theirs.scores, normalize_logits=True)
+    for given in (inputs, right_padded(inputs)):
+        log_probs = []
+        rows = generate(model, **given, max_new_tokens=20, log_probs=log_probs)
+        plain = generate(model, **given, max_new_tokens=20)
+        assert all(map(torch.equal, rows, plain))
+        assert rows[0][-1] == end and len(rows[0]) <= 8
+        assert max(map(len, rows)) == 20
+        for number, (row, found) in enumerate(zip(rows, log_probs, strict=True)):
+            assert len(found) == len(row)
+            torch.testing.assert_close(found, expected[number, : len(row)], rtol=0, atol=2e-5)
+    compiled = CompiledStep(model, backend="eager")
+    fast = []
+    generate(model, **inputs, max_new_tokens=20, compiled=compiled, log_probs=fast)
+    torch.testing.assert_close(fast, log_probs, rtol=0, atol=2e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_log_probabilities_of_a_sample_are_the_model_s_own(dtype):
+    """Breaks when temperature, nucleus or the image token change what the model is said to
+    believe, or bf16 rounds it."""
+    hf = hf_model(1)
+    model = ours(hf).to(dtype)
+    inputs = prompt(hf)
+    inputs["pixel_values"] = inputs["pixel_values"].to(dtype)
+    raw = []
+    model.register_forward_hook(lambda module, args, logits: raw.append(logits[:, -1].double()))
+    log_probs = []
+    options = {"temperature": 5.0, "top_p": 0.9, "generator": torch.Generator().manual_seed(0)}
+    rows = generate(model, **inputs, max_new_tokens=12, log_probs=log_probs, **options)
+    own = torch.stack(raw, dim=1).log_softmax(-1)
+    assert len({tuple(row.tolist()) for row in rows}) == 3
+    for number, (row, found) in enumerate(zip(rows, log_probs, strict=True)):
+        assert found.dtype == torch.float32 and not found.is_inference()
+        expected = own[number, range(len(row)), row].float()
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_it_stops_when_every_row_has_ended(monkeypatch):
@@ -236,7 +298,9 @@ def test_the_repetition_penalty_is_that_of_transformers(monkeypatch):
         return pick(logits, *args)
 
     monkeypatch.setattr("model.generate.pick", kept)
-    rows = torch.stack(generate(model, ids, None, torch.ones_like(ids), valid, 30))
+    log_probs = []
+    types = torch.ones_like(ids)
+    rows = torch.stack(generate(model, ids, None, types, valid, 30, log_probs=log_probs))
     penalise = RepetitionPenaltyLogitsProcessor(1.7)
     for step, (logits, mine) in enumerate(zip(raw, chosen, strict=True)):
         for row, start in enumerate((0, 1)):  # without padding
@@ -244,3 +308,6 @@ def test_the_repetition_penalty_is_that_of_transformers(monkeypatch):
             read = torch.cat((ids[row, start:], rows[row, :step]))[None]
             assert torch.equal(penalise(read, logits[row : row + 1])[0], mine[row])
     assert rows.shape == (2, 30)
+    # how sure the model is does not hang on the penalty
+    own = torch.stack(raw, dim=1).log_softmax(-1).gather(-1, rows[..., None])[..., 0]
+    torch.testing.assert_close(torch.stack(log_probs), own)
