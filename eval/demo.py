@@ -21,19 +21,21 @@ from pathlib import Path
 from typing import Any
 
 from eval import figures
-from eval.command import add_flag, add_limit, command_parser, whole
+from eval.command import MASKS_HELP, add_flag, add_limit, command_parser, whole
 from eval.data import scenes
 from eval.data.files import read
 from eval.explore.page import page
 from eval.explore.record import Case
 from eval.open import Subject, add_model_flags, model_of, open_subject, run_file, toy_note
-from model.boxes import parse_boxes
+from model.boxes import parse_objects
 from model.common import UserError, run_command, shown
 from model.generate import ask
 from model.images import load_image
+from model.masks import MaskCoder
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from weights.load import load_model
+from weights.masks import load_mask_coder
 
 SCENES = [  # scenes of the test split, and prompts
     (192, "answer en Where is the dog?"),
@@ -138,6 +140,7 @@ def serve(
     folder: Path,
     limit: int = 64,
     port: int | None = None,
+    coder: MaskCoder | None = None,
 ) -> Any:
     """The page, a `gradio.Blocks`, started in threads of this process; `local_url` is its address,
     and the pictures of its examples are written to `folder`. Raises OSError if the port is
@@ -161,10 +164,9 @@ def serve(
             )
         except UserError as error:
             raise gradio.Error(str(error), print_exception=False) from None
-        boxes = parse_boxes(text, *image.size)
+        boxes = parse_objects(text, *image.size)
         if boxes:
-            names, sides = zip(*boxes, strict=True)
-            image = figures.draw_boxes(image, sides, names, least=448)
+            image = figures.draw_objects(image, boxes, coder)
         return text, gradio.update(value=image, visible=bool(boxes)), ""
 
     def look_inside(path, prompt):
@@ -240,8 +242,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         type=whole(1, 65535),
         metavar="N",
     )
+    masks = f"draw masks too, with the coder of the model: {MASKS_HELP}"
+    add_flag(parser, "--masks", masks, metavar="FILE")
     args = parser.parse_args(argv)
     load_gradio()
+    coder = load_mask_coder(args.masks)
     subject = model_of(args)
     model, processor = open_subject(args, subject)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -254,6 +259,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             Path(folder),
             args.max_new_tokens,
             args.port,
+            coder,
         )
         print(f"{shown(subject.name)} answers at {blocks.local_url}; end with Ctrl+C")
         blocks.block_thread()
