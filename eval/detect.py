@@ -33,7 +33,7 @@ from eval import figures
 from eval.bench import Benchmark, Row, read_rows, run, write_json
 from eval.command import MASKS_HELP
 from eval.data.files import check, text_at
-from eval.data.masks import check_mask, mask_of
+from eval.data.masks import checked_mask, mask_of
 from eval.data.record import Box, Detection
 from eval.data.records import embedded_records, read_data
 from eval.masks import answer_overlap, mask_overlaps, masks_of
@@ -41,6 +41,7 @@ from eval.question import Question, question_of
 from model.boxes import Said, parse_objects
 from model.common import UserError, run_command, shown
 from model.images import load_image
+from weights.masks import load_mask_coder
 
 BY_DEFAULT = 300  # pictures, by default
 DRAWN = 12  # of them, on the sheet
@@ -119,8 +120,6 @@ class Detect(Benchmark):
 
     def open_coder(self, questions: Sequence[Question], args) -> None:
         """The coder of --masks. Raises UserError for questions without masks."""
-        from weights.masks import load_mask_coder  # here, since scoring boxes starts without torch
-
         self.coder = load_mask_coder(args.masks)
         if self.coder and not all(map(asks_masks, questions)):
             problem = "some prompts ask for boxes alone: give --data coco-masks:FILE"
@@ -185,7 +184,7 @@ def row_of(record: dict) -> Row:
     question = Question(id_, picture, (), prefix, truth=truth)
     if asks_masks(question):
         for box in boxes:
-            check_mask(box, mask_of(box.segmentation, truth.height, truth.width))
+            checked_mask(box, truth.height, truth.width)
     return Row(question, (answer, scores), {})
 
 

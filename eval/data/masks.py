@@ -7,7 +7,6 @@ Source: Lin et al., "Microsoft COCO: Common Objects in Context", ECCV 2014, and 
 common/maskApi.c.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -39,16 +38,18 @@ def mask_of(segmentation: Any, height: int, width: int) -> np.ndarray:
     return mask
 
 
-def check_mask(box: Box, mask: np.ndarray) -> None:
-    """Raise ValueError for a mask (height, width) most of which is outside of its box. A box that is
-    thinner than two pixels may have an empty one."""
-    left, top = max(0, int(box.x)), max(0, int(box.y))
-    right, bottom = math.ceil(box.x + box.width), math.ceil(box.y + box.height)
-    inside = int(mask[top : max(0, bottom), left : max(0, right)].sum())
-    whole = int(mask.sum())
+def checked_mask(box: Box, height: int, width: int) -> np.ndarray:
+    """The mask (height, width) of an object. Raises as `mask_of`, and ValueError for one most of
+    which is outside of its box; in a box thinner than two pixels it may be empty."""
+    mask = mask_of(box.segmentation, height, width)
+    row, column = mask.nonzero()
+    is_inside = (column > box.x - 1) & (column < box.x + box.width)
+    is_inside &= (row > box.y - 1) & (row < box.y + box.height)
+    inside = np.count_nonzero(is_inside)
     is_thin = min(box.width, box.height) < 2
-    fits = is_thin or inside > whole / 2
-    check(fits, f"the bbox of {box.label} holds {inside} of the {whole} pixels of its mask")
+    fits = is_thin or inside > len(row) / 2
+    check(fits, f"the bbox of {box.label} holds {inside} of the {len(row)} pixels of its mask")
+    return mask
 
 
 def of_polygon(polygon: Sequence[float], height: int, width: int) -> np.ndarray:
@@ -109,7 +110,9 @@ def read_counts(text: str) -> list[int]:
     value = shift = 0
     for letter in text:
         bits = ord(letter) - ord("0")
-        check(0 <= bits < 64, f"counts hold {quoted(letter)}, which is no run length")
+        check(
+            0 <= bits < 64 and shift < 60, f"counts hold {quoted(letter)}, which is no run length"
+        )
         value |= (bits & 31) << shift
         shift += 5
         if bits & 32:

@@ -25,7 +25,7 @@ from PIL import ExifTags, Image
 
 from eval.data import files
 from eval.data.files import Places, check, find_picture, some, text_at
-from eval.data.masks import check_mask, mask_of
+from eval.data.masks import checked_mask
 from eval.data.published import read_vqa
 from eval.data.record import (
     PROMPT,
@@ -458,9 +458,7 @@ def read_coco(
         entry, there = asked
         width, height = entry["width"], entry["height"]
         boxes = [box_of(annotated, labels, width, height, bool(coder)) for annotated in there]
-        texts = [""] * len(boxes)
-        if coder:
-            texts = [mask_text(box, coder, width, height) for box in boxes]
+        texts = [mask_text(box, coder, width, height) for box in boxes]
         truth = Detection(width, height, tuple(boxes))
         file = find_picture(folder, text_at(entry, "file_name"))
         check_upright(file, width, height)
@@ -516,9 +514,10 @@ def mask_text(
     width: int,
     height: int,
 ) -> str:
-    """The tokens of an object's mask. Raises as `mask_of` and `check_mask`."""
-    mask = mask_of(box.segmentation, height, width)
-    check_mask(box, mask)
+    """The tokens of an object's mask, without a coder none. Raises as `checked_mask`."""
+    if coder is None:
+        return ""
+    mask = checked_mask(box, height, width)
     return coder.to_text(mask, (box.x, box.y, box.x + box.width, box.y + box.height))
 
 
