@@ -73,11 +73,10 @@ def of_polygon(polygon: Sequence[float], height: int, width: int) -> np.ndarray:
     column = left // FINE
     is_middle = (left % FINE == FINE // 2) & (column >= 0) & (column < width)
     row = (upper[is_middle] + FINE // 2) // FINE
-    # 3. pixels below an odd number of crossings
-    places = column[is_middle] * height + row.clip(0, height)
-    crossings = np.bincount(places, minlength=height * width + 1)
-    inside = crossings[:-1].cumsum() % 2 == 1
-    return inside.reshape(width, height).T
+    # 3. the pixels from one crossing to the next are outside and inside in turn
+    crossings = np.sort(column[is_middle] * height + row.clip(0, height))
+    counts = np.diff(crossings, prepend=0, append=height * width)
+    return of_runs(counts.tolist(), height, width)
 
 
 def line(start: np.ndarray, end: np.ndarray) -> np.ndarray:
