@@ -20,6 +20,7 @@ evaluators/proj/paligemma/transfers/segmentation.py.
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
@@ -53,6 +54,7 @@ SIZES = {  # area, both ends
     " medium": (32**2, 96**2),
     " large": (96**2, 1e10),
 }
+TOKENS = re.compile(r"\s*(<loc\d{4}>){4}(<seg\d{3}>){16}")  # of a mask in its box
 MOST = 100  # detections of one class in one picture
 
 
@@ -93,7 +95,10 @@ class Detect(Benchmark):
             help=f"score masks too, with the coder of the model: {MASKS_HELP}", metavar="FILE"
         ),
     }
-    limit = f"pictures, the first N (default: all of a file, {BY_DEFAULT} of the embedded scenes)"
+    limit = (
+        f"pictures, or prompts for masks, the first N (default: all of a file, {BY_DEFAULT} of the "
+        "embedded scenes)"
+    )
 
     def questions(self, args):
         if args.data in (None, "embedded"):
@@ -224,11 +229,13 @@ def boxes_of(row: Row) -> tuple[list[Found], Counter]:
 
 
 def overlap_of(row: Row, coder: Any) -> float:
-    """The IoU of the true masks of a prompt, and of the first ones of its answer, as many."""
+    """The IoU of the true masks of a prompt, and of the first ones of its answer, as many; what
+    follows the 20 tokens of a mask is ignored, a name too."""
     truth = row.question.truth
     count = sum(not box.is_crowd for box in truth.boxes)
     answer, _ = row.answer
-    first = ";".join(answer.split(";")[:count])
+    tokens = [TOKENS.match(part) for part in answer.split(";")[:count]]
+    first = ";".join(match[0] for match in tokens if match)
     found, _ = boxes_of(row._replace(answer=(first, [])))
     return answer_overlap(masks_of(found, truth, coder), truth)
 
