@@ -1,6 +1,5 @@
 """The small coder of masks, and training on masks."""
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -10,7 +9,7 @@ from eval import figures
 from eval.data.pictures import Dice
 from eval.data.records import read_coco
 from model.masks import SIDE
-from tests.eval.test_masks import ellipse, layout, written
+from tests.eval.test_masks import ellipse, has_color, layout, written
 from tests.files import read_json, write_json
 from tests.runs import metrics, refused, words
 from train import finetune, masks, validation
@@ -93,15 +92,6 @@ def test_masks_are_learned_scored_and_drawn(tmp_path, monkeypatch, capsys):
     finetune.main(words(flags, f"--show-batch {tmp_path}/sheet.png"))
     assert "<seg" in capsys.readouterr().out
     assert has_color(tmp_path / "sheet.png", figures.SERIES[0])
-
-
-def has_color(path, *colors):
-    """Whether a picture on black holds one, half transparent, after another, about as it is."""
-    expected = np.zeros(3)
-    for color in colors[::-1]:
-        expected = (expected + color) / 2
-    pixels = np.asarray(Image.open(path).convert("RGB"), np.float64)
-    return (abs(pixels - expected) < 5).all(-1).sum() > 100
 
 
 def test_the_coder_of_a_run():
