@@ -45,6 +45,23 @@ def test_a_coder_is_made_from_its_seed(tmp_path, monkeypatch):
         assert not torch.equal(tensor, untrained[name]), name
 
 
+def test_what_the_loss_trains(monkeypatch):
+    """Breaks when the encoder does not learn from the decoder, straight through the codes, or from
+    its distance to them, or the codes do not learn."""
+    coder = masks.MaskCoder(2, 4)
+    (shapes,) = masks.batches("train", 1, 0)
+    gradients = []
+    for weight in (0.0, 10.0):
+        monkeypatch.setattr(masks, "COMMITMENT", weight)
+        coder.zero_grad()
+        masks.loss_of(coder, shapes).backward()
+        gradients.append({name: p.grad.clone() for name, p in coder.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().sum() > 0, name
+        is_moved = not torch.allclose(gradient, gradients[1][name])
+        assert is_moved == name.startswith("encoder"), name
+
+
 def test_shapes_fill_their_box():
     """Breaks when a shape is empty, is not cropped to its box, or training sees what is held
     out."""
