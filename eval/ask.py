@@ -19,21 +19,20 @@ import json
 import sys
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 
 import torch
-from PIL import Image
 
 from eval import figures
-from eval.command import add_flag, add_limit, command_parser, whole
+from eval.command import MASKS_HELP, add_flag, add_limit, command_parser, whole
 from eval.data.record import fill_prompt
 from eval.open import add_model_flags, model_of, open_subject, stored_prompt, toy_note, wording_of
-from model.boxes import parse_objects
+from model.boxes import Said, parse_objects
 from model.common import UserError, run_command, shown
 from model.generate import NonFiniteError, ask, check_options
 from model.images import load_image
-from model.masks import MaskCoder, paste
+from model.masks import MaskCoder
 from weights.masks import load_mask_coder
 
 BATCH = 16  # prompts at a time
@@ -60,8 +59,8 @@ def parser_of() -> ArgumentParser:
     )
     boxes = "draw the boxes of all answers on their pictures"
     add_flag(parser, "--draw", boxes, type=Path, metavar="OUT.png")
-    masks = "draw masks too, with the coder of the model: vae-oid.npz of big_vision"
-    add_flag(parser, "--masks", masks, type=Path, metavar="FILE")
+    masks = f"draw masks too, with the coder of the model: {MASKS_HELP}"
+    add_flag(parser, "--masks", masks, metavar="FILE")
     add_flag(parser, "--json", "print one JSON list", False)
     return parser
 
@@ -76,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     images = {name: load_image(name) for name in args.image}
     if args.draw:
         figures.check_name(args.draw)
-    coder = load_mask_coder(args.masks) if args.masks else None
+    coder = load_mask_coder(args.masks)
     if coder and not args.draw:
         raise UserError("--masks draws: give --draw OUT.png too")
     subject = model_of(args)
@@ -172,32 +171,17 @@ def write_drawing(
     coder; several as one sheet."""
     drawn = []
     for name, image in images.items():
-        of_image = [answer["boxes"] for answer in answers if answer["image"] == name]
-        found = list(chain(*of_image))
-        sides = [box["box"] for box in found]
-        labels = [box["label"] for box in found]
-        if coder:
-            image = draw_masks(image, found, coder)
-        drawn.append(figures.draw_boxes(image, sides, labels, least=448))
+        found = []
+        for answer in answers:
+            if answer["image"] == name:
+                for box in answer["boxes"]:
+                    found.append(Said(box["label"], box["box"], box.get("codes", ())))
+        drawn.append(figures.draw_objects(image, found, coder))
     sheet = drawn[0]
     if len(drawn) > 1:
         titles = [Path(name).name for name in images]
         sheet = figures.contact_sheet(drawn, titles, size=448)
     figures.save(sheet, path)
-
-
-def draw_masks(image: Image.Image, found: Sequence[Mapping], coder: MaskCoder) -> Image.Image:
-    """A copy of a picture with the masks of objects in half-transparent colours, by label."""
-    kinds = list(dict.fromkeys(box["label"] for box in found))
-    for box in found:
-        if "codes" in box:
-            with torch.no_grad():
-                decoded = coder.decode(torch.tensor([box["codes"]]))[0]
-            mask = Image.fromarray(paste(decoded, box["box"], *image.size))
-            color = figures.SERIES[kinds.index(box["label"]) % len(figures.SERIES)]
-            tinted = Image.blend(image, Image.new("RGB", image.size, color), 0.5)
-            image = Image.composite(tinted, image, mask)
-    return image
 
 
 def print_answers(answers: Sequence[Mapping]) -> None:

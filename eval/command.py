@@ -25,6 +25,7 @@ def whole(low: int, high: int = 10**9) -> Callable[[str], int]:
 
 
 positive = whole(1)
+MASKS_HELP = "vae-oid.npz of big_vision, or embedded, the toy's"
 
 
 def command_parser(name: str, doc: str | None) -> ArgumentParser:

@@ -24,7 +24,7 @@ from typing import Any
 from PIL.Image import Image
 
 from eval import figures
-from eval.command import add_flag, add_limit, command_parser, whole
+from eval.command import MASKS_HELP, add_flag, add_limit, command_parser, whole
 from eval.data import scenes
 from eval.data.files import read
 from eval.explore.page import page
@@ -35,9 +35,11 @@ from model.common import UserError, run_command, shown
 from model.confidence import Certainty
 from model.generate import ask
 from model.images import load_image
+from model.masks import MaskCoder
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from weights.load import load_model
+from weights.masks import load_mask_coder
 
 SCENES = [  # scenes of the test split, and prompts
     (192, "answer en Where is the dog?"),
@@ -135,13 +137,13 @@ def example_rows(subject: Subject, folder: Path) -> list[list[str]]:
     return rows
 
 
-def shown_answer(image: Image, text: str, certainty: Certainty) -> tuple[dict, dict]:
+def shown_answer(
+    image: Image, text: str, certainty: Certainty, coder: MaskCoder | None
+) -> tuple[dict, dict]:
     """What the page shows of an answer: the text, and the picture with its boxes."""
     boxes = parse_objects(text, *image.size)
     if boxes:
-        names = [box.label for box in boxes]
-        sides = [box.box for box in boxes]
-        image = figures.draw_boxes(image, sides, names, least=448)
+        image = figures.draw_objects(image, boxes, coder)
     scores = ", ".join(f"{certainty.scores[box.part]:.2f}" for box in boxes)
     said = {"value": text, "label": f"Answer (confidence {certainty.confidence:.2f})"}
     return said, {"value": image, "visible": bool(boxes), "label": f"Boxes (scores {scores})"}
@@ -154,6 +156,7 @@ def serve(
     folder: Path,
     limit: int = 64,
     port: int | None = None,
+    coder: MaskCoder | None = None,
 ) -> Any:
     """The page, a `gradio.Blocks`, started in threads of this process; `local_url` is its address,
     and the pictures of its examples are written to `folder`. Raises OSError if the port is
@@ -179,7 +182,7 @@ def serve(
             )
         except UserError as error:
             raise gradio.Error(str(error), print_exception=False) from None
-        said, drawn = shown_answer(image, text, sure[0])
+        said, drawn = shown_answer(image, text, sure[0], coder)
         return gradio.update(**said), gradio.update(**drawn), ""
 
     def look_inside(path, prompt):
@@ -255,8 +258,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         type=whole(1, 65535),
         metavar="N",
     )
+    masks = f"draw masks too, with the coder of the model: {MASKS_HELP}"
+    add_flag(parser, "--masks", masks, metavar="FILE")
     args = parser.parse_args(argv)
     load_gradio()
+    coder = load_mask_coder(args.masks)
     subject = model_of(args)
     model, processor = open_subject(args, subject)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -269,6 +275,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             Path(folder),
             args.max_new_tokens,
             args.port,
+            coder,
         )
         print(f"{shown(subject.name)} answers at {blocks.local_url}; end with Ctrl+C")
         blocks.block_thread()

@@ -1,37 +1,49 @@
-"""Detection: a model's boxes, scored as COCO does.
+"""Detection: a model's boxes, and its masks, scored as COCO does.
 
     python -m eval.detect     the newest run, or the embedded base, on the embedded scenes
     python -m eval.detect --data coco:instances_val2017.json --images DIR --model SRC --adapter RUN
+    python -m eval.detect --data coco-masks:FILE --images DIR --masks vae-oid.npz --model SRC
     python -m eval.detect --results results.json
 
 In: pictures with true boxes, and a model, which is asked `detect a ; b` for the classes that are
-there; or an earlier results.json. Out: AP and AR, also by class, the share of malformed boxes,
-results.json, and detect.png with true and found boxes. The score of a box is the product of the
-probabilities of its four locations; of an earlier results.json without scores it is 1.
+there, or `segment a` for each of them; or an earlier results.json. Out: AP and AR, also by class,
+the share of malformed boxes, results.json, and detect.png with true and found boxes. The score of a
+box is the product of the probabilities of its four locations; of an earlier results.json without
+scores it is 1.
+
+With --masks the same measures of masks, and mIoU: the mean over prompts of the overlap of the true
+masks and of as many that the answer names, the first ones; without a valid one it is 0. A prompt
+with one object is scored as in big_vision.
 
 Source: Lin et al., "Microsoft COCO: Common Objects in Context", ECCV 2014; the rules are those of
-its evaluation code (https://cocodataset.org/#detection-eval), to the tie.
+its evaluation code (https://cocodataset.org/#detection-eval), to the tie. mIoU: big_vision,
+evaluators/proj/paligemma/transfers/segmentation.py.
 """
 
 import math
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL.Image import Image
 
 from eval import figures
 from eval.bench import Benchmark, Row, certainty_in, read_rows, run, sure_of, write_json
+from eval.command import MASKS_HELP
 from eval.data.files import check, text_at
+from eval.data.masks import checked_mask, mask_of
 from eval.data.record import Box, Detection
 from eval.data.records import embedded_records, read_data
+from eval.masks import answer_overlap, mask_overlaps, masks_of
 from eval.question import Question, certainty_of, question_of
-from model.boxes import parse_boxes
+from model.boxes import Said, parse_objects
 from model.common import UserError, run_command, shown
 from model.images import load_image
+from weights.masks import load_mask_coder
 
 BY_DEFAULT = 300  # pictures, by default
 DRAWN = 12  # of them, on the sheet
@@ -43,11 +55,13 @@ SIZES = {  # area, both ends
     " medium": (32**2, 96**2),
     " large": (96**2, 1e10),
 }
+TOKENS = re.compile(r"\s*(<loc\d{4}>){4}(<seg\d{3}>){16}")  # of a mask in its box
 MOST = 100  # detections of one class in one picture
 
 
 class Found(NamedTuple):
-    """A box that a model has named: x and y of its upper left corner, in pixels."""
+    """A box that a model has named: x and y of its upper left corner, in pixels. said: as in the
+    answer, with the codes of its mask."""
 
     label: str
     x: float
@@ -55,6 +69,11 @@ class Found(NamedTuple):
     width: float
     height: float
     score: float = 1.0
+    said: Said | None = None
+
+    @property
+    def area(self) -> float:
+        return self.width * self.height
 
 
 class Detect(Benchmark):
@@ -63,24 +82,37 @@ class Detect(Benchmark):
 
     name = "detect"
     max_new_tokens = 256
+    coder: Any = None  # a `MaskCoder`, where masks are scored
     flags = {
-        "--data": dict(help="coco:ANNOTATIONS.json or embedded (default: embedded)", metavar="SRC"),
+        "--data": dict(
+            help="coco:ANNOTATIONS.json, coco-masks:ANNOTATIONS.json or embedded (default: "
+            "embedded)",
+            metavar="SRC",
+        ),
         "--images": dict(
             help="folder of the pictures of --data (default: that of its file)", metavar="DIR"
         ),
+        "--masks": dict(
+            help=f"score masks too, with the coder of the model: {MASKS_HELP}", metavar="FILE"
+        ),
     }
-    limit = f"pictures, the first N (default: all of a file, {BY_DEFAULT} of the embedded scenes)"
+    limit = (
+        f"pictures, or prompts for masks, the first N (default: all of a file, {BY_DEFAULT} of the "
+        "embedded scenes)"
+    )
 
     def questions(self, args):
         if args.data in (None, "embedded"):
             records = embedded_records(("detect",), "test", args.limit or BY_DEFAULT)
         else:
-            records = read_data(args.data, args.images)[: args.limit]
+            records = read_data(args.data, args.images, masks=args.masks)[: args.limit]
         for record in records:
             if record.turns and record.detection is None:
                 problem = f"{shown(record.name)} has no boxes: give coco:ANNOTATIONS.json"
                 raise UserError(f"{shown(args.data)}: {problem}")
-        return [question_of(record, truth=record.detection) for record in records]
+        questions = [question_of(record, truth=record.detection) for record in records]
+        self.open_coder(questions, args)
+        return questions
 
     def rows(self, questions, answers, sure: Mapping = {}):
         rows = []
@@ -88,16 +120,39 @@ class Detect(Benchmark):
             if said is not None:
                 certain = sure_of(sure, question)
                 scores = certain[0].scores if certain else []
-                rows.append(Row(question, (said, scores), {}, certain))
+                rows.append(self.with_overlap(Row(question, (said, scores), {}, certain)))
         return rows
 
     def read(self, file, args):
-        return read_rows(file, row_of)
+        rows = read_rows(file, row_of)
+        self.open_coder([row.question for row in rows], args)
+        return list(map(self.with_overlap, rows))
+
+    def open_coder(self, questions: Sequence[Question], args) -> None:
+        """The coder of --masks. Raises UserError for questions without masks."""
+        self.coder = load_mask_coder(args.masks)
+        if self.coder and not all(map(asks_masks, questions)):
+            problem = "some prompts ask for boxes alone: give --data coco-masks:FILE"
+            raise UserError(f"--masks {shown(args.masks)}: {problem}")
+
+    def with_overlap(self, row: Row) -> Row:
+        """The row with big_vision's IoU, where masks are scored."""
+        if not self.coder:
+            return row
+        return row._replace(scores={"mIoU": overlap_of(row, self.coder)})
 
     def summary(self, rows):
         found, problems = zip(*map(boxes_of, rows), strict=True)
-        values = score_boxes([row.question.truth.boxes for row in rows], found)
+        truths = [row.question.truth for row in rows]
+        true_boxes = [truth.boxes for truth in truths]
+        values = score_boxes(true_boxes, found)
         classes = values.pop("classes")
+        if self.coder:
+            pairs = zip(found, truths, strict=True)
+            masks = (masks_of(boxes, truth, self.coder) for boxes, truth in pairs)
+            of_masks = score_boxes(true_boxes, masks, mask_overlaps)
+            of_masks.pop("classes")
+            values |= {f"masks: {line}": value for line, value in of_masks.items()}
         # the malformed parts, in all and by problem
         counts = sum(problems, Counter())
         sound = counts.pop("", 0)
@@ -116,12 +171,13 @@ class Detect(Benchmark):
         results = []
         for row in rows:
             question, (answer, scores), *_ = row
-            result = {"question_id": question.id, "question": question.prefix, "answer": answer}
+            result = {"question_id": question.id, "picture": question.key}
+            result |= {"question": question.prefix, "answer": answer}
             result |= asdict(question.truth) | {"scores": scores}
             results.append(result | certainty_in(row))
         write_json(out / "results.json", results)
         title = f"{subject.title}: true boxes green, found ones orange"
-        figures.save(draw_sheet(rows, title), out / "detect.png")
+        figures.save(draw_sheet(rows, title, self.coder), out / "detect.png")
 
 
 def row_of(record: dict) -> Row:
@@ -136,18 +192,27 @@ def row_of(record: dict) -> Row:
     check(is_finite and min(truth.width, truth.height) > 0, "a score or a side is no number")
     parts = len(answer.split(";"))
     check(len(scores) in (0, parts), "scores: give one for each part of the answer, or none")
-    question = Question(id_, id_, (), prefix, truth=truth)
+    picture = str(record.get("picture", id_))
+    question = Question(id_, picture, (), prefix, truth=truth)
+    if asks_masks(question):
+        for box in boxes:
+            checked_mask(box, truth.height, truth.width)
     certain = certainty_of(record)
     return Row(question, (answer, scores), {}, [certain] if certain else ())
 
 
+def asks_masks(question: Question) -> bool:
+    return question.prefix.startswith("segment ")
+
+
 def boxes_of(row: Row) -> tuple[list[Found], Counter]:
     """The boxes of an answer, and the number of its parts by problem, "" where there is none. A
-    part without four locations is no box; an empty box, or a name that was not asked for, is one
-    that is wrong."""
+    part without four locations is no box; an empty box, a name that was not asked for, or no mask
+    where one was, is one that is wrong."""
     answer, scores = row.answer
     truth = row.question.truth
-    asked = row.question.prefix.removeprefix("detect ").split(" ; ")
+    _, _, listed = row.question.prefix.partition(" ")
+    asked = listed.split(" ; ")
     names = {name.lower(): name for name in asked}
     names |= {name: name for name in asked}  # some differ by case alone
     found = []
@@ -155,33 +220,53 @@ def boxes_of(row: Row) -> tuple[list[Found], Counter]:
     for number, part in enumerate(answer.split(";")):
         problem = "not four locations and a name" if part.strip() else None
         score = scores[number] if scores else 1.0
-        for label, sides in parse_boxes(part, truth.width, truth.height, as_said=True):
-            left, top, right, bottom = sides
+        for said in parse_objects(part, truth.width, truth.height, as_said=True):
+            label = said.label
+            left, top, right, bottom = said.box
             name = names.get(label, names.get(label.lower()))
             problem = "" if name else "a name that was not asked for"
+            if asks_masks(row.question) and not said.codes:
+                problem = "no mask of 16 codes"
             if right <= left or bottom <= top:
                 problem = "an empty box"
             size = right - left, bottom - top
-            found.append(Found(name or label, left, top, *size, score))
+            found.append(Found(name or label, left, top, *size, score, said))
         if problem is not None:
             problems[problem] += 1
     return found, problems
 
 
-def draw_sheet(rows: Sequence[Row], title: str):
-    """Some pictures with their true and found boxes."""
+def overlap_of(row: Row, coder: Any) -> float:
+    """The IoU of the true masks of a prompt, and of the first ones of its answer, as many; what
+    follows the 20 tokens of a mask is ignored, a name too."""
+    truth = row.question.truth
+    count = sum(not box.is_crowd for box in truth.boxes)
+    answer, _ = row.answer
+    tokens = [TOKENS.match(part) for part in answer.split(";")[:count]]
+    first = ";".join(match[0] for match in tokens if match)
+    found, _ = boxes_of(row._replace(answer=(first, [])))
+    return answer_overlap(masks_of(found, truth, coder), truth)
+
+
+def draw_sheet(rows: Sequence[Row], title: str, coder: Any = None):
+    """Some pictures with their true and found boxes, and masks."""
     count = min(DRAWN, len(rows))
-    cells = [draw_row(rows[number * len(rows) // count]) for number in range(count)]
+    cells = [draw_row(rows[number * len(rows) // count], coder) for number in range(count)]
     return figures.contact_sheet(*zip(*cells, strict=True), title=title, size=224)
 
 
-def draw_row(row: Row) -> tuple[Image, str, bool]:
-    """A picture with its true and found boxes, how many agree by half, and whether these are
-    all."""
+def draw_row(row: Row, coder: Any = None) -> tuple[Image, str, bool]:
+    """A picture with its true and found boxes, with a coder also masks, how many boxes agree by
+    half, and whether these are all."""
     size = row.question.truth
     truths = [box for box in size.boxes if not box.is_crowd]
     found, _ = boxes_of(row)
     image = load_image(row.question.images()[0])
+    if coder is not None and asks_masks(row.question):
+        masks = [mask_of(box.segmentation, size.height, size.width) for box in truths]
+        image = figures.draw_masks(image, masks, [""] * len(masks), [figures.HIT])
+        masks = [said.mask for said in masks_of(found, size, coder)]
+        image = figures.draw_masks(image, masks, [""] * len(masks), [figures.MISS])
     true_corners = corners(truths, image, size)
     sheet = figures.draw_boxes(
         image,
@@ -195,7 +280,8 @@ def draw_row(row: Row) -> tuple[Image, str, bool]:
     drawn = figures.draw_boxes(sheet, found_corners, labels, colors=[figures.SERIES[1]])
     matched = 0
     for label in set(labels):
-        matches = match(labelled(truths, label), labelled(found, label))
+        true, said = labelled(truths, label), labelled(found, label)
+        matches = match(true, said, overlaps(said, true))
         matched += int(matches.hit[0].sum())
     caption = f"{row.question.prefix}: {matched} of {len(truths)}, {len(found)} found"
     return drawn, caption, matched == len(truths) == len(found)
@@ -227,24 +313,34 @@ class Matches(NamedTuple):
     truths: int  # how many there are to find
 
 
-def score_boxes(truths: Sequence[Sequence[Box]], found: Sequence[Sequence[Found]]) -> dict:
+def score_boxes(
+    truths: Sequence[Sequence[Box]],
+    found: Iterable[Sequence[Any]],
+    overlap: Callable[[Sequence, Sequence], np.ndarray] | None = None,
+) -> dict:
     """COCO's table, as fractions, and "classes", the AP of each; truths and detections of one
     picture after the other. The order of the pictures decides between equal scores: COCO's is that
-    of their ids. None: no truth of that size."""
-    # 1. by class, the truths and the best detections of each picture
-    pairs = {truth.label: [] for of_picture in truths for truth in of_picture}
+    of their ids. None: no truth of that size. overlap: of masks, by default `overlaps` of boxes."""
+    # 1. by size and class, what becomes of the best detections of each picture
+    names = dict.fromkeys(truth.label for of_picture in truths for truth in of_picture)
+    matched = {}
+    for size in SIZES:
+        matched[size] = {name: [] for name in names}
     for of_picture, detections in zip(truths, found, strict=True):
         labels = {box.label for box in (*of_picture, *detections)}
-        for label in labels & pairs.keys():
+        for label in labels & names.keys():
+            true = labelled(of_picture, label)
             best = sorted(labelled(detections, label), key=lambda box: -box.score)[:MOST]
-            pairs[label].append((labelled(of_picture, label), best))
+            iou = (overlap or overlaps)(best, true)
+            for size, limits in SIZES.items():
+                matched[size][label].append(match(true, best, iou, limits))
     # 2. the measures by size
     result = {}
     by_class = {}
-    for size, limits in SIZES.items():
+    for size, of_size in matched.items():
         pooled = {}
-        for label, of_class in pairs.items():
-            matches = pool([match(true, best, limits) for true, best in of_class])
+        for label, of_class in of_size.items():
+            matches = pool(of_class)
             if matches.truths:
                 pooled[label] = matches
         precision = np.array(list(map(average_precision, pooled.values())))
@@ -270,19 +366,19 @@ def mean(values) -> float | None:
 
 def match(
     truths: Sequence[Box],
-    found: Sequence[Found],
+    found: Sequence[Any],
+    iou: np.ndarray,
     limits: tuple[float, float] = SIZES[""],
 ) -> Matches:
     """Detections of one class in one picture, best first, each to the free truth with the largest
-    overlap. At equal overlap the later truth is taken, and a real one before one that is ignored: a
-    crowd, which many may match, or a truth of another size. Detections of ignored truths, and those
-    of another size without a truth, are ignored."""
+    overlap, iou (found, truths). At equal overlap the later truth is taken, and a real one before
+    one that is ignored: a crowd, which many may match, or a truth of another size. Detections of
+    ignored truths, and those of another size without a truth, are ignored."""
     low, high = limits
     crowd = np.array([truth.is_crowd for truth in truths], bool)
     is_other = [not low <= truth.area <= high for truth in truths]
     ignored = crowd | np.array(is_other, bool)
-    iou = overlaps(found, truths)
-    is_other = [not low <= box.width * box.height <= high for box in found]
+    is_other = [not low <= box.area <= high for box in found]
     hit = np.zeros((len(THRESHOLDS), len(found)), bool)
     neither = hit | np.array(is_other, bool)
     for at, threshold in enumerate(THRESHOLDS):

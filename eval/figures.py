@@ -12,10 +12,12 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from model.boxes import Said
 from model.common import UserError, atomic_path, shown
 
 DENSITY = 2  # pixels of a point
@@ -343,6 +345,32 @@ def contact_sheet(
         for line, words in enumerate(caption):
             sheet.text(left + wide / 2, y + tall + 12 + line * line_height, words, text)
     return sheet.finish()
+
+
+def draw_masks(
+    image: Image.Image,
+    masks: Sequence[np.ndarray],
+    labels: Sequence[str],
+    colors=SERIES,
+) -> Image.Image:
+    """A copy of `image` with masks (height, width), which may have another size than it, in
+    half-transparent colors of the labels, in turn."""
+    kinds = list(dict.fromkeys(labels))
+    for mask, label in zip(masks, labels, strict=True):
+        color = colors[kinds.index(label) % len(colors)]
+        tinted = Image.blend(image, Image.new("RGB", image.size, color), 0.5)
+        image = Image.composite(tinted, image, Image.fromarray(mask).resize(image.size))
+    return image
+
+
+def draw_objects(image: Image.Image, objects: Sequence[Said], coder: Any = None) -> Image.Image:
+    """A copy of `image` with the boxes of an answer's objects, and with their masks where there is
+    a `MaskCoder`. A small picture is enlarged."""
+    labels = [said.label for said in objects]
+    if coder:
+        masks = [coder.to_mask(said.codes, said.box, *image.size) for said in objects]
+        image = draw_masks(image, masks, labels)
+    return draw_boxes(image, [said.box for said in objects], labels, least=448)
 
 
 def draw_boxes(

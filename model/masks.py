@@ -10,6 +10,8 @@ pp/proj/paligemma/segmentation.py (encoder), evaluators/proj/paligemma/transfers
 (decoder).
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -101,6 +103,32 @@ class MaskCoder(nn.Module):
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """Codes (B, 16) to masks (B, 64, 64), about -1 … 1; the object is above 0."""
         return self.to_masks(self._vq_vae(codes))
+
+    @torch.no_grad()
+    def to_text(self, mask: np.ndarray, box: tuple[float, float, float, float]) -> str:
+        """The 16 tokens of a mask (height, width) of truth values in its box (x1, y1, x2, y2) in
+        pixels, which is rounded to whole ones, at least one each way."""
+        height, width = mask.shape
+        x1, y1, x2, y2 = (round(side) for side in box)
+        left = min(max(x1, 0), width - 1)
+        top = min(max(y1, 0), height - 1)
+        cropped = crop(mask, (left, top, max(x2, left + 1), max(y2, top + 1)))
+        codes = self.encode(cropped[None])[0]
+        return "".join(f"<seg{code:03d}>" for code in codes.tolist())
+
+    @torch.no_grad()
+    def to_mask(
+        self,
+        codes: Sequence[int],
+        box: tuple[float, float, float, float],
+        width: int,
+        height: int,
+    ) -> np.ndarray:
+        """What `paste` makes of 16 codes; without codes it is empty."""
+        if not codes:
+            return np.zeros((height, width), bool)
+        decoded = self.decode(torch.tensor(codes)[None])[0]
+        return paste(decoded, box, width, height)
 
 
 def halved(before: int, after: int) -> tuple[nn.Module, nn.Module]:

@@ -15,6 +15,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ from eval.question import Question
 from lora import adapter
 from model.common import UserError
 from model.images import to_pixels
+from model.masks import MaskCoder
 from model.processor import Processor, load_tokenizer
 from model.source import BUNDLED_FOLDER
 from model.systems.configs import LanguageConfig
@@ -69,6 +71,13 @@ VALID = {
     "coco/boxes.json": """{"images": [{"id": 1, "file_name": "a.png", "width": 8, "height": 8}],
         "annotations": [{"image_id": 1, "category_id": 1, "bbox": [1, 2, 3, 4.5], "area": 9.5, "iscrowd": 0},
             {"image_id": 1, "category_id": 1, "bbox": [1, 2, 3, 4.5], "area": 9.5, "iscrowd": 1}],
+        "categories": [{"id": 1, "name": "dog"}]}""",
+    "coco/masks.json": """{"images": [{"id": 1, "file_name": "a.png", "width": 8, "height": 8}],
+        "annotations": [{"image_id": 1, "category_id": 1, "bbox": [1, 1, 6, 6], "area": 9.5, "iscrowd": 0,
+            "segmentation": [[1, 1, 7.5, 1, 7, 7, 1, 7]]},
+            {"image_id": 1, "category_id": 1, "bbox": [0, 0, 8, 8], "area": 9.5, "iscrowd": 1,
+            "segmentation": {"size": [8, 8], "counts": [8, 56]}}, {"image_id": 1, "category_id": 1,
+            "bbox": [0, 0, 8, 8], "segmentation": {"size": [8, 8], "counts": "8h1"}}],
         "categories": [{"id": 1, "name": "dog"}]}""",
     "pope/questions.jsonl": """{"question_id": 1, "image": "a.jpg", "text": "Is there a dog?", "label": "yes"}
 {"question_id": 2, "image": "a.jpg", "text": "Is there a dog?", "label": "yes"}
@@ -155,6 +164,7 @@ READERS: dict[str, Callable[[Path], object]] = {  # each opens its file as the c
     "examples/data.jsonl": records.read_examples,
     "llava/data.json": records.read_examples,
     "coco/boxes.json": records.read_coco,
+    "coco/masks.json": partial(records.read_coco, coder=MaskCoder(1, 2)),
     "pope/questions.jsonl": read_pope,
     "captions/captions.json": mmneedle.read_captions,
     "gqa/gqa.json": published.read_vqa,

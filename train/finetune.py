@@ -54,7 +54,7 @@ from train.validation import HeldOut, Metric, open_held_out
 # of metrics.jsonl, beside what `metrics` of `finetune` add
 OTHER_FIELDS = {
     *MEASURED,
-    *"step loss lr gradient_norm held_out_loss exact_match vqa_accuracy AP".split(),
+    *"step loss lr gradient_norm held_out_loss exact_match vqa_accuracy AP mIoU".split(),
     *"lambda map_distance".split(),
 }
 

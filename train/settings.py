@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from eval.command import MASKS_HELP
 from eval.data.record import ASKED, PROMPT, check_prompt
 from eval.data.records import EMBEDDED_TASKS, SOURCES
 from lora.adapter import DECODER_TARGETS
@@ -40,6 +41,7 @@ GPUS = {
 }
 
 TAKEN = {name: RECIPES[name] for name in ("own", "one-gpu")}  # without a flag
+BOXES = ("coco:", "coco-masks:")  # sources that ask for boxes
 PUBLISHED_WIDTH = 2048  # of the smallest published decoder, Gemma 2B
 # Flags that ask for another way of training than the recipe "own", which own pictures take on the
 # embedded base
@@ -157,6 +159,11 @@ class Settings(LoopSettings):
     images: str | None = flag(
         None, "folder of the pictures (default: vqav2:DIR itself, or where the FILE is)"
     )
+    masks: str | None = flag(
+        None,
+        f"coder of coco-masks: {MASKS_HELP} (default: embedded on the embedded base)",
+        metavar="FILE",
+    )
     max_length: int = flag(
         8192, "tokens of an example, its picture's included; longer ones are left out", least=1
     )
@@ -193,8 +200,19 @@ class Settings(LoopSettings):
 
     @property
     def is_beyond_base(self) -> bool:
-        """Whether the data ask for boxes, which the embedded base does not learn."""
-        return self.base == "embedded" and any(source.startswith("coco:") for source in self.data)
+        """Whether the data ask for boxes or masks, which the embedded base does not learn."""
+        return self.base == "embedded" and any(source.startswith(BOXES) for source in self.data)
+
+    @property
+    def masks_file(self) -> str | None:
+        """The coder where data ask for masks, by default that of the embedded base: published ones
+        have another."""
+        sources = (*self.data, *self.eval_data)
+        if not any(source.startswith("coco-masks:") for source in sources):
+            return None
+        if self.masks is None and self.base == "embedded":
+            return "embedded"
+        return self.masks
 
     @property
     def question_prompt(self) -> str | None:
@@ -296,7 +314,7 @@ class Arguments(RunArguments):
 
 # The flags of --help by subject; those of the run itself come first
 GROUPS = {
-    "data": "data eval_data validation images samples tasks fraction prompt answers per_picture shift",
+    "data": "data eval_data validation images masks samples tasks fraction prompt answers per_picture shift",
     "model": "base attention diff_in feed_forward option full new_tower align dtype quantize max_length",
     "LoRA": "targets r alpha dropout",
     "schedule": "lr scalar_lr optimizer weight_decay beta2 label_smoothing schedule warmup clip "
@@ -324,7 +342,7 @@ def recipe_defaults(given: dict) -> dict:
     """The defaults of the recipe that the flags, the base or the data choose."""
     base = given.get("base", "embedded")
     data = tuple(given.get("data", EMBEDDED))
-    has_boxes = any(source.startswith("coco:") for source in data)
+    has_boxes = any(source.startswith(BOXES) for source in data)
     if "recipe" in given:
         recipe = given["recipe"]
     elif is_published_size(base):

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from eval import figures
-from model.boxes import parse_boxes
+from model.boxes import parse_objects
 from model.common import shown
 from model.processor import Processor
 from train.data.batches import Order
@@ -21,6 +21,7 @@ from train.data.sources import read_records
 from train.distributed import World
 from train.model import open_model, open_processor
 from train.settings import Settings
+from weights.masks import load_mask_coder
 
 
 def show_batch(settings: Settings, sheet: Path) -> list[str]:
@@ -37,7 +38,8 @@ def show_batch(settings: Settings, sheet: Path) -> list[str]:
     pixels = ((batch.pixel_values + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
     images = [Image.fromarray(picture) for picture in pixels]
 
-    # 2. its texts; boxes that are learned are drawn
+    # 2. its texts; boxes and masks that are learned are drawn
+    coder = load_mask_coder(settings.masks_file)
     lines = []
     slots = iter((batch.image_index + 1).tolist())
     for number, name in enumerate(micro.names):
@@ -51,7 +53,10 @@ def show_batch(settings: Settings, sheet: Path) -> list[str]:
             place = re.search(r"\[picture (\d+)\]", text)
             if learned and place:
                 picture = int(place[1]) - 1
-                images[picture] = with_boxes(images[picture], part.removesuffix("<eos>"))
+                image = images[picture]
+                said = parse_objects(part.removesuffix("<eos>"), *image.size)
+                if said:
+                    images[picture] = figures.draw_objects(image, said, coder)
         of_row = f"{len(ids)} tokens, {sum(is_learned)} of them learned"
         lines += [f"{number + 1}  {shown(name)}: {of_row}", f"   {text}"]
     lines += [f"left out {line}" for line in micro.bad]
@@ -63,15 +68,6 @@ def show_batch(settings: Settings, sheet: Path) -> list[str]:
         figures.save(figures.contact_sheet(images, captions, title=title), sheet)
         lines.append(f"in {shown(sheet)}: {len(images)} pictures of {pixels.shape[1]} px")
     return [*lines, "nothing was trained"]
-
-
-def with_boxes(image: Image.Image, answer: str) -> Image.Image:
-    """The picture with the boxes that an answer names."""
-    boxes = parse_boxes(answer, *image.size)
-    if not boxes:
-        return image
-    labels, corners = zip(*boxes, strict=True)
-    return figures.draw_boxes(image, corners, labels, least=448)
 
 
 def text_of(

@@ -28,6 +28,7 @@ SCORES = {
     "exact_match": "exact match, %",
     "vqa_accuracy": "VQA accuracy, %",
     "AP": "boxes: AP, %",
+    "mIoU": "masks: mIoU, %",
 }
 DRAWN = 12  # examples of answers.png
 Results = Mapping[str, Result]
@@ -127,7 +128,7 @@ def write_answers(run: Path, held_out: HeldOut, results: Results) -> None:
         record, after = held_out.records[n], ours.answers[n]
         before = results["before"].answers[n]
         if record.detection:
-            cells.append(draw_row(rows_of_boxes([(record, after)])[0]))
+            cells.append(draw_row(rows_of_boxes([(record, after)])[0], held_out.coder))
         else:
             asked = f"{record.prefix}\ntruth: {record.suffix}"
             caption = f"{asked}\nbefore: {before}\nafter: {after}"
@@ -301,6 +302,9 @@ def next_commands(
             commands.append(f"eval.vqa {data} {asked}")
         elif layout == "coco":
             commands.append(f"eval.detect {data} {model}")
+        elif layout == "coco-masks":
+            coder = shlex.quote(settings.masks_file)
+            commands.append(f"eval.detect {data} --masks {coder} {model}")
         elif layout != "python":
             commands.append(f"eval.vqa {data} {model}")
 

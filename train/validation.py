@@ -26,12 +26,13 @@ from eval import needle, vqa
 from eval.data.haystacks import NEEDLE_TITLES, NEEDLES
 from eval.data.record import Record
 from eval.data.records import blind
-from eval.detect import Row, boxes_of, score_boxes
+from eval.detect import Row, asks_masks, boxes_of, overlap_of, score_boxes
 from eval.question import question_of
 from eval.vqa_scoring import record_scores
 from model.common import UserError
 from model.device import autocast_of
 from model.differential import lambdas, map_distance, variants_of
+from model.masks import MaskCoder
 from model.paligemma import MAX_LOGITS, PaliGemma
 from model.processor import Processor
 from train.checkpoint import Best, Progress, Result, atomic_folder
@@ -40,6 +41,7 @@ from train.data.sources import read_records
 from train.distributed import World, ask_together, is_sharded
 from train.model import inputs, write_trained
 from train.settings import Settings
+from weights.masks import load_mask_coder
 
 ASKED = 200  # examples that a model answers at an evaluation during training; the loss is of all
 # of the answers, and of the right ones: each a text, or a list of several
@@ -60,6 +62,7 @@ class HeldOut:
     settings: Settings
     world: World
     metrics: Mapping[str, Metric] = field(default_factory=dict)  # more scores, by name
+    coder: MaskCoder | None = None  # where masks are asked for
 
     @torch.no_grad()
     def evaluate(
@@ -114,7 +117,8 @@ class HeldOut:
         return Result(losses, answers, [of.get("exact_match") for of in of_record], scores)
 
     def _more_scores(self, answered: Sequence[tuple[Record, str]]) -> dict[str, float | None]:
-        """Those of `metrics`, and the average precision of boxes in percent."""
+        """Those of `metrics`, and the average precision of boxes and the mean IoU of masks in
+        percent."""
         said = [answer for _, answer in answered]
         truths = [[*record.answers] or record.suffix for record, _ in answered]
         scores = {name: float(metric(said, truths)) for name, metric in self.metrics.items()}
@@ -123,6 +127,10 @@ class HeldOut:
             true_boxes = [row.question.truth.boxes for row in rows]
             share = score_boxes(true_boxes, [boxes_of(row)[0] for row in rows])["AP"]
             scores["AP"] = None if share is None else 100 * share
+        asked = [row for row in rows if asks_masks(row.question)]
+        if self.coder and asked:
+            overlaps = [overlap_of(row, self.coder) for row in asked]
+            scores["mIoU"] = 100 * sum(overlaps) / len(asked)
         return scores
 
     def test(self, model: PaliGemma, column: str) -> Result:
@@ -320,7 +328,18 @@ def open_held_out(
     characters = [len("".join(chain(*record.turns))) for record in records]
     order = sorted(range(len(records)), key=characters.__getitem__)
     plan = [order[start : start + rows] for start in range(0, len(order), rows)]
-    return HeldOut(records, lengths, plan, asked, processor, settings, world, metrics)
+    coder = load_mask_coder(settings.masks_file)
+    return HeldOut(
+        records,
+        lengths,
+        plan,
+        asked,
+        processor,
+        settings,
+        world,
+        metrics,
+        coder,
+    )
 
 
 def held_out_records(settings: Settings, memory: Mapping[str, list[Record]]) -> list[Record]:

@@ -1,4 +1,5 @@
-"""The coder of masks from its file, big_vision's `vae-oid.npz`."""
+"""The coder of masks from its file: big_vision's `vae-oid.npz`, or the small one beside the embedded
+base, which `train/masks.py` makes."""
 
 import zipfile
 from pathlib import Path
@@ -8,12 +9,19 @@ import torch
 
 from model.common import UserError, file_errors, shown
 from model.masks import CODES, MaskCoder
+from model.source import BUNDLED_FOLDER, EMBEDDED
 from weights.load import open_tensors
 
+BUNDLED_CODER = BUNDLED_FOLDER / "masks.safetensors"
 
-def load_mask_coder(path: str | Path) -> MaskCoder:
-    """The coder in a .safetensors, or in an .npz without pickles, in eval mode. Names are those of
-    `vae-oid.npz`, widths those of its arrays. Raises UserError."""
+
+def load_mask_coder(path: str | Path | None) -> MaskCoder | None:
+    """The coder in a .safetensors, in an .npz without pickles, or "embedded", in eval mode; of
+    None, none. Names are those of `vae-oid.npz`, widths those of its arrays. Raises UserError."""
+    if path is None:
+        return None
+    if str(path) == EMBEDDED:
+        path = BUNDLED_CODER
     arrays = read_arrays(Path(path))
     try:
         width = arrays["encoder.0.weight"].shape[0]

@@ -34,10 +34,11 @@ class Box:
     height: float
     area: float  # as annotated: of the object's outline, not of the box
     is_crowd: bool = False
+    segmentation: Any = None  # its mask as annotated, for `eval/data/masks.py`; None without
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError for what a file may hold that is no box."""
-        label, *numbers, is_crowd = vars(self).values()
+        label, *numbers, is_crowd, _ = vars(self).values()
         is_sound = math.isfinite(sum(numbers)) and min(numbers[2:]) >= 0
         is_sound = is_sound and isinstance(label, str) and is_crowd in (0, 1)
         check(is_sound, f"{quoted(self, 200)}: a name, a number or is_crowd is none")

@@ -25,6 +25,7 @@ from PIL import ExifTags, Image
 
 from eval.data import files
 from eval.data.files import Places, check, find_picture, some, text_at
+from eval.data.masks import checked_mask
 from eval.data.published import read_vqa
 from eval.data.record import (
     PROMPT,
@@ -70,7 +71,7 @@ SOURCES = (
     "InfographicVQA or ChartQA, with its answers), jsonl:FILE (lines or a list: image with prefix and "
     "suffix, LLaVA's "
     "conversations, or messages as TRL's and ms-swift's), csv:FILE (image,prefix,suffix), "
-    "coco:FILE (boxes to detect)"
+    "coco:FILE (boxes to detect), coco-masks:FILE (its masks)"
 )
 
 
@@ -78,21 +79,25 @@ def read_data(
     source: str,
     images: str | Path | None = None,
     prompt: str = PROMPT,
+    masks: str | Path | None = None,
 ) -> list[Record]:
     """The records of a source in files, see `SOURCES`. images: the folder of the pictures. prompt:
-    of ASKED. Raises UserError, also for a file without any usable record."""
+    of ASKED. masks: the coder of masks, see `load_mask_coder`. Raises UserError, also for a file
+    without any usable record."""
     kind, path = source_parts(source)
     if kind == "vqav2":
         return vqav2_records(path, images, prompt)
     if kind == "vqa":
         return vqav2_records(path.parent, images, prompt, (path.name, path.name))
+    if kind == "coco-masks":
+        return read_coco(path, images, open_coder(source, masks))
     return read_coco(path, images) if kind == "coco" else read_examples(path, images, kind)
 
 
 def source_parts(source: str) -> tuple[str, Path]:
     """The kind of a source and its path. Raises UserError."""
     kind, _, path = source.partition(":")
-    is_file = kind in ("vqav2", "vqa", "jsonl", "csv", "coco") and path
+    is_file = kind in ("vqav2", "vqa", "jsonl", "csv", "coco", "coco-masks") and path
     if source != "embedded" and not is_file:
         raise UserError(f"{quoted(source)} does not say what kind of data it is: give {SOURCES}")
     return kind, Path(path)
@@ -406,13 +411,27 @@ def message_text(content: Any) -> str:
     return "".join(texts)
 
 
-# COCO's boxes
+# COCO's boxes and masks
 
 
-def read_coco(path: str | Path, images: str | Path | None = None) -> list[Record]:
+def open_coder(source: str, masks: str | Path | None) -> Any:
+    """The coder of masks. Raises UserError where none is given."""
+    from weights.masks import load_mask_coder
+
+    if masks is None:
+        remedy = "give --masks FILE, big_vision's vae-oid.npz, or embedded for the toy"
+        problem = f"{shown(source)}: a coder makes tokens of masks"
+        raise UserError(f"{problem}: {remedy} (train.finetune, eval.detect)")
+    return load_mask_coder(masks)
+
+
+def read_coco(
+    path: str | Path, images: str | Path | None = None, coder: Any = None
+) -> list[Record]:
     """COCO's detection annotations: one record for each picture with an object, `detect a ; b` and
-    its boxes. Crowds are not part of the answer, but of `detection`. Pictures are in the order of
-    their ids, which in COCO's scorer decides between boxes of one score. Raises UserError."""
+    its boxes; with a `MaskCoder` one for each class in it, `segment a`, its boxes and masks. Crowds
+    are not part of the answer, but of `detection`. Pictures are in the order of their ids, which in
+    COCO's scorer decides between boxes of one score. Raises UserError."""
     value = read_json(path)
     folder = Path(images or Path(path).parent)
     # 1. names, and objects by picture
@@ -433,18 +452,24 @@ def read_coco(path: str | Path, images: str | Path | None = None) -> list[Record
         problem = f"annotations are of pictures that are not listed: {some([*lost])}"
         check(not lost, problem)
         for place, entry in files.placed(value["images"], ":images"):
-            if not all(annotated.get("iscrowd") == 1 for annotated in objects[entry["id"]]):
-                places.append((place, entry))
-        places.sort(key=lambda pair: pair[1]["id"])
+            asked = defaultdict(list)
+            for annotated in objects[entry["id"]]:
+                name = labels.get(annotated.get("category_id")) if coder else ""
+                asked[f"{place} {name}".strip()].append(annotated)
+            for where, together in asked.items():
+                if not all(annotated.get("iscrowd") == 1 for annotated in together):
+                    places.append((where, (entry, together)))
+        places.sort(key=lambda pair: pair[1][0]["id"])
 
-    def detection(entry: dict) -> Record:
+    def detection(asked: tuple[dict, list]) -> Record:
+        entry, there = asked
         width, height = entry["width"], entry["height"]
-        there = objects[entry["id"]]
-        boxes = [box_of(annotated, labels, width, height) for annotated in there]
+        boxes = [box_of(annotated, labels, width, height, bool(coder)) for annotated in there]
+        texts = [mask_text(box, coder, width, height) for box in boxes]
         truth = Detection(width, height, tuple(boxes))
         file = find_picture(folder, text_at(entry, "file_name"))
         check_upright(file, width, height)
-        turn = detection_turn(truth, list(labels.values()))
+        turn = detection_turn(truth, list(labels.values()), texts)
         return Record(
             "",
             "",
@@ -464,6 +489,7 @@ def box_of(
     labels: Mapping,
     width: int,
     height: int,
+    has_mask: bool = False,
 ) -> Box:
     """An object of a picture of width × height pixels. Raises LookupError, TypeError and
     ValueError."""
@@ -476,7 +502,30 @@ def box_of(
     check(is_within, f"bbox {quoted(annotated['bbox'])} {outside}")
     area = annotated.get("area", across * down)
     is_crowd = annotated.get("iscrowd") or False
-    return Box(labels[category], x, y, across, down, area, is_crowd)
+    outline = annotated["segmentation"] if has_mask else None
+    return Box(
+        labels[category],
+        x,
+        y,
+        across,
+        down,
+        area,
+        is_crowd,
+        outline,
+    )
+
+
+def mask_text(
+    box: Box,
+    coder: Any,
+    width: int,
+    height: int,
+) -> str:
+    """The tokens of an object's mask, without a coder none. Raises as `checked_mask`."""
+    if coder is None:
+        return ""
+    mask = checked_mask(box, height, width)
+    return coder.to_text(mask, (box.x, box.y, box.x + box.width, box.y + box.height))
 
 
 def check_upright(file: Path, width: int, height: int) -> None:
@@ -506,18 +555,21 @@ def check_unit(path: str | Path, detections: Sequence[Detection]) -> None:
         raise UserError(f"{shown(path)}: boxes are {unit}: give [x, y, width, height] in pixels")
 
 
-def detection_turn(detection: Detection, order: list[str]) -> tuple[str, str]:
-    """PaliGemma's prompt and answer: `detect a ; b`, and `<locY1><locX1><locY2><locX2> a ; …`.
-    Boxes go by class in this `order`, then from top to bottom and left to right. A coordinate v, a
-    share of the side, is the bin round(1023·v), within 0 … 1023 (big_vision,
+def detection_turn(detection: Detection, order: list[str], texts: Sequence[str]) -> tuple[str, str]:
+    """PaliGemma's prompt and answer: `detect a ; b`, and `<locY1><locX1><locY2><locX2> a ; …`; with
+    `texts`, the tokens of masks, `segment a`, and `<locY1><locX1><locY2><locX2><seg…> a ; …`. Boxes
+    go by class in this `order`, then from top to bottom and left to right. A coordinate v, a share
+    of the side, is the bin round(1023·v), within 0 … 1023 (big_vision,
     pp/proj/paligemma/segmentation.py)."""
-    boxes = [box for box in detection.boxes if not box.is_crowd]
+    pairs = zip(detection.boxes, texts, strict=True)
+    said = [(box, text) for box, text in pairs if not box.is_crowd]
 
-    def place(box: Box) -> tuple:
+    def place(pair: tuple[Box, str]) -> tuple:
+        box, _ = pair
         return order.index(box.label), box.y, box.x
 
     parts = []
-    for box in sorted(boxes, key=place):
+    for box, text in sorted(said, key=place):
         shares = (
             box.y / detection.height,
             box.x / detection.width,
@@ -525,9 +577,11 @@ def detection_turn(detection: Detection, order: list[str]) -> tuple[str, str]:
             (box.x + box.width) / detection.width,
         )
         places = [min(max(round(1023 * share), 0), 1023) for share in shares]
-        parts.append("".join(f"<loc{place:04d}>" for place in places) + f" {box.label}")
-    labels = sorted({box.label for box in boxes}, key=order.index)
-    return "detect " + " ; ".join(labels), " ; ".join(parts)
+        where = "".join(f"<loc{place:04d}>" for place in places)
+        parts.append(f"{where}{text} {box.label}")
+    labels = sorted({box.label for box, _ in said}, key=order.index)
+    task = "segment" if any(texts) else "detect"
+    return f"{task} " + " ; ".join(labels), " ; ".join(parts)
 
 
 # Splits, and pictures in gray

@@ -188,5 +188,5 @@ def read_source(
         problem = f"{flag} {source}: a program has made these data"
         raise UserError(f"{problem}: go on there, finetune(resume=…, data=…)")
     if records is None:
-        records = read_data(source, settings.images, settings.prompt)
+        records = read_data(source, settings.images, settings.prompt, settings.masks_file)
     return [replace(record, sampled=settings.answers == "sampled") for record in records]

@@ -1,0 +1,433 @@
+"""Masks: annotations against pycocotools, answers in PaliGemma's format, measures against COCO's and
+big_vision's, and the command."""
+
+import json
+import random
+import re
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw
+from pycocotools import mask as official
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
+from eval import detect, figures
+from eval.bench import Row
+from eval.data.masks import checked_mask, mask_of
+from eval.data.record import Box, Detection
+from eval.data.records import read_coco, read_data
+from eval.masks import FoundMask, mask_overlaps, masks_of
+from eval.question import Question
+from model.masks import MaskCoder, crop
+from tests.eval.test_detection import STATS
+from tests.files import draw, read_json, write_json
+from tests.runs import refused
+
+
+def written(mask, is_text=True):
+    """Run lengths of a mask by pycocotools, as a text, or as numbers counted here."""
+    height, width = mask.shape
+    if is_text:
+        counts = official.encode(np.asfortranarray(mask.astype(np.uint8)))["counts"].decode()
+    else:
+        flat = mask.T.reshape(-1)
+        ends = np.flatnonzero(np.diff(flat.astype(int))) + 1
+        counts = np.diff([0, *([0] if flat[0] else []), *ends, flat.size]).tolist()
+    return {"size": [height, width], "counts": counts}
+
+
+def drawn_polygon(dice, height, width):
+    """Corners on a coarse or a fine raster, some doubled, some out of the picture."""
+    raster = dice.choice((1, 0.5, 0.1, 0.01, None))
+    reach = dice.choice((0, 0.3))
+    numbers = []
+    for _ in range(dice.choice((3, 4, 5, 9, 30))):
+        for side in (width, height):
+            value = dice.uniform(-reach * side, (1 + reach) * side)
+            numbers.append(round(value / raster) * raster if raster else value)
+        if dice.random() < 0.1:
+            numbers += numbers[-2:]
+    return numbers
+
+
+@pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")  # of pycocotools
+def test_polygons_are_those_of_pycocotools():
+    """Breaks when a pixel at an edge, a tie of rounding, a union or a corner out of the picture is
+    another."""
+    filled = 0
+    for seed in range(600):
+        dice = random.Random(seed)
+        height, width = dice.choice(((1, 1), (7, 40), (64, 48), (33, 90)))
+        polygons = [drawn_polygon(dice, height, width) for _ in range(dice.choice((1, 1, 3)))]
+        expected = official.decode(official.merge(official.frPyObjects(polygons, height, width)))
+        ours = mask_of(polygons, height, width)
+        assert ours.shape == (height, width)
+        assert np.array_equal(ours, expected), seed
+        filled += 0 < ours.sum() < ours.size
+    assert filled > 300
+
+
+def test_run_lengths_are_those_of_pycocotools():
+    """Breaks when a text has another sign, difference or order of letters, or rows come first."""
+    for seed in range(60):
+        dice = np.random.default_rng(seed)
+        height, width = dice.integers(1, 90, 2)
+        mask = dice.random((height, width)) < dice.choice((0, 0.02, 0.5, 1.0))
+        if seed % 2:
+            mask = mask.cumsum(0) % 2 == 1  # long runs
+        for is_text in (True, False):
+            found = mask_of(written(mask, is_text), int(height), int(width))
+            assert np.array_equal(found, mask), seed
+
+
+SQUARE = [2, 2, 6, 2, 6, 6, 2, 6]
+
+
+@pytest.mark.parametrize(
+    "segmentation, part",
+    [
+        ([[3, 4]], "a polygon has 2 numbers"),
+        ([SQUARE, [1, 2, 3, 4, 5, 6, 7]], "a polygon has 7 numbers"),
+        ([[1, 2, 3, 4]], "a polygon has 4 numbers"),
+        ([[SQUARE]], "a polygon has 8 numbers"),
+        ([[1, 2, 900, 4, 5, 6]], "a polygon leaves the picture, 8×10 pixels"),
+        ([[1, 2, float("nan"), 4, 5, 6]], "a polygon leaves the picture"),
+        ([], "segmentation is []"),
+        (None, "segmentation is None"),
+        ("a", "segmentation is 'a'"),
+        ({"size": [8, 10], "counts": [80]}, "the mask's size is [8, 10], expected [10, 8]"),
+        ({"size": [10, 8], "counts": [40, 39]}, "do not sum up to 80 pixels"),
+        ({"size": [10, 8], "counts": [81, -1]}, "do not sum up"),
+        ({"size": [10, 8], "counts": [40.0, 40]}, "do not sum up"),
+        ({"size": [10, 8], "counts": "P3"}, "do not sum up"),
+        ({"size": [10, 8], "counts": "`"}, "counts end within a number"),
+        ({"size": [10, 8], "counts": "1 2"}, "counts hold ' '"),
+        ({"size": [10, 8], "counts": "o" * 99}, "counts hold 'o'"),
+        ({"size": [10, 8]}, "'counts' is missing"),
+        ([[5, 7, 7.9, 7, 7.9, 9.9, 5, 9.9]], "the bbox of cat holds 0 of the 9 pixels"),
+        ([[0.1, 0.1, 0.6, 0.1, 0.6, 0.6]], "the bbox of cat holds 0 of the 0 pixels"),
+    ],
+)
+def test_bad_masks_are_named(segmentation, part, tmp_path):
+    """Breaks when a mask that is none is learned or scored, or raises a traceback."""
+    value = layout(tmp_path, segmentation, size=(8, 10), bbox=[2, 2, 3, 3])
+    file = write_json(tmp_path / "a.json", value)
+    refused(lambda: read_coco(file, coder=MaskCoder(1, 2)), "a.json:images[0] cat: ", part)
+
+
+def layout(folder, *segmentations, size=(40, 30), bbox=None, names=("cat",)):
+    """One picture, whose objects have these masks, the classes in turn."""
+    draw(folder / "a.png", size=size)
+    width, height = size
+    annotations = []
+    for number, segmentation in enumerate(segmentations):
+        entry = {"image_id": 1, "category_id": number % len(names), "segmentation": segmentation}
+        if bbox is None:
+            entry["bbox"] = box_of_mask(mask_of(segmentation, height, width))
+        annotations.append({"bbox": bbox} | entry)
+    categories = [{"id": number, "name": name} for number, name in enumerate(names)]
+    image = {"id": 1, "file_name": "a.png", "width": width, "height": height}
+    return {"images": [image], "annotations": annotations, "categories": categories}
+
+
+def box_of_mask(mask):
+    left, top, right, bottom = Image.fromarray(mask).getbbox()
+    return [left, top, right - left, bottom - top]
+
+
+@pytest.fixture(scope="module")
+def coder():
+    """A coder whose codes are what the encoder says of other masks."""
+    torch.manual_seed(0)
+    coder = MaskCoder(2, 4).requires_grad_(False)
+    coder._vq_vae._embedding.data = coder.to_vectors(torch.rand(8, 64, 64)).flatten(0, 1)
+    return coder
+
+
+def ellipse(box, size):
+    image = Image.new("1", size)
+    ImageDraw.Draw(image).ellipse(box, fill=1)
+    return np.asarray(image)
+
+
+def test_answers_are_paligemma_s(tmp_path, coder):
+    """Breaks when the order of tokens, classes or objects is another, a code is of another part of
+    the picture, or a crowd is to be answered."""
+    first = ellipse((4, 3, 19, 12), (40, 30))
+    second = ellipse((20, 15, 35, 28), (40, 30))
+    parts = [written(second), [SQUARE], written(first, is_text=False)]
+    value = layout(tmp_path, *parts, names=("cat", "dog"))
+    crowd = {"image_id": 1, "bbox": [0, 0, 40, 30], "iscrowd": 1}
+    crowd["segmentation"] = written(np.ones((30, 40), bool))
+    value["annotations"] += [crowd | {"category_id": 0}, crowd | {"category_id": 2}]
+    value["categories"].append({"id": 2, "name": "cow"})
+    file = write_json(tmp_path / "b.json", value)
+    cats, dogs = read_coco(file, coder=coder)
+    assert [r.name for r in (cats, dogs)] == ["b.json:images[0] cat", "b.json:images[0] dog"]
+    assert cats.key == dogs.key  # one picture, encoded once
+    assert [r.prefix for r in (cats, dogs)] == ["segment cat", "segment dog"]
+    texts = []
+    for mask, (x, y, width, height) in ((first, (4, 3, 16, 10)), (second, (20, 15, 16, 14))):
+        places = [y / 30, x / 40, (y + height) / 30, (x + width) / 40]
+        text = "".join(f"<loc{round(1023 * place):04d}>" for place in places)
+        codes = coder.encode(crop(mask, (x, y, x + width, y + height))[None])[0]
+        text += "".join(f"<seg{code:03d}>" for code in codes.tolist())
+        texts.append(f"{text} cat")
+    assert cats.suffix == " ; ".join(texts)
+    assert len(set(re.findall(r"<seg\d+>", cats.suffix))) > 3
+    assert [box.is_crowd for box in cats.detection.boxes] == [False, False, True]
+    refused(lambda: read_data(f"coco-masks:{file}"), "b.json", "--masks FILE", "vae-oid.npz")
+    (boxes,) = read_data(f"coco:{file}")
+    assert boxes.prefix == "detect cat ; dog"
+    assert boxes.detection.boxes[0].segmentation is None
+
+
+def test_objects_at_the_edge_have_masks(coder):
+    """Breaks when a box without a whole pixel, or one that leaves the picture, has no crop."""
+    mask = np.ones((30, 40), bool)
+    for box in ((39.6, 29.6, 40, 30), (10.2, 5.1, 10.4, 5.2), (-3, -3, 50, 50), (0, 29, 40, 30)):
+        assert len(re.findall(r"<seg\d{3}>", coder.to_text(mask, box))) == 16
+    thin = Box("cat", 5, 5, 30, 0.1, 3, False, [[5, 5, 35, 5, 35, 5.1]])  # has no pixel's middle
+    assert not checked_mask(thin, 30, 40).any()
+
+
+# Measures
+
+
+def drawn_case(seed):
+    """Truths and found masks near them, with few scores, so that overlaps and scores tie."""
+    dice = random.Random(seed)
+    labels = ["a", "b", "c"][: dice.choice((1, 3))]
+    size = dice.choice((40, 130))
+    scores = dice.choice(([1.0], [0.2, 0.5, 0.9]))
+    step = size // 10
+
+    def corners(near=None):
+        if near and dice.random() < 0.7:
+            return [side + dice.choice((-step, 0, 0, step)) for side in near]
+        left, top = dice.randrange(0, size - step, step), dice.randrange(0, size - step, step)
+        return [left, top, left + dice.randrange(step, size), top + dice.randrange(step, size)]
+
+    truths, found = [], []
+    for _ in range(dice.randrange(1, 5)):
+        true, said, known = [], [], []
+        for _ in range(dice.choice((0, 1, 4))):
+            known.append(corners())
+            left, top, right, bottom = known[-1]
+            polygon = [left, top, right, top, right, bottom, left, bottom - step]
+            segmentation = [polygon, [n + 1 for n in polygon]]
+            is_crowd = dice.random() < 0.2
+            if is_crowd or dice.random() < 0.3:
+                segmentation = written(mask_of([[min(n, size) for n in polygon]], size, size))
+            box = [left, top, right - left, bottom - top]
+            area = dice.uniform(0.2, 1.2) * box[2] * box[3]
+            true.append(Box(dice.choice(labels), *box, area, is_crowd, segmentation))
+        for _ in range(dice.choice((0, 2, 6, 120 if seed % 8 == 0 else 9))):
+            left, top, right, bottom = corners(dice.choice(known) if known else None)
+            mask = np.zeros((size, size), bool)
+            mask[max(0, top) : bottom, max(0, left) : right] = True
+            found_as = dice.choice([*labels, "never true"])
+            said.append(FoundMask(found_as, mask, dice.choice(scores)))
+        truths.append(true)
+        found.append(said)
+    return truths, found, size
+
+
+def by_pycocotools(truths, found, size):
+    names = sorted({box.label for part in (*truths, *found) for box in part})
+    annotations, results = [], []
+    for number, (true, said) in enumerate(zip(truths, found, strict=True)):
+        for box in true:
+            entry = {"image_id": number, "category_id": names.index(box.label), "area": box.area}
+            entry |= {"iscrowd": int(box.is_crowd), "segmentation": box.segmentation}
+            annotations.append(entry | {"id": len(annotations) + 1})
+        for mask in said:
+            entry = {"image_id": number, "category_id": names.index(mask.label)}
+            encoded = official.encode(np.asfortranarray(mask.mask.astype(np.uint8)))
+            results.append(entry | {"segmentation": encoded, "score": mask.score})
+    dataset = COCO()
+    images = [{"id": n, "width": size, "height": size} for n in range(len(truths))]
+    categories = [{"id": number} for number in range(len(names))]
+    dataset.dataset = {"images": images, "annotations": annotations, "categories": categories}
+    dataset.createIndex()
+    evaluation = COCOeval(dataset, dataset.loadRes(results), "segm")
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    return evaluation.stats.tolist()
+
+
+@pytest.mark.long
+def test_the_measures_are_those_of_coco(printed):
+    """Breaks when masks tie, crowd, have sizes or overlap otherwise than in COCO's scorer."""
+    compared = 0
+    for seed in range(40):
+        truths, found, size = drawn_case(seed)
+        if any(truths) and any(found):
+            ours = detect.score_boxes(truths, iter(found), mask_overlaps)
+            named = [-1 if ours[name] is None else ours[name] for name in STATS]
+            assert named == pytest.approx(by_pycocotools(truths, found, size), abs=1e-6), seed
+            compared += 0 < (ours["AP"] or 0) < 1
+    assert compared > 12
+
+
+def big_vision_iou(answer, true, coder):
+    """The IoU of one example, after the published evaluator: the first 4 + 16 tokens count."""
+    tokens = re.findall(r"<(loc|seg)(\d+)>", answer)[:20]
+    height, width = true.shape
+    numbers = [int(number) for _, number in tokens]
+    kinds = [kind for kind, _ in tokens]
+    if kinds != ["loc"] * 4 + ["seg"] * 16 or max(numbers[:4]) > 1023 or max(numbers[4:]) > 127:
+        return 0.0
+    y1, x1, y2, x2 = np.array(numbers[:4]) / 1023
+    if y2 <= y1 or x2 <= x1:
+        return 0.0
+    y1, x1, y2, x2 = map(int, (y1 * height, x1 * width, y2 * height, x2 * width))
+    if x2 <= x1 or y2 <= y1:
+        return 0.0
+    with torch.no_grad():
+        mask = coder.decode(torch.tensor([numbers[4:]]))[0].numpy()
+    said = Image.fromarray(mask).resize([x2 - x1, y2 - y1], Image.Resampling.BILINEAR)
+    said = np.asarray(said) > 0
+    common = (true[y1:y2, x1:x2] & said).sum()
+    return common / (true.sum() + said.sum() - common)
+
+
+def drawn_answer(dice):
+    """The tokens of an object, seldom of none: a place or a code is too large, or one is missing."""
+    places = sorted(dice.randrange(1024) for _ in range(4))
+    codes = [dice.randrange(128) for _ in range(16)]
+    change = dice.randrange(12)
+    if change == 0:
+        places[dice.randrange(4)] = 1024
+    elif change == 1:
+        codes[dice.randrange(16)] = 128
+    elif change == 2:
+        places = places[::-1]
+    elif change == 3:
+        places = places[1:]
+    elif change == 4:
+        codes = codes[1:]
+    elif change == 5:
+        codes.append(5)  # the published scorer ignores it
+    said = "".join(f"<loc{place:04d}>" for place in places)
+    return said + "".join(f"<seg{code:03d}>" for code in codes)
+
+
+def test_the_overlap_is_big_vision_s(coder):
+    """Breaks when a mask is pasted, rounded or compared otherwise, or an answer that is none
+    counts."""
+    overlaps = []
+    for seed in range(300):
+        dice = random.Random(seed)
+        width, height = dice.choice(((64, 48), (33, 100), (5, 4)))
+        true = ellipse((0, 0, width * 0.8, height * 0.7), (width, height))
+        box = Box("cat", 0, 0, width, height, 9, False, written(true))
+        answer = f"{drawn_answer(dice)} cat"
+        if seed % 3 == 0:
+            answer = f"{answer}{dice.choice((' ; ', ''))}{drawn_answer(dice)} cat"
+        truth = Detection(width, height, (box,))
+        row = Row(Question("a", "a", (), "segment cat", truth=truth), (answer, []), {})
+        overlaps.append(detect.overlap_of(row, coder))
+        assert overlaps[-1] == pytest.approx(big_vision_iou(answer, true, coder), abs=1e-12), seed
+    assert sum(0 < overlap < 1 for overlap in overlaps) > 50
+    assert overlaps.count(0) > 50
+
+
+def test_several_objects_overlap_together(coder):
+    """Breaks when the masks of one prompt are not scored as one, or a crowd is asked for."""
+    with torch.no_grad():
+        everything = (coder.decode(torch.arange(128)[:, None].repeat(1, 16)) > 0).all((1, 2))
+    code = int(everything.nonzero()[0])
+    seg = f"<seg{code:03d}>" * 16
+    left, right = (f"<loc0000><loc{x:04d}><loc1023><loc{x + 341:04d}>{seg}" for x in (0, 341))
+    boxes = []
+    for x, is_crowd in ((0, False), (20, False), (40, True)):
+        mask = np.zeros((30, 60), bool)
+        mask[:, x : x + 20] = True
+        boxes.append(Box("cat", x, 0, 20, 30, 600, is_crowd, written(mask)))
+    truth = Detection(60, 30, tuple(boxes))
+    question = Question("a", "a", (), "segment cat", truth=truth)
+    overlaps = []
+    for answer in (f"{left} cat", f"{right} cat ; {left} cat", f"no ; {left} cat ; {right} cat"):
+        overlaps.append(detect.overlap_of(Row(question, (answer, []), {}), coder))
+    assert overlaps == pytest.approx([0.5, 1, 0.5], abs=0.06)
+    answer = f"{left.removesuffix(seg)} cat ; {left} cat"
+    found, problems = detect.boxes_of(Row(question, (answer, []), {}))
+    assert len(masks_of(found, truth, coder)) == 1
+    assert problems == {"": 1, "no mask of 16 codes": 1}
+
+
+# The command
+
+
+@pytest.fixture
+def data(workplace, coder):
+    """A source of two pictures, and a coder in a file."""
+    masks = [ellipse((4, 3, 24, 20), (40, 30)), ellipse((22, 12, 38, 28), (40, 30))]
+    value = layout(workplace, *map(written, masks), names=("cat", "dog"))
+    write_json(workplace / "a.json", value)
+    np.savez("coder.npz", **{name: array.numpy() for name, array in coder.state_dict().items()})
+    return "--data coco-masks:a.json --masks coder.npz"
+
+
+def test_the_command_scores_masks(data, coder, source, monkeypatch, capsys):
+    """Breaks when a results file scores otherwise than the command has printed, needs the model, or
+    masks are no longer drawn."""
+    records = read_coco("a.json", coder=coder)
+    cat = records[0].suffix
+    dog = records[1].suffix.replace("<seg", "<sig", 1)
+
+    def ask_all(model, processor, asks, **options):
+        return [cat, dog][: len(asks)]
+
+    monkeypatch.setattr("eval.answer.ask_all", ask_all)
+    detect.main(["--model", source, *f"{data} --json".split()])
+    (printed,) = json.loads(capsys.readouterr().out).values()
+    summary = {line: value["COCO"] for line, value in printed["summary"].items()}
+    decoded = big_vision_iou(
+        cat, mask_of(records[0].detection.boxes[0].segmentation, 30, 40), coder
+    )
+    assert printed["measures"]["mIoU"]["mean"] == pytest.approx(50 * decoded)
+    assert summary["AP50"] == pytest.approx(50)  # of boxes
+    assert decoded > 0.5
+    assert summary["masks: AP50"] == pytest.approx(50)
+    assert summary["malformed"] == 50
+    out = "runs/eval/random/detect"
+    assert has_color(f"{out}/detect.png", figures.HIT)  # the dog is not found
+    assert has_color(f"{out}/detect.png", figures.MISS, figures.HIT)
+    detect.main(f"--results {out}/results.json --masks coder.npz --json".split())
+    (scored,) = json.loads(capsys.readouterr().out).values()
+    assert scored == printed
+    detect.main(f"--results {out}/results.json --json".split())
+    (scored,) = json.loads(capsys.readouterr().out).values()
+    boxes = {line: value["COCO"] for line, value in scored["summary"].items()}
+    assert boxes == {line: value for line, value in summary.items() if "masks" not in line}
+    assert not scored["measures"]
+
+
+def has_color(path, *colors):
+    """Whether a picture on black has a large part in these colors, each half transparent, one over
+    another."""
+    expected = np.zeros(3)
+    for color in colors[::-1]:
+        expected = (expected + color) / 2
+    pixels = np.asarray(Image.open(path).convert("RGB"), np.float64)
+    return (abs(pixels - expected) < 5).all(-1).sum() > 1000
+
+
+def test_masks_that_cannot_be_scored_are_refused(data, source, workplace):
+    """Breaks when boxes are scored as masks, or a results file with another mask is."""
+    refused(lambda: detect.main(["--model", source, "--masks", "coder.npz"]), "--masks", "boxes")
+    refused(lambda: detect.main(["--model", source, *data.split()[:2]]), "a.json", "--masks FILE")
+    box = {"label": "cat", "x": 1, "y": 2, "width": 3, "height": 4, "area": 12}
+    result = {"question_id": "a", "question": "segment cat", "answer": "", "scores": []}
+    result |= {"width": 20, "height": 10}
+    for segmentation, part in ((None, "segmentation is None"), ([[1, 2]], "2 numbers")):
+        boxes = [box | {"segmentation": segmentation}]
+        write_json(workplace / "R", [result | {"boxes": boxes}])
+        refused(partial(detect.main, ["--results", "R"]), "R[0]: ", part)
+    assert read_json(workplace / "R")
