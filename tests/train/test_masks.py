@@ -29,7 +29,8 @@ def test_the_shipped_coder_is_as_good_as_it_says():
 
 
 def test_a_coder_is_made_from_its_seed(tmp_path, monkeypatch):
-    """Breaks when two runs of a seed differ, a seed does nothing, or the loss trains no part."""
+    """Breaks when two runs of a seed differ, a seed does nothing, the loss trains no part, or codes
+    stay where nothing is near."""
     monkeypatch.setattr(masks, "STEPS", 3)
     monkeypatch.setattr(masks, "HELD_OUT", 64)
     made = []
@@ -43,6 +44,8 @@ def test_a_coder_is_made_from_its_seed(tmp_path, monkeypatch):
         assert torch.equal(tensor, made[1][name]), name
         assert not torch.equal(tensor, made[2][name]), name
         assert not torch.equal(tensor, untrained[name]), name
+    (shapes,) = masks.batches("train", 1, 0)
+    assert len(load_mask_coder(out).encode(shapes).unique()) > 5
 
 
 def test_what_the_loss_trains(monkeypatch):
