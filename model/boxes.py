@@ -21,7 +21,7 @@ class Said(NamedTuple):
     label: str
     box: tuple[float, float, float, float]
     codes: tuple[int, ...]
-    part: int
+    part: int = 0
 
 
 def parse_objects(text: str, width: int, height: int, as_said=False) -> list[Said]:

@@ -45,7 +45,7 @@ def test_a_coder_is_made_from_its_seed(tmp_path, monkeypatch):
         assert not torch.equal(tensor, made[2][name]), name
         assert not torch.equal(tensor, untrained[name]), name
     (shapes,) = masks.batches("train", 1, 0)
-    assert len(load_mask_coder(out).encode(shapes).unique()) > 30
+    assert len(load_mask_coder(out).encode(shapes).unique()) > 5
 
 
 def test_what_the_loss_trains(monkeypatch):
