@@ -14,7 +14,7 @@ from eval.bench import AT_LIMIT, ECE, read_rows
 from eval.question import Question
 from eval.report import calibration
 from model.boxes import location_scores, parse_objects
-from model.confidence import certainty
+from model.confidence import Certainty, certainty
 from model.generate import generate
 from tests.eval.conftest import random_model
 from tests.eval.test_detection import by_pycocotools
@@ -206,6 +206,14 @@ def test_every_table_says_how_many_answers_were_cut_off(command, source, workpla
     shares = [of_model[AT_LIMIT] for of_model in results.values() if AT_LIMIT in of_model]
     assert len(ended) > 6
     assert sum(shares) / len(shares) == pytest.approx(100 * ended.count(False) / len(ended))
+
+
+def test_a_needle_test_has_all_its_answers():
+    """Breaks when only the first of a test's two words counts among those that were cut off."""
+    asked = needle.asks_of(needle.embedded_tests("n2o1", 1), "paper")
+    sure = {question.id: Certainty(1.0, at == 0, []) for at, question in enumerate(asked)}
+    (row,) = needle.Needle().rows(asked, ["top", "left"], sure)
+    assert [certain.ended for certain in row.sure] == [True, False]
 
 
 @pytest.mark.long
