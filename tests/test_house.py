@@ -28,7 +28,7 @@ FLOORS = {
     "train.reproduce": 9,
 }
 # tokens, see house.py
-MAX_TOKENS = {"main": 112_300, "aside": 55_200, "tests": 157_300}
+MAX_TOKENS = {"main": 121_000, "aside": 55_700, "tests": 173_000}
 MAX_NODES = {"model": 6.0, "lora": 6.7, "weights": 6.5, "eval": 6.2, "train": 6.0, "tests": 7.1}
 # what is still folded, by room: only ever less
 MAX_FOLDED = {"model": 0, "lora": 0, "weights": 0, "eval": 0, "train": 0, "tests": 44}
