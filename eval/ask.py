@@ -28,7 +28,7 @@ from eval import figures
 from eval.command import MASKS_HELP, add_flag, add_limit, command_parser, whole
 from eval.data.record import fill_prompt
 from eval.open import add_model_flags, model_of, open_subject, stored_prompt, toy_note, wording_of
-from model.boxes import Said, parse_objects
+from model.boxes import parse_objects
 from model.common import UserError, run_command, shown
 from model.generate import NonFiniteError, ask, check_options
 from model.images import load_image
@@ -174,8 +174,7 @@ def write_drawing(
         found = []
         for answer in answers:
             if answer["image"] == name:
-                for box in answer["boxes"]:
-                    found.append(Said(box["label"], box["box"], box.get("codes", ())))
+                found += parse_objects(answer["answer"], *image.size)
         drawn.append(figures.draw_objects(image, found, coder))
     sheet = drawn[0]
     if len(drawn) > 1:

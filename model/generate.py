@@ -136,7 +136,6 @@ def generate(
         check_every = CHECK_EVERY if logits.is_cuda else 1
         ended = broken = torch.zeros(rows, dtype=torch.bool, device=logits.device)
         tokens: list[Tensor] = []
-        known: list[Tensor] = []
         for seen in range(prompt + 1, end + 1):
             # a row of NaN counts as ended, and is reported in the end: no step waits for a GPU
             finite = finite_rows(logits)
@@ -146,7 +145,7 @@ def generate(
                 model,
                 logits,
                 (input_ids, tokens, valid),
-                None if log_probs is None else known,
+                log_probs,
                 temperature,
                 top_p,
                 generator,
@@ -176,7 +175,7 @@ def generate(
     # copies made outside of inference mode, which autograd may use
     answers = [up_to_end(row, ends).clone() for row in torch.stack(tokens, dim=1)]
     if log_probs is not None:
-        log_probs += as_long_as(answers, known)
+        log_probs[:] = as_long_as(answers, log_probs)
     return answers
 
 
@@ -208,16 +207,16 @@ def next_token(
     model: Any,
     logits: Tensor,
     read: tuple,
-    known: list[Tensor] | None,
+    log_probs: list[Tensor] | None,
     *options,
 ) -> Tensor:
     """One token (B,) by `pick`, from logits (B, V) that the model has `adjusted` to what was `read`.
-    known: gets its log p (B,) under the logits as they were."""
-    if known is None:
+    log_probs: gets its log p (B,) under the logits as they were."""
+    if log_probs is None:
         return pick(model.adjusted(logits, *read), *options)
     own = logits.log_softmax(-1, torch.float32)  # before `adjusted`, which may write into them
     token = pick(model.adjusted(logits, *read), *options)
-    known.append(own.gather(-1, token[:, None])[:, 0])
+    log_probs.append(own.gather(-1, token[:, None])[:, 0])
     return token
 
 
