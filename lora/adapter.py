@@ -269,13 +269,16 @@ def quantize(
 ) -> None:
     """Turn every frozen linear layer of `model` into that of `weights.quantize.KINDS`, in place;
     embedding and head only with `head`. `load` quantizes its base in the same way. Raises UserError
-    as `replaceable`, and for merged LoRA."""
+    as `replaceable`, for merged LoRA, and where no layer is frozen."""
     layers, trained = replaceable(model, kind, head), set(adapter_parameters(model).values())
     if any(layer.merged for layer in lora_layers(model).values()):
         raise UserError(
             f"LoRA is merged into the weights that are to be quantized to {kind}: unmerge it first"
         )
     frozen = {path: layer for path, layer in layers.items() if layer[0].weight not in trained}
+    if not frozen and model.quantized is None:
+        problem = f"no layer is frozen, so that none is held in {kind}"
+        raise UserError(f"{problem}: inject LoRA first, or call requires_grad_(False)")
     pack(model, kind, frozen)
 
 

@@ -49,8 +49,11 @@ ODD += [
 ]
 
 
-def train_pieces(prefix: Path, corpus: list[str], size: int, symbols: list[str]) -> Path:
-    """A sentencepiece model of at most `size` pieces, with `symbols` among them: PREFIX.model."""
+def train_pieces(
+    prefix: Path, corpus: list[str], size: int, symbols: list[str], dummy_prefix: bool = False
+) -> Path:
+    """A sentencepiece model of at most `size` pieces, with `symbols` among them: PREFIX.model.
+    dummy_prefix: a text begins with a blank of its own, as in Llama 2."""
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(corpus),
         model_prefix=str(prefix),
@@ -64,7 +67,7 @@ def train_pieces(prefix: Path, corpus: list[str], size: int, symbols: list[str])
         **{f"{name}_piece": f"<{name}>" for name in CONTROL},
         **{
             "normalization_rule_name": "identity",
-            "add_dummy_prefix": False,
+            "add_dummy_prefix": dummy_prefix,
             "remove_extra_whitespaces": False,
         },
         **{

@@ -144,6 +144,10 @@ class GgufFile:
         scaling = self.told(f"{self.kind}.rope.scaling.type")
         if scaling not in (None, "none"):
             raw["rope_scaling"] = {"rope_type": scaling}
+        for key in ("scaling.factor", "scale_linear"):  # which llama.cpp takes as linear
+            factor = self.told(f"{self.kind}.rope.{key}")
+            if scaling is None and factor not in (None, 0, 1):
+                raw["rope_scaling"] = {"rope_type": "linear"}
         if self.factors is not None:
             raw["rope_scaling"] = LLAMA3_ROPE | {"factor": self.factors.max().item()}
         return raw

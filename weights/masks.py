@@ -1,7 +1,6 @@
 """The coder of masks from its file: big_vision's `vae-oid.npz`, or the small one beside the embedded
 base, which `train/masks.py` makes."""
 
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +30,8 @@ def load_mask_coder(path: str | Path | None) -> MaskCoder | None:
         with torch.device("meta"):  # a width that the other arrays lack takes no memory
             coder = MaskCoder(width, size)
         named = {name: arrays[name] for name in coder.state_dict()}
+        if not all(bool(array.isfinite().all()) for array in named.values()):
+            raise ValueError("a number is not finite")
         coder.load_state_dict(named, assign=True)
     except (KeyError, ValueError, IndexError, RuntimeError) as error:
         problem = "is no coder of masks: give big_vision's vae-oid.npz"
@@ -46,6 +47,9 @@ def read_arrays(path: Path) -> dict[str, torch.Tensor]:
     try:
         with file_errors(path), np.load(path, allow_pickle=False) as arrays:
             return {name: torch.from_numpy(array).float() for name, array in arrays.items()}
-    except (ValueError, TypeError, EOFError, zipfile.BadZipFile) as error:
+    except UserError:
+        raise
+    # a damaged archive makes zipfile and numpy raise errors of many classes
+    except Exception as error:
         problem = "no .npz that can be read: download it again"
         raise UserError(f"{shown(path)}: {problem} ({shown(error)})") from None

@@ -120,8 +120,14 @@ class Haystack:
         self.tokenizer = tokenizer
         self.sentences = [tokenizer.encode(f" {sentence}") for sentence in part]
         self.form = FORMS[split]
-        values = [tokenizer.encode(f" {self.form.value(random.Random(n))}") for n in range(9)]
+        values = [self.behind("is", f" {self.form.value(random.Random(n))}") for n in range(9)]
         self.shared = len(os.path.commonprefix(values))
+
+    def behind(self, prefix: str, text: str) -> list[int]:
+        """The ids of a text behind another one: by itself it may begin with a blank of the
+        tokenizer's own."""
+        start = len(self.tokenizer.encode(prefix))
+        return self.tokenizer.encode(prefix + text)[start:]
 
     def prose(self, dice: random.Random, room: int) -> list[list[int]]:
         """Sentences in a row, the first one cut so that they have `room` tokens."""
@@ -146,7 +152,8 @@ class Haystack:
             value = self.form.value(dice)
             said = template.format(city)
             needles.append(encode(f" {said} {value}."))
-            questions.append((encode(f"\n{said}"), encode(f" {value}")))
+            question = f"\n{said}"
+            questions.append((encode(question), self.behind(question, f" {value}")))
         ids = list(self.tokenizer.begin)
         room = length - len(ids) - sum(map(len, needles))
         if room < length // 5:

@@ -3,6 +3,7 @@ the explorer shows a text."""
 
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from eval.systems import needles
 from eval.systems.needles import FORMS, SHARES, Haystack, ask, sentences_of
 from model.attention import attention_modules, tapped
 from model.differential import graft
-from model.systems.chat import load_text_tokenizer
+from model.systems.chat import TextTokenizer, load_text_tokenizer
+from model.tokenizer import load_tokenizer
 from tests.eval.test_explore import data_of
-from tests.pieces import language_folder
+from tests.pieces import language_folder, train_pieces
 from tests.runs import refused
 from weights.load import load_text
 
@@ -54,6 +56,26 @@ def test_a_context_holds_its_facts(haystacks):
         assert context == haystack.context(random.Random(3), 700, 6, 4)
         assert len(haystack.context(random.Random(4), 400, 1, 4).questions) == 1
     refused(lambda: haystack.context(random.Random(0), 400, 16, 1), "16 facts fill 400 tokens")
+
+
+@pytest.mark.parametrize("has_prefix", [False, True])
+def test_an_answer_stands_in_its_fact(folder, tmp_path, has_prefix):
+    """Breaks when an answer is read as a text by itself, before which a tokenizer such as Llama 2's
+    puts a blank of its own: no model could give it."""
+    sentences = sentences_of(None)
+    pieces = train_pieces(tmp_path / "pieces", sentences[:300], 400, [], has_prefix)
+    config = load_text_tokenizer(folder).config
+    control = {"pad_token_id": 0, "eos_token_id": (1,), "bos_token_id": 2}
+    config = replace(config, text=replace(config.text, vocab_size=400), **control)
+    haystack = Haystack(TextTokenizer(config, load_tokenizer(pieces)), sentences, "test")
+    for seed in range(5):
+        context = haystack.context(random.Random(seed), 900, 6, 6)
+        firsts = set()
+        for (start, end), (_, answer) in zip(context.places, context.questions, strict=True):
+            fact = context.ids[start:end]
+            assert fact[-len(answer) - 1 : -1] == answer
+            firsts.add(tuple(answer[: context.shared]))
+        assert len(firsts) == 1
 
 
 def test_training_and_test_share_nothing(haystacks):

@@ -154,12 +154,17 @@ def test_a_coder_is_read(coder, arrays, tmp_path):
         arrays | {"encoder.0.weight": np.zeros(())},
         arrays | {"encoder.0.weight": np.zeros((10**6, 1, 4, 4), np.float16)},
         {"encoder.0.weight": np.array([{}])},
+        arrays | {"decoder.4.bias": np.full_like(arrays["decoder.4.bias"], np.nan)},
     ]
     for number, given in enumerate(wrong):
         np.savez(tmp_path / f"{number}.npz", **given)
         with pytest.raises(UserError, match=f"{number}.npz"):
             load_mask_coder(tmp_path / f"{number}.npz")
     (tmp_path / "cut.npz").write_bytes((tmp_path / "vae-oid.npz").read_bytes()[:999])
-    for name in ("cut.npz", "missing.npz", "missing.safetensors"):
+    np.savez_compressed(tmp_path / "packed.npz", **arrays)
+    packed = bytearray((tmp_path / "packed.npz").read_bytes())
+    packed[200:1200] = b"\xff" * 1000
+    (tmp_path / "broken.npz").write_bytes(packed)
+    for name in ("broken.npz", "cut.npz", "missing.npz", "missing.safetensors"):
         with pytest.raises(UserError, match=name):
             load_mask_coder(tmp_path / name)

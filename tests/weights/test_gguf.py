@@ -107,7 +107,9 @@ def write_file(
     worth = {}
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
-    if scaling:
+    if isinstance(scaling, float):  # without its type
+        writer.add_float32(f"{kind}.rope.scaling.factor", scaling)
+    elif scaling:
         writer.add_string(f"{kind}.rope.scaling.type", scaling)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     for name, tensor in hf.state_dict().items():
@@ -287,3 +289,5 @@ def test_damaged_and_foreign_files(bpe, tmp_path):
     said("missing language_model.layers.1.self_attn.q_proj.weight")
     write_file(file, hf, bpe, scaling="yarn")
     said("rope type 'yarn'")
+    write_file(file, hf, bpe, scaling=4.0)
+    said("rope type 'linear'")

@@ -166,6 +166,9 @@ def test_what_is_quantized_and_what_cannot_be(model):
     mistake passes."""
     refused(lambda: quantize(model, "int3"), "int3", "int8, nf4")
     refused(lambda: quantize(QMamba(QMAMBA), "nf4"), "QMamba")
+    model.requires_grad_(True)
+    refused(lambda: quantize(model, "nf4"), "no layer is frozen")
+    assert model.quantized is None
     adapter.inject(model, TARGETS, 3, 6.0)
     adapter.merge(model)
     refused(lambda: quantize(model), "merged")
