@@ -1,6 +1,6 @@
 """A plugin for lmms-eval: its tasks ask the models of this project.
 
-    pip install lmms-eval && pip install -e .
+    pip install lmms-eval "filelock<4" && pip install -e .    0.7.3 fails with a newer filelock
     python -m lmms_eval --model dmt --model_args pretrained=embedded,adapter=RUN --tasks pope
 
 In: requests of a task, each with a question and pictures. Out: greedy answers, from

@@ -24,7 +24,7 @@ LINES = {
 }
 LINES |= {
     "docs/own-data.md": 125,
-    "docs/evaluation.md": 65,
+    "docs/evaluation.md": 62,
     "docs/scaling.md": 70,
     "docs/systems.md": 60,
     "docs/real-weights.md": 60,

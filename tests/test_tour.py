@@ -39,15 +39,14 @@ def printed(notebook):
 
 def check_claims(text):
     """What the words of the notebook say about its numbers."""
-    (_, *losses), (_, *matches) = ROW.findall(text)
-    losses, matches = [float(loss) for loss in losses], [float(match) for match in matches]
+    rows = {name: list(map(float, numbers)) for name, *numbers in ROW.findall(text)}
+    losses, matches = rows["loss"], rows["exact match"]
     assert losses[0] == losses[1] and matches[0] == matches[1], "the graft is exact"
     assert losses[2] < losses[3] < losses[0], "it learns, and looks"
     assert matches[2] > matches[0] + 25 and matches[2] > matches[3] + 35 and matches[3] < 25
-    (found, right), (missed, wrong) = [map(int, pair) for pair in LOOKS.findall(text)]
-    assert found / right > missed / wrong + 0.3, (
-        "a head finds the lone animal, if the answer is right"
-    )
+    shares = [int(found) / max(1, int(total)) for found, total in LOOKS.findall(text)]
+    right, wrong = shares
+    assert right > wrong + 0.3, "a head finds the lone animal, where the answer is right"
 
 
 def test_what_is_stored_is_fit_to_publish():

@@ -73,11 +73,14 @@ def docs(tmp_path):
     return rows
 
 
+def visual(doc):
+    return [Image.open(doc["image"])]
+
+
 def requests(docs, **options):
     """The rows as lmms-eval asks them."""
-    open_picture = lambda doc: [Image.open(doc["image"])]  # noqa: E731
     return [
-        SimpleNamespace(args=(doc["question"], options, open_picture, number, "scenes", "test"))
+        SimpleNamespace(args=(doc["question"], options, visual, number, "scenes", "test"))
         for number, doc in enumerate(docs)
     ]
 
