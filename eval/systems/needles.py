@@ -218,10 +218,18 @@ def shares_of(maps: np.ndarray, places: Sequence[tuple[int, int]], asked: int) -
     return np.stack([signal, others, first, 1 - signal - others - first])
 
 
-def measure(model, haystack: Haystack, length: int, facts: int, contexts: int, asked: int) -> dict:
-    """The questions of a rung, and the mean shares by layer and head."""
+def measure(
+    model: Any,
+    haystack: Haystack,
+    length: int,
+    facts: int,
+    contexts: Sequence[int],
+    asked: int,
+) -> dict:
+    """The questions of a rung, and the mean shares by layer and head. contexts: their numbers, from
+    which each of them is drawn."""
     questions, shares = [], []
-    for number in range(contexts):
+    for number in contexts:
         dice = random.Random(f"{SEED}/{length}/{facts}/{number}")
         context = haystack.context(dice, length, facts, min(asked, facts))
         replies = ask(model, context, f"context {number + 1}")
@@ -305,7 +313,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         haystack.context(random.Random(0), length, facts, 1)
     rungs = []
     for length, facts in plan:
-        rungs.append(measure(model, haystack, length, facts, args.contexts, args.asked))
+        contexts = range(args.contexts)
+        rungs.append(measure(model, haystack, length, facts, contexts, args.asked))
         print(
             f"{length} tokens, {facts} facts: {len(rungs[-1]['questions'])} questions", flush=True
         )

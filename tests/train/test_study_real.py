@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from eval.systems.needles import Haystack
+from eval.systems.needles import Haystack, measure
 from tests.pieces import language_folder
 from train.systems.studies import real
 
@@ -40,6 +40,21 @@ def test_rows_to_learn_from(folder, short):
     ids, labels = real.row_of(haystack, "prose", random.Random(2))
     assert ids == labels
     assert len(ids) == 60
+
+
+def test_each_seed_has_its_own_contexts(folder, short, monkeypatch):
+    """Breaks when all seeds are asked about the same contexts, or two seeds share some."""
+    seen = []
+
+    def spy(model, haystack, length, facts, contexts, asked):
+        seen.extend(contexts)
+        return measure(model, haystack, length, facts, contexts, asked)
+
+    monkeypatch.setattr(real, "measure", spy)
+    options = real.Options(base=str(folder), contexts=2)
+    for seed in range(3):
+        real.train(options, seed, "prose", 1, "softmax")
+    assert sorted(seen) == sorted([*range(6)] * 3)
 
 
 @pytest.mark.long

@@ -11,7 +11,8 @@ graft with LoRA beside it, trained for the same steps of one row, in two designs
 - prose: the next token of 320 tokens; the facts are asked without training.
 
 Tests are of other forms, cities, values and prose, see `eval/systems/needles.py`: LOUD rungs, and a
-QUIET one. The fall is what a context loses from the quiet rung to the loud ones. The control is the
+QUIET one, and each seed has its own: ten seeds of 8 contexts are 80 contexts of a rung. The fall is
+what a context loses from the quiet rung to the loud ones. The control is the
 mean of two plain rows; `plain + head norm` is `shared` with λ = 0. `mean`, `gate`, `temperature` and
 `sink` are controls with one part each of what a second map may do. Rates are not searched for.
 """
@@ -72,7 +73,7 @@ QUICK = {"seeds": 1, "contexts": 3, "steps": 5}
 class Options(engine.StudyOptions):
     base: str = flag("", "folder of a published language model", metavar="FOLDER")
     text: Path | None = flag(None, "prose (default: Python's reference manual)", metavar="FILE")
-    contexts: int = flag(30, "of a rung", least=1, metavar="N")
+    contexts: int = flag(8, "of a rung, other ones for each seed", least=1, metavar="N")
     steps: int = flag(40, "of a run", least=1)
     rate: float = flag(2e-4, "of LoRA", least=0)
 
@@ -131,20 +132,21 @@ def train(
     losses = (loss_of(model, *row_of(of["train"], design, dice)) for _ in range(steps))
     descend(model.train(), optimizer, losses, steps)
     # 3. what it finds, and what it costs elsewhere
-    scores = asked(model.eval(), of["test"], options.contexts)
+    first = seed * options.contexts
+    scores = asked(model.eval(), of["test"], range(first, first + options.contexts))
     facts = {"parameters": count(trainable(model).values())}
     return {"scores": {"test": scores}, "facts": facts}
 
 
 @torch.no_grad()
-def asked(model: Any, haystack: Haystack, contexts: int) -> dict[str, list[float]]:
-    """The scores of all measures."""
+def asked(model: Any, haystack: Haystack, contexts: range) -> dict[str, list[float]]:
+    """The scores of all measures, on contexts of these numbers."""
     exact = {}
     scores = {"exact": [], "signal": []}
     for rung in (QUIET, *LOUD):
         questions = measure(model, haystack, *rung, contexts, ASKED)["questions"]
         right = [float(question["exact"]) for question in questions]
-        exact[rung] = np.reshape(right, (contexts, ASKED)).mean(1)
+        exact[rung] = np.reshape(right, (-1, ASKED)).mean(1)
         if rung == QUIET:
             scores["quiet"] = right
             continue
@@ -152,8 +154,8 @@ def asked(model: Any, haystack: Haystack, contexts: int) -> dict[str, list[float
         scores["signal"] += [float(np.log(q["asked"] / q["others"])) for q in questions]
     loud = np.mean([exact[rung] for rung in LOUD], axis=0)
     scores["fall"] = (exact[QUIET] - loud).tolist()
-    dice = random.Random("prose")
-    rows = [row_of(haystack, "prose", dice) for _ in range(contexts)]
+    dice = random.Random(f"prose/{contexts.start}")
+    rows = [row_of(haystack, "prose", dice) for _ in contexts]
     scores["loss"] = [loss_of(model, *row).item() for row in rows]
     return scores
 
