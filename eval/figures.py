@@ -26,7 +26,7 @@ INK = (34, 34, 34)
 SOFT = (110, 110, 110)
 GRID = (226, 226, 226)
 PAPER = (255, 255, 255)
-# Okabe and Ito's palette, which color-blind readers can distinguish
+# Okabe and Ito's palette, which color-blind readers can distinguish, and a brown
 SERIES = (
     (0, 114, 178),
     (213, 94, 0),
@@ -35,6 +35,7 @@ SERIES = (
     (86, 180, 233),
     (230, 159, 0),
     (90, 90, 90),
+    (120, 66, 18),
 )
 HIT = SERIES[2]
 MISS = SERIES[1]

@@ -53,11 +53,12 @@ def line_chart(
     pale=(),
     marked=(),
     bars=(),
+    x_names: Mapping[float, str] | None = None,
 ) -> Image.Image:
     """Named series of (x, y) as lines, a single point as a dot; those named in `pale` are thin,
     those in `marked` have a dot at each point. bars: of some series, intervals (x, low, high) to
-    draw upright. Points that are not finite break the line. Raises UserError if no point is
-    left."""
+    draw upright; the series then stand side by side. x_names: the marks of that axis. Points that
+    are not finite break the line. Raises UserError if no point is left."""
 
     drawn = [point for points in series.values() for point in points if is_finite(point)]
     if not drawn:
@@ -82,12 +83,14 @@ def line_chart(
     for mark in y_marks:
         sheet.line([(left, to_y(mark)), (right, to_y(mark))], GRID)
         sheet.text(left - 8, to_y(mark), spell_number(mark), 12, anchor="rm")
-    x_marks, to_x = axis([x for x, _ in drawn], left, right, tight=True)
+    margin = 2.5 * len(series) if bars else 0.0
+    x_marks, to_x = axis([x for x, _ in drawn], left + margin, right - margin, tight=True)
     if all(float(x).is_integer() for x, _ in drawn):  # as layers or steps: no mark between
         x_marks = [mark for mark in x_marks if abs(mark - round(mark)) <= 1e-9]
-    for mark in x_marks:
+    names = x_names or {mark: spell_number(mark) for mark in x_marks}
+    for mark, name in names.items():
         sheet.line([(to_x(mark), bottom), (to_x(mark), bottom + 5)])
-        sheet.text(to_x(mark), bottom + 15, spell_number(mark))
+        sheet.text(to_x(mark), bottom + 15, name)
     sheet.line([(left, top), (left, bottom), (right, bottom)])
 
     # 3. the series
@@ -97,9 +100,10 @@ def line_chart(
         if name in pale:
             color = tuple(round(0.35 * part + 0.65 * 255) for part in color)
             thick = 1.0
-        draw_series(sheet, points, to_x, to_y, color, thick, name in marked)
+        shift = 5 * (number - (len(series) - 1) / 2) if bars else 0.0
+        draw_series(sheet, points, to_x, to_y, color, thick, name in marked, shift)
         for x, low, high in bars.get(name, ()):
-            x = to_x(x) + 2 * number  # side by side
+            x = to_x(x) + shift
             sheet.line([(x, to_y(low)), (x, to_y(high))], color)
         if legend:
             y = top + 10 + 20 * number
@@ -120,12 +124,14 @@ def draw_series(
     color,
     thick,
     has_dots,
+    shift: float,
 ) -> None:
-    """A line through the points, broken where one is not finite; a single point is a dot."""
+    """A line through the points, broken where one is not finite; a single point is a dot. shift: to
+    the right."""
     for is_visible, group in groupby(points, is_finite):
         if not is_visible:
             continue
-        line = [(to_x(x), to_y(y)) for x, y in group]
+        line = [(to_x(x) + shift, to_y(y)) for x, y in group]
         if len(line) > 1:
             sheet.line(line, color, thick)
         if len(line) == 1 or has_dots:

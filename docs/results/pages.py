@@ -277,8 +277,10 @@ def draw_budget() -> None:
             lines[row].append((x, of_row.mean))
             bars[row].append((x, of_row.low, of_row.high))
     title = "Grafts minus plain LoRA by the length of a run"
-    labels = title, "binary logarithm of steps / 100", "mean, points"
-    save(line_chart(lines, *labels, marked=lines, bars=bars), HERE / "budget.png")
+    labels = title, "steps, on a scale of logarithms", "mean, points"
+    names = {math.log2(steps / 100): f"{steps}" for steps in BUDGETS}
+    picture = line_chart(lines, *labels, marked=lines, bars=bars, x_names=names)
+    save(picture, HERE / "budget.png")
 
 
 def draw_text() -> None:
@@ -295,8 +297,10 @@ def draw_text() -> None:
             lines[row].append((math.log2(4 << n), of_row.mean))
             bars[row].append((math.log2(4 << n), of_row.low, of_row.high))
     title = "Language models: right answers after examples"
-    labels = title, "binary logarithm of the examples", "right answers, %"
-    save(line_chart(lines, *labels, marked=lines, bars=bars), HERE / "text.png")
+    labels = title, "examples in context, on a scale of logarithms", "right answers, %"
+    names = {x: f"{2**x:.0f}" for points in lines.values() for x, _ in points}
+    picture = line_chart(lines, *labels, marked=lines, bars=bars, x_names=names)
+    save(picture, HERE / "text.png")
 
 
 # The tables of RESULTS.md

@@ -340,8 +340,11 @@ def draw_gaps(title: str, by_cap: Mapping) -> Image.Image:
         places = [(math.log2(cap or 4.0), gaps[row]) for cap, gaps in by_cap.items()]
         lines[row] = sorted((x, gap["mean"]) for x, gap in places)
         bars[row] = [(x, gap["low"], gap["high"]) for x, gap in places]
-    labels = title, "binary logarithm of the cap, 2: none", "points beside plain rows"
-    return line_chart(lines, *labels, marked=rows, bars=bars)
+    labels = title, "cap of the logits, on a scale of logarithms", "points beside plain rows"
+    names = {math.log2(cap): f"{cap:g}" for cap in by_cap if cap}
+    if None in by_cap:
+        names[math.log2(4.0)] = "none"
+    return line_chart(lines, *labels, marked=rows, bars=bars, x_names=names)
 
 
 @torch.no_grad()
