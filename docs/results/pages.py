@@ -362,7 +362,8 @@ def doses(task: str, guess: float) -> str:
     gaps = [gap(scores, study, "plain again", ("plain",), task) for study in studies]
     texts = [interval_text(of_study._asdict(), 1, signed=True) for of_study in gaps]
     body.append(["A/A: `plain again` − `plain`", "", *texts, ""])
-    head = ["minus plain, points", "a head gives", "c = 0.5", "c = 0.25", "verdict"]
+    runs = len(scores[studies[0], dose.PLAIN[0], task])
+    head = [f"minus plain, points, {runs} runs", "a head gives", "c = 0.5", "c = 0.25", "verdict"]
     if task != "built":  # heads are named once
         head.pop(1)
         for line in body:
