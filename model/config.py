@@ -195,6 +195,8 @@ class VisionConfig(Config):
 
     def __post_init__(self):
         super().__post_init__()
+        width, heads = self.hidden_size, self.num_attention_heads
+        require(width % heads == 0, f"hidden_size {width} is no multiple of {heads} heads")
         layer, layers = self.feature_layer or 0, self.num_hidden_layers
         problem = f"feature_layer {layer} is not one of SigLIP's {layers} layers"
         require(-layers - 1 <= layer <= layers, problem)
@@ -261,6 +263,11 @@ class TextConfig(Config):
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     sliding_window: int | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        heads, shared = self.num_attention_heads, self.num_key_value_heads
+        require(heads % shared == 0, f"{heads} heads are no multiple of {shared} key/value heads")
 
     @property
     def architecture(self) -> Architecture:

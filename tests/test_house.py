@@ -28,7 +28,7 @@ FLOORS = {
     "train.reproduce": 9,
 }
 # tokens, see house.py
-MAX_TOKENS = {"main": 121_000, "aside": 55_700, "tests": 173_000}
+MAX_TOKENS = {"main": 121_500, "aside": 55_700, "tests": 174_500}
 MAX_NODES = {"model": 6.0, "lora": 6.7, "weights": 6.5, "eval": 6.2, "train": 6.0, "tests": 7.1}
 # what is still folded, by room: only ever less
 MAX_FOLDED = {"model": 0, "lora": 0, "weights": 0, "eval": 0, "train": 0, "tests": 46}
@@ -36,7 +36,7 @@ MAX_STATEMENTS = 40
 # tokens of a module and of all that it imports, inside functions too
 MAX_CLOSURE = {
     "model.generate": 17_900,
-    "weights.load": 18_200,
+    "weights.load": 18_400,
     "train.finetune": 105_000,
     "eval.needle": 54_000,
     "eval.pope": 47_200,

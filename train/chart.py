@@ -10,7 +10,7 @@ from itertools import groupby
 from PIL import Image
 
 from eval.figures import GRID, SERIES, Canvas, Point, text_width
-from model.common import UserError
+from model.config import require
 
 WIDTH, HEIGHT = 680, 400
 
@@ -61,14 +61,9 @@ def line_chart(
     are not finite break the line. Raises UserError if no point is left."""
 
     drawn = [point for points in series.values() for point in points if is_finite(point)]
-    if not drawn:
-        raise UserError(
-            f"nothing to draw in {title or 'the chart'!r}: no series has a finite point"
-        )
+    require(drawn, f"nothing to draw in {title or 'the chart'!r}: no series has a finite point")
     # 1. the frame, with room for the names
-    legend = 0
-    if len(series) > 1:
-        legend = max(text_width(name, 12) for name in series) + 34
+    legend = max(text_width(name, 12) for name in series) + 34 if len(series) > 1 else 0
     left, right, bottom = 66, WIDTH - 22 - legend, HEIGHT - 52
     top = 46 if title else 18
     sheet = Canvas(WIDTH, HEIGHT)

@@ -17,6 +17,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 
 from model.common import Parser, UserError, file_errors, quoted, run_command, shown
@@ -87,10 +88,19 @@ class GgufFile:
             import gguf
         except ImportError:
             raise UserError(f"{path}: is read by a package: pip install gguf") from None
+
+        class Reader(gguf.GGUFReader):
+            def _get(self, offset, dtype, count=1, **order):
+                """The package reads on behind the end, as often as the file says."""
+                size = np.dtype(dtype).itemsize * int(count)
+                if offset + size > len(self.data):
+                    raise ValueError(f"ends before byte {offset + size}")
+                return super()._get(offset, dtype, count, **order)
+
         self.path, self.package = path, gguf
         with file_errors(path), path.open("rb"):
             try:
-                self.reader = gguf.GGUFReader(path)
+                self.reader = Reader(path)
             except Exception as error:  # of many classes, from numpy and the package
                 problem = f"no whole GGUF file ({shown(error)})"
                 raise UserError(f"{shown(path)}: {problem}: download it again") from None
@@ -108,7 +118,9 @@ class GgufFile:
                 text = self.config.text
                 powers = torch.arange(0, text.head_dim, 2) / text.head_dim
                 waves = text.rope_theta**-powers
-                is_llama3 = torch.allclose(text.stretch(waves) * self.factors, waves, rtol=1e-3)
+                is_llama3 = self.factors.shape == waves.shape and torch.allclose(
+                    text.stretch(waves) * self.factors, waves, rtol=1e-3
+                )
                 require(is_llama3, f"{ROPE_FACTORS} has other factors than Llama 3.1's")
 
     def told(self, key: str) -> Any:
@@ -128,6 +140,8 @@ class GgufFile:
         """The model's config.json."""
         raw = {name: self.told(f"{self.kind}.{theirs}") for name, theirs in SIZES.items()}
         raw = {name: value for name, value in raw.items() if value is not None}
+        # where RoPE's base is missing, llama.cpp has 10,000, too
+        require("rms_norm_eps" in raw, f"lacks {self.kind}.{SIZES['rms_norm_eps']}")
         heads, width = raw["num_attention_heads"], raw["hidden_size"]
         raw.setdefault("num_key_value_heads", heads)
         raw.setdefault("head_dim", width // heads)
@@ -157,7 +171,7 @@ class GgufFile:
         return tuple(reversed(self.tensors[name].shape.tolist()))
 
     def names(self) -> dict[str, str]:
-        """transformers' name of each tensor. One that has none keeps its own."""
+        """transformers' name of each tensor, or one that no model has."""
         model = compare(self.path, {}, self.config).model
         architecture = self.package.MODEL_ARCH[self.kind.upper()]
         table = self.package.get_tensor_name_map(architecture, self.config.text.num_hidden_layers)
@@ -165,7 +179,9 @@ class GgufFile:
         for theirs in dialect_names(model.state_dict(), model.published):
             known[table.get_name(theirs, (".weight", ".bias"))] = theirs
         # the factors of RoPE are no parameter
-        return {name: known.get(name, name) for name in self.tensors if name != ROPE_FACTORS}
+        names = {name: known.get(name, f"GGUF's {name}") for name in self.tensors}
+        names.pop(ROPE_FACTORS, None)
+        return names
 
     def value(self, name: str) -> torch.Tensor:
         """A tensor in fp32."""
@@ -223,6 +239,9 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
         for name, number in file.control().items():
             if number is not None:
                 known[f"{name}_token"] = tokens[number]
+        adds_bos = file.vocabulary("add_bos_token")
+        if adds_bos is not None:
+            known["add_bos_token"] = adds_bos
         template = file.told("tokenizer.chat_template")
     write(folder / "tokenizer_config.json", known)
     if template:
@@ -236,7 +255,7 @@ def write(path: Path, value: Mapping) -> None:
 
 def byte_level(file: GgufFile) -> dict[str, Any]:
     """The tokenizer.json of a vocabulary of bytes and merges, as GPT-2's."""
-    split = file.vocabulary("pre") or "default"
+    split = file.vocabulary("pre")
     require(split in SPLITS, f"splits texts as {quoted(split)}, which is not known here")
     steps = []
     for step in SPLITS[split]:
@@ -263,10 +282,12 @@ def byte_level(file: GgufFile) -> dict[str, Any]:
     if adds_bos or adds_bos is None and is_llama3:
         bos = file.control()["bos"]
         token = file.vocabulary("tokens")[bos]
-        single = [{"SpecialToken": {"id": token, "type_id": 0}}]
-        single.append({"Sequence": {"id": "A", "type_id": 0}})
+        pair = []
+        for place, text in enumerate("AB"):
+            pair.append({"SpecialToken": {"id": token, "type_id": place}})
+            pair.append({"Sequence": {"id": text, "type_id": place}})
         known = {token: {"id": token, "ids": [bos], "tokens": [token]}}
-        opening = {"type": "TemplateProcessing", "single": single, "pair": single}
+        opening = {"type": "TemplateProcessing", "single": pair[:2], "pair": pair}
         opening |= {"special_tokens": known}
     return {
         "version": "1.0",

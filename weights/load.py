@@ -187,7 +187,7 @@ def compare(
         raise UserError(
             f"{folder / 'config.json'}: impossible sizes ({shown(error)}): download it again"
         ) from None
-    entries = {name: entry for name, entry in entries.items() if not name.startswith(kind.ignored)}
+    entries = {name: entry for name, entry in entries.items() if not kind.ignores(name)}
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     # 1. the dialect of most names
     is_array = any(entry.path.suffix == ".npz" for entry in entries.values())

@@ -64,6 +64,10 @@ class Names:
     aliases: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()  # prefixes of tensors that the model does not have
 
+    def ignores(self, name: str) -> bool:
+        """Also the frequencies of RoPE, which old files have and any model computes."""
+        return name.startswith(self.ignored) or name.endswith("rotary_emb.inv_freq")
+
 
 PALIGEMMA_NAMES = Names(DIALECTS, dict.fromkeys(HEADS, EMBEDDING))
 # the text tower and the pooling head are left out; transformers 5 saves a tower by itself without a

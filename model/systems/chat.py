@@ -49,10 +49,12 @@ class TextTokenizer(Texts):
         max_length: int | None = None,
         system: str | None = DEFAULT_SYSTEM,
         has_bos: bool = False,
+        adds_bos: bool = True,
     ):
         """max_length: tokens that a prompt may have, at most those that the model was trained to
         read; a longer one is an error, it is never cut. system, has_bos: the text of the system
-        turn, of ChatML, and whether bos stands before it; None: the model's template has none."""
+        turn, of ChatML, and whether bos stands before it; None: the model's template has none.
+        adds_bos: before a text, where the tokenizer's own file does not say."""
         self.config, self.is_gemma = config, not isinstance(config.text, LlamaConfig)
         longest = config.max_position_embeddings
         self.max_length = min(max_length or longest, longest)
@@ -66,7 +68,8 @@ class TextTokenizer(Texts):
         self.end_of_turn = self.marks[1:]
         # 2. what stands before a text, as in the tokenizer's file, and before a conversation
         bos = [] if config.bos_token_id is None else [config.bos_token_id]
-        self.begin = bos if self.is_gemma else getattr(tokenizer, "before", bos)
+        before = bos if adds_bos else []
+        self.begin = before if self.is_gemma else getattr(tokenizer, "before", before)
         self.opening = bos if self.is_gemma or has_bos else []
         # 3. what a text cannot spell, and what ends an answer
         ends = {*config.eos_token_id, *self.end_of_turn}
@@ -133,16 +136,18 @@ def load_text_tokenizer(source: str | Path, max_length: int | None = None) -> Te
     beside = ["generation_config.json", "chat_template.jinja", "tokenizer_config.json"]
     folder = resolve(source, ["config.json", *beside])
     # where transformers 4 and 5 save a template
-    template = read_json_if(folder / "tokenizer_config.json").get("chat_template")
+    told = read_json_if(folder / "tokenizer_config.json")
+    template, adds_bos = told.get("chat_template"), told.get("add_bos_token") is not False
     if (file := folder / "chat_template.jinja").is_file():
         template = read_text(file)
     config = LanguageConfig.from_file(folder / "config.json")
     tokenizer = load_tokenizer(find_tokenizer(source))
     if not template or not isinstance(template, str):
-        return TextTokenizer(config, tokenizer, max_length)
+        return TextTokenizer(config, tokenizer, max_length, adds_bos=adds_bos)
     written = SYSTEM.search(template)
     system = written[1] if written else None
-    return TextTokenizer(config, tokenizer, max_length, system, has_bos="bos_token" in template)
+    has_bos = "bos_token" in template
+    return TextTokenizer(config, tokenizer, max_length, system, has_bos, adds_bos)
 
 
 def ask_text(

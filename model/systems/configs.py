@@ -22,10 +22,10 @@ from model.config import (
 
 # the language models, by model_type
 FAMILIES = ("gemma", "gemma2", "llama", "qwen2")
-# the control tokens of families other than Gemma's, where a file says nothing
-CONTROLS: dict[str, dict] = {
-    "llama": {"bos_token_id": 1, "eos_token_id": 2},
-    "qwen2": {},
+# what families other than Gemma's have where a file says nothing
+DEFAULTS: dict[str, dict] = {
+    "llama": {"bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 2048},
+    "qwen2": {"max_position_embeddings": 32768},
 }
 # of a conversation in ChatML, where no template says another
 DEFAULT_SYSTEM = "You are a helpful assistant."
@@ -138,7 +138,7 @@ class LanguageConfig(Config):
         require(kind in FAMILIES, problem)
         is_both_ways = raw.get("use_bidirectional_attention")
         require(not is_both_ways, "use_bidirectional_attention is not computed here")
-        raw = CONTROLS.get(str(kind), CONTROL_TOKENS) | raw
+        raw = DEFAULTS.get(str(kind), CONTROL_TOKENS) | raw
         end, pad = raw.get("eos_token_id"), raw.get("pad_token_id")
         if not isinstance(end, list):
             end = [] if end is None else [end]

@@ -118,6 +118,25 @@ def test_what_a_file_says_otherwise_than_it_means():
 
 
 @pytest.mark.parametrize("kind", configs.FAMILIES)
+def test_what_a_file_leaves_out_is_transformers_default(kind):
+    """Breaks when a key that no shape shows means another number without a word."""
+    known = AutoConfig.for_model(kind)
+    sizes = (
+        "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
+    )
+    raw = {name: getattr(known, name) for name in sizes.split()}
+    ours = configs.LanguageConfig.from_dict({"model_type": kind} | raw)
+    for name in "max_position_embeddings bos_token_id".split():
+        assert getattr(ours, name) == getattr(known, name), name
+    assert list(ours.eos_token_id) == [id_ for id_ in [known.eos_token_id] if id_ is not None]
+    for name in "rms_norm_eps tie_word_embeddings".split():
+        assert getattr(ours.text, name) == getattr(known, name), name
+    assert ours.text.rope_theta == known.rope_parameters["rope_theta"]
+    widths = [getattr(known, "head_dim", None), known.hidden_size // known.num_attention_heads]
+    assert ours.text.head_dim == (widths[0] or widths[1])
+
+
+@pytest.mark.parametrize("kind", configs.FAMILIES)
 @pytest.mark.parametrize("hidden_act", ["gelu", "silu", None])
 @pytest.mark.parametrize("hidden_activation", ["gelu", "silu", None])
 def test_the_activation_is_that_of_transformers(kind, hidden_act, hidden_activation):
@@ -174,6 +193,9 @@ REFUSED = """1 | {"model_type": "llava"} | 'llava'
     1 | {"text_config": {"num_attention_heads": null}} | num_attention_heads is missing
     1 | {"text_config": {"num_key_value_heads": null}} | num_key_value_heads is missing
     1 | {"text_config": {}} | is missing
+    1 | {"text_config": {"num_key_value_heads": 3}} | no multiple of 3
+    llama | {"num_attention_heads": 3, "num_key_value_heads": 2} | 3 heads are no multiple of 2
+    1 | {"vision_config": {"num_attention_heads": 5}} | 1152 is no multiple of 5 heads
     1 | {"image_token_id": 5} | two ids
     1 | {"image_token_index": null} | image_token_index
     1 | {"text_config": {"num_hidden_layers": 1000000000}} | num_hidden_layers

@@ -2,6 +2,7 @@
 file's; damaged and foreign files are refused in one line."""
 
 import json
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -72,10 +73,18 @@ def converted(name: str, tensor: torch.Tensor, hf) -> np.ndarray:
 
 
 def write_file(
-    path: Path, hf, bpe: Path, packed: str = "F32", factors=None, pre: str = "smollm", scaling=""
+    path: Path,
+    hf,
+    bpe: Path,
+    packed: str = "F32",
+    factors=None,
+    pre: str = "smollm",
+    scaling="",
+    more=None,
+    adds_bos=None,
 ) -> dict:
-    """A GGUF file as llama.cpp's converter writes it; what its tensors are worth, by transformers'
-    names."""
+    """A GGUF file as llama.cpp's converter writes it, with `more` tensors; what its tensors are
+    worth, by transformers' names."""
     config, kind = hf.config, hf.config.model_type
     writer = gguf.GGUFWriter(path, kind)
     # 1. sizes
@@ -103,8 +112,12 @@ def write_file(
         sentencepiece_vocabulary(writer)
     else:
         byte_vocabulary(writer, bpe, pre)
+    if adds_bos is not None:
+        writer.add_add_bos_token(adds_bos)
     # 3. the tensors
     worth = {}
+    for name, tensor in (more or {}).items():
+        writer.add_tensor(name, tensor.numpy())
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
     if isinstance(scaling, float):  # without its type
@@ -236,9 +249,19 @@ def test_the_tokenizer_is_the_files(kind, bpe, tmp_path):
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
+@pytest.mark.parametrize("adds_bos", [None, True, False])
+def test_whether_a_text_begins_with_bos(adds_bos, bpe, tmp_path):
+    """Breaks when what the file of pieces says of bos is not followed."""
+    hf = hf_language("gemma2", vocab_size=1722)
+    write_file(tmp_path / "a.gguf", hf, bpe, adds_bos=adds_bos)
+    main([str(tmp_path / "a.gguf"), str(tmp_path / "out")])
+    begin = load_text_tokenizer(tmp_path / "out").begin
+    assert begin == ([] if adds_bos is False else [2])
+
+
 def test_a_llama_3(bpe, tmp_path):
     """Breaks when the stretched RoPE of Llama 3.1, which a file has as factors, is another one, or
-    a text does not begin with bos."""
+    a text, or each of two, does not begin with bos."""
     rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
     rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     hf = hf_language("llama", vocab_size=rows_of("llama", bpe), rope_parameters=rope, head_dim=64)
@@ -252,9 +275,13 @@ def test_a_llama_3(bpe, tmp_path):
     with torch.no_grad():
         ours = load_text(tmp_path / "out")(ids)
         assert torch.allclose(ours, hf(ids).logits, atol=1e-4)
-    assert load_text_tokenizer(tmp_path / "out").prompt("a")[0] == 2
-    write_file(tmp_path / "a.gguf", hf, bpe, factors=factors**2, pre="llama-bpe")
-    refused(lambda: main([str(tmp_path / "a.gguf"), str(tmp_path / "b")]), "than Llama 3.1's")
+    a = load_text_tokenizer(tmp_path / "out").prompt("a")
+    assert a[0] == 2
+    opened = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert opened.encode("a", "a") == a + a
+    for other in (factors**2, factors[:-1]):
+        write_file(tmp_path / "a.gguf", hf, bpe, factors=other, pre="llama-bpe")
+        refused(lambda: main([str(tmp_path / "a.gguf"), str(tmp_path / "b")]), "than Llama 3.1's")
 
 
 @pytest.mark.long
@@ -281,6 +308,17 @@ def test_damaged_and_foreign_files(bpe, tmp_path):
             main([str(file), str(tmp_path / f"out{place}")])
         except ValueError as error:
             assert "\n" not in str(error)
+    key = struct.pack("<Q1sI", 1, b"a", gguf.GGUFValueType.ARRAY)
+    endless = struct.pack("<IQ", gguf.GGUFValueType.UINT8, 2**60)
+    file.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + key + endless)
+    said("no whole GGUF file", "ends before byte")
+    file.write_bytes(whole.replace(b"layer_norm_rms_epsilon", b"layer_norm_rms_epsilom"))
+    said("lacks qwen2.attention.layer_norm_rms_epsilon")
+    file.write_bytes(whole.replace(b"tokenizer.ggml.pre", b"tokenizer.ggml.per"))
+    said("splits texts as None")
+    head = torch.zeros(rows_of("qwen2", bpe), hf.config.hidden_size)
+    write_file(file, hf, bpe, more={"lm_head.weight": head})
+    said("GGUF's lm_head.weight")
     file.write_bytes(whole.replace(b"qwen2", b"qwen9"))
     said("'qwen9'", "expected one of gemma")
     file.write_bytes(whole.replace(b"smollm", b"rollms"))
