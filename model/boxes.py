@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_PART = re.compile(r"\s*((?:<loc\d{4}>){4})((?:<seg\d{3}>)*)([^<>]*)")
+_PART = re.compile(r"([^<>]*)((?:<loc\d{4}>){4})\s*((?:<seg\d{3}>)*)([^<>]*)")
 _PLACE = re.compile(r"<loc\d{4}>")
 _NUMBER = re.compile(r"\d+")
 
@@ -30,26 +30,30 @@ def parse_objects(text: str, width: int, height: int, as_said=False) -> list[Sai
 
     The answer reads `<locY1><locX1><locY2><locX2> label ; …`, with 16 of <seg000> … <seg127> before
     a label that has a mask. Place p of 0 … 1023 is p/1023 of the side (big_vision, PaliGemma's
-    detection format). Parts of the text that are not a box are ignored, and so are codes of another
-    number or beyond 127. Corners that have changed places are put back for a drawing, and left
-    `as_said` for a score.
+    detection format). Parts of the text that are not a box are ignored, and so are words before a
+    box, and codes of another number or beyond 127. Corners that have changed places are put back
+    for a drawing, and left `as_said` for a score.
     """
     found = []
     for number, part in enumerate(text.split(";")):
         match = _PART.fullmatch(part)
         if match is None:
             continue
-        places = [int(digits) for digits in _NUMBER.findall(match[1])]
+        before, locations, masks, behind = match.groups()
+        label = behind.strip()
+        if before.strip() and not label:
+            continue  # a name before its box
+        places = [int(digits) for digits in _NUMBER.findall(locations)]
         if max(places) > 1023:
             continue
         y1, x1, y2, x2 = (place / 1023 for place in places)
         if not as_said:
             (x1, x2), (y1, y2) = sorted((x1, x2)), sorted((y1, y2))
-        codes = tuple(int(digits) for digits in _NUMBER.findall(match[2]))
+        codes = tuple(int(digits) for digits in _NUMBER.findall(masks))
         if len(codes) != 16 or max(codes) > 127:
             codes = ()
         box = (x1 * width, y1 * height, x2 * width, y2 * height)
-        found.append(Said(match[3].strip(), box, codes, number))
+        found.append(Said(label, box, codes, number))
     return found
 
 

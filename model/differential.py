@@ -389,7 +389,8 @@ class Dex(Differential):
     def change(self, heads: torch.Tensor) -> torch.Tensor:
         """o − λ·o·W_D for heads o (…, S, D), in fp32, cast back to their dtype."""
         wide = heads.float()
-        noise = torch.matmul(wide, self.w_d.float())
+        with torch.autocast(heads.device.type, enabled=False):
+            noise = torch.matmul(wide, self.w_d.float())
         return (wide - self.lambda_d.float() * noise).to(heads.dtype)
 
     def fold_into(self, layer: nn.Linear) -> None:

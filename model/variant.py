@@ -165,6 +165,8 @@ class Sink(Differential):
         self.sinks = nn.Parameter(torch.full((self.num_heads,), float(start)))
 
     def mix(self, x, q, k, v, mask) -> torch.Tensor:
-        total = self.logits(q, k, mask, self.scale).float().logsumexp(-1, keepdim=True)
+        with torch.autocast(q.device.type, enabled=False):
+            logits = self.logits(q.float(), k.float(), mask, self.scale)
+        total = logits.logsumexp(-1, keepdim=True)
         left = torch.sigmoid(total - self.sinks.float()[:, None, None])
         return scaled(self.softmax_attention(q, k, v, mask), left)

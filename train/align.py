@@ -13,6 +13,7 @@ a fraction of the cost.
 import contextlib
 import math
 import random
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -167,6 +168,8 @@ def align(
 
     # 2. the pictures of each step
     steps = plan_pictures(sorted(asked), settings)
+    if not steps and world.is_first:
+        print("alignment is left out: no answer about one picture occurs twice", file=sys.stderr)
     side = model.config.vision.image_size
 
     @lru_cache(CACHED // (12 * side**2))  # every pass reads each picture

@@ -35,8 +35,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     known, rest = parser.parse_known_args(argv)
     if len(known.rows) == 1 and known.rows[0] in STUDIES:
         run_study(known.rows[0], rest)
-    else:
-        attention.main(argv)
+        return
+    if {"-h", "--help"} & set(rest):
+        print(f"other studies, each with its own --help: --rows {' | '.join(STUDIES)}\n")
+    attention.main(argv)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import json
 import os.path
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,6 +88,11 @@ class Context(NamedTuple):
     questions: list[tuple[list[int], list[int]]]
     shared: int  # tokens with which every answer begins, such as a space before digits
 
+    @property
+    def longest(self) -> int:
+        """The tokens of a question with its answer, at most."""
+        return max(len(question) + len(answer) for question, answer in self.questions)
+
 
 def sentences_of(path: Path | None) -> list[str]:
     """The sentences of a file's paragraphs, or of Python's manual. Raises UserError."""
@@ -130,7 +135,7 @@ class Haystack:
         return self.tokenizer.encode(prefix + text)[start:]
 
     def prose(self, dice: random.Random, room: int) -> list[list[int]]:
-        """Sentences in a row, the first one cut so that they have `room` tokens."""
+        """Sentences in a row, the last one cut so that they have `room` tokens."""
         at = dice.randrange(len(self.sentences))
         chosen = []
         while room > 0:
@@ -169,7 +174,20 @@ class Haystack:
                     places[fact] = len(ids), len(ids) + len(needle)
                     ids += needle
         ordered = [places[fact] for fact in range(facts)]
-        return Context(ids, ordered, questions[:asked], self.shared)
+        context = Context(ids, ordered, questions[:asked], self.shared)
+        longest, limit = length + context.longest, self.tokenizer.max_length
+        if longest > limit:
+            problem = f"{length} tokens and a question are {longest}, the model reads {limit}"
+            raise UserError(f"{problem}: ask shorter contexts")
+        return context
+
+    def contexts(
+        self, length: int, facts: int, numbers: Sequence[int], asked: int
+    ) -> Iterator[tuple[int, Context]]:
+        """`context` for each of these numbers, from which it is drawn."""
+        for number in numbers:
+            dice = random.Random(f"{SEED}/{length}/{facts}/{number}")
+            yield number, self.context(dice, length, facts, min(asked, facts))
 
 
 class Reply(NamedTuple):
@@ -187,8 +205,7 @@ def ask(model: Any, context: Context, name: str) -> list[Reply]:
     likeliest. Raises NonFiniteError, which names `name`."""
     device = next(model.parameters()).device
     length = len(context.ids)
-    longest = max(len(question) + len(answer) for question, answer in context.questions)
-    cache = model.new_cache(length + longest)
+    cache = model.new_cache(length + context.longest)
     model(torch.tensor([context.ids], device=device), cache=cache, positions_to_keep=1)
     replies = []
     for fact, (question, answer) in enumerate(context.questions):
@@ -226,12 +243,9 @@ def measure(
     contexts: Sequence[int],
     asked: int,
 ) -> dict:
-    """The questions of a rung, and the mean shares by layer and head. contexts: their numbers, from
-    which each of them is drawn."""
+    """The questions of a rung, and the mean shares by layer and head. contexts: their numbers."""
     questions, shares = [], []
-    for number in contexts:
-        dice = random.Random(f"{SEED}/{length}/{facts}/{number}")
-        context = haystack.context(dice, length, facts, min(asked, facts))
+    for number, context in haystack.contexts(length, facts, contexts, asked):
         replies = ask(model, context, f"context {number + 1}")
         for reply, (start, _) in zip(replies, context.places, strict=False):
             known = {"context": number, "depth": start / length} | reply._asdict()
@@ -309,11 +323,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise UserError(f"{shown(subject.name)}: is no published language model: give one")
     haystack = Haystack(reader.tokenizer, sentences, "test")
     plan = list(product(args.lengths, args.facts))
+    contexts = range(args.contexts)
     for length, facts in plan:  # what does not fit is said at once
-        haystack.context(random.Random(0), length, facts, 1)
+        list(haystack.contexts(length, facts, contexts, args.asked))
     rungs = []
     for length, facts in plan:
-        contexts = range(args.contexts)
         rungs.append(measure(model, haystack, length, facts, contexts, args.asked))
         print(
             f"{length} tokens, {facts} facts: {len(rungs[-1]['questions'])} questions", flush=True

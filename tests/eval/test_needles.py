@@ -56,6 +56,8 @@ def test_a_context_holds_its_facts(haystacks):
         assert context == haystack.context(random.Random(3), 700, 6, 4)
         assert len(haystack.context(random.Random(4), 400, 1, 4).questions) == 1
     refused(lambda: haystack.context(random.Random(0), 400, 16, 1), "16 facts fill 400 tokens")
+    limit = haystack.tokenizer.max_length
+    refused(lambda: haystack.context(random.Random(0), limit, 1, 1), f"the model reads {limit}")
 
 
 @pytest.mark.parametrize("has_prefix", [False, True])

@@ -430,6 +430,23 @@ def test_the_difference_is_taken_in_fp32(variant):
     assert (found == exact.bfloat16()).float().mean() > 0.99
 
 
+def test_autocast_does_not_round_what_a_control_adds():
+    """Breaks when the change of `dex`, or the logits that `sink` sums, are those of bf16."""
+    _, dex = sibling("dex")
+    dex.w_d.data.normal_()
+    heads = torch.randn(2, 4, 9, 16)
+    exact = heads.double() - dex.lambda_d.double() * (heads.double() @ dex.w_d.double())
+    _, sink = sibling("sink")
+    sink.softmax_attention = lambda *_: torch.ones(2, 4, 9, 1)
+    q, k = torch.randn(2, 2, 4, 9, 16).bfloat16().mul(4)
+    total = (q.double() @ k.double().transpose(2, 3) * sink.scale).logsumexp(-1, keepdim=True)
+    sink.sinks.data.fill_(total.mean())
+    left = torch.sigmoid(total - sink.sinks.double()[:, None, None])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert relative_error(dex.change(heads), exact) < 1e-6
+        assert relative_error(sink.mix(None, q, k, k, None), left) < 1e-6
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_new_parameters_are_fp32_drawn_by_the_seed_and_trained(variant):
     """Breaks when λ trains in bf16, two runs of a seed differ, or LoRA freezes λ, as in the paper's

@@ -20,7 +20,7 @@ from transformers import PaliGemmaProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 import model.images as images_module
-from model.boxes import parse_boxes
+from model.boxes import parse_boxes, parse_objects
 from model.config import PRESETS, PaliGemmaConfig, TextConfig, VisionConfig
 from model.images import load_image, to_pixels
 from model.processor import Processor, load_tokenizer
@@ -218,8 +218,14 @@ def test_boxes_by_hand():
             f"{box}<loc0004> dog ; {box}<loc0004>; {box}<loc0004><seg001><seg127> cow",
             ["dog", "", "cow"],
         ),
+        # as the published reader: words before a box are no part of it
+        (
+            f"there is {box}<loc0004> dog, and; {box}<loc0004> {'<seg001>' * 16} cow",
+            ["dog, and", "cow"],
+        ),
     ):
         assert [label for label, _ in parse_boxes(text, 100, 100)] == labels
+    assert parse_objects(text, 100, 100)[1].codes == (1,) * 16
 
 
 def test_presets_use_the_bundled_tokenizer_and_folders_win_over_names(

@@ -187,6 +187,13 @@ def test_rare_questions_share_a_number_and_rare_answers_are_left_out(monkeypatch
     assert asked == {"0": [(1, 0)], "1": [(1, 0)], "2": [(0, 0)]}
 
 
+def test_an_alignment_without_examples_says_so(capsys):
+    """Breaks when the stage is left out without a word."""
+    given = records(4)[:1], settings_of("--recipe own"), WORLD, None, Progress()
+    assert alignment.align(load_model("tiny"), *given) == []
+    assert "alignment is left out: no answer" in capsys.readouterr().err
+
+
 def test_a_loss_that_is_not_finite_is_refused(tmp_path):
     """Breaks when the stage goes on with a tower that is lost."""
     model = load_model("tiny")
