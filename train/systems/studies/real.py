@@ -178,7 +178,7 @@ def study_of(options: Options) -> engine.Study:
     one = [context for context in contexts for _ in range(ASKED)]
     many = [f"{rung}/{context}" for rung in LOUD for context in one]
     rungs = [f"{length} tokens, {facts} facts" for length, facts in LOUD for _ in one]
-    beside = {"is_share": False, "in_mean": False}
+    beside: Any = {"is_share": False, "in_mean": False}
     signal = "attention, log of asked ÷ others"
     loss = "loss on prose, nats"
     measures = {
