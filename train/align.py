@@ -168,8 +168,6 @@ def align(
 
     # 2. the pictures of each step
     steps = plan_pictures(sorted(asked), settings)
-    if not steps and world.is_first:
-        print("alignment is left out: no answer about one picture occurs twice", file=sys.stderr)
     side = model.config.vision.image_size
 
     @lru_cache(CACHED // (12 * side**2))  # every pass reads each picture
@@ -229,6 +227,8 @@ def open_head(model: PaliGemma, seed: int) -> tuple[AnswerHead, MuonAdamW]:
 
 def plan_pictures(keys: Sequence[str], settings: Settings) -> list[list[str]]:
     """The pictures of each step, by key; every pass has each once."""
+    if not keys:
+        print("alignment is left out: no answer about one picture occurs twice", file=sys.stderr)
     rng = random.Random(f"align/{settings.seed}")
     passes = (rng.sample(keys, len(keys)) for _ in range(MOST_PASSES))
     order = list(islice(chain.from_iterable(passes), settings.align * PICTURES))
