@@ -22,7 +22,7 @@ WORD = re.compile(r"'s\b|\w+(?:-\w+)*")
 TITLES = {"anls": "ANLS", "relaxed": "relaxed accuracy", "cider": "CIDEr"}
 
 
-def scores_of(
+def document_scores(
     name: str, truths: Mapping[Any, Sequence[str]], answers: Mapping[Any, str]
 ) -> dict[Any, float]:
     """The score `name`, one of TITLES, of each answer to a question with right ones, by the same
@@ -39,7 +39,7 @@ def metric(name: str) -> Callable[[list[str], list], float]:
 
     def percent(answers: list[str], truths: list) -> float:
         texts = [[truth] if isinstance(truth, str) else truth for truth in truths]
-        scores = scores_of(name, dict(enumerate(texts)), dict(enumerate(answers)))
+        scores = document_scores(name, dict(enumerate(texts)), dict(enumerate(answers)))
         return 100 * sum(scores.values()) / len(scores)
 
     return percent
@@ -144,12 +144,12 @@ def cider(truths: Mapping[Any, Sequence[str]], answers: Mapping[Any, str]) -> di
     """
     if not truths:
         return {}
-    right = {key: list(map(words_of, texts)) for key, texts in truths.items()}
-    said = {key: [words_of(answers[key])] for key in truths}
+    right = {key: list(map(caption_words, texts)) for key, texts in truths.items()}
+    said = {key: [caption_words(answers[key])] for key in truths}
     _, scores = cider_scorer()().compute_score(right, said)
     return dict(zip(truths, map(float, scores), strict=True))
 
 
-def words_of(text: str) -> str:
+def caption_words(text: str) -> str:
     """The words of a caption in lower case, with a blank between two; of none the text itself."""
     return " ".join(WORD.findall(text.lower())) or text

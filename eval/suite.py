@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     values = defaultdict(dict)
     comparisons = []
     # 1. one benchmark after the other
-    for name, words in words_of(args).items():
+    for name, words in task_flags(args).items():
         benchmark, _, named = TASKS[name]
         flags = parser_of(benchmark).parse_args([*words, *others])
         if flags.results:
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print("\n".join([*markdown_table(["%", *columns], rows), *comparisons]))
 
 
-def words_of(args: Namespace) -> dict[str, list[str]]:
+def task_flags(args: Namespace) -> dict[str, list[str]]:
     """The flags of each task's command. Raises UserError for an unknown task, or files that are
     missing."""
     tasks = args.tasks.split(",")

@@ -26,7 +26,7 @@ from eval.data.files import find_picture
 from eval.data.published import Annotation, read_vqa
 from eval.data.record import PROMPT, Record, fill_prompt
 from eval.data.records import ANNOTATIONS_FILE, QUESTIONS_FILE, groups_of, read_data, source_parts
-from eval.document_scoring import TITLES, cider_scorer, scores_of
+from eval.document_scoring import TITLES, cider_scorer, document_scores
 from eval.question import Question, question_of, scored_twins
 from eval.vqa_scoring import SCORERS, answerability, official, record_scores, summarize, truths_of
 from model.common import UserError, run_command, shown
@@ -154,7 +154,7 @@ class Vqa(Benchmark):
             return rows
         truths = {row.question.id: right_answers(row.question) for row in rows}
         said = {row.question.id: row.answer for row in rows}
-        scores = scores_of(self.scoring, truths, said)
+        scores = document_scores(self.scoring, truths, said)
         for place, row in enumerate(rows):
             if row.question.id in scores:
                 of_row = {TITLES[self.scoring]: scores[row.question.id]}

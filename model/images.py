@@ -54,7 +54,7 @@ def load_image(source: Picture) -> Image.Image:
     )
 
 
-def fit(source: Picture, size: int) -> np.ndarray:
+def picture_array(source: Picture, size: int) -> np.ndarray:
     """One picture, see `load_image`, as uint8 (size, size, 3): bicubic on 8 bits, aspect not kept.
 
     An array that is so already is returned itself. Raises UserError as `load_image`.
@@ -68,7 +68,7 @@ def fit(source: Picture, size: int) -> np.ndarray:
 def to_pixels(source: Picture, size: int) -> Tensor:
     """One picture as float32 (3, size, size) in [-1, 1]: x/255·2 − 1 of `fit`."""
     # by NumPy: several threads for so little work are slower where other programs share the cores
-    pixels = fit(source, size).transpose(2, 0, 1)
+    pixels = picture_array(source, size).transpose(2, 0, 1)
     pixels = np.divide(pixels, 255, dtype=np.float32, order="C")
     return torch.from_numpy(pixels * np.float32(2) - np.float32(1))
 

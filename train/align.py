@@ -37,7 +37,7 @@ from model.siglip import Siglip
 from train.checkpoint import Progress, load_checkpoint, save_checkpoint
 from train.data.batches import shifted
 from train.distributed import World
-from train.optim import MuonAdamW, Rule, matching, parameter_groups, rate_factor, set_rates
+from train.optim import MuonAdamW, Rule, parameter_groups, parameter_names, rate_factor, set_rates
 from train.run import Interrupted, catch_signals
 from train.settings import Settings
 
@@ -220,8 +220,8 @@ def open_head(model: PaliGemma, seed: int) -> tuple[AnswerHead, MuonAdamW]:
     head = AnswerHead(model.config.text.hidden_size, COMMON + 1, COMMON)
     head.to(next(model.parameters()).device)
     tower = model.vision_tower
-    heads = parameter_groups(head, [Rule(matching(head, ".*"), HEAD_LR)])
-    towers = parameter_groups(tower, [Rule(matching(tower, ".*"), MUON_LR)])
+    heads = parameter_groups(head, [Rule(parameter_names(head, ".*"), HEAD_LR)])
+    towers = parameter_groups(tower, [Rule(parameter_names(tower, ".*"), MUON_LR)])
     return head, MuonAdamW(towers, (0.9, 0.98), ADAMW_RATIO, heads)
 
 

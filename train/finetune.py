@@ -32,7 +32,7 @@ from model.processor import Processor
 from train.align import align, is_taught
 from train.checkpoint import Progress, atomic_folder, newest_progress
 from train.data.batches import Order
-from train.data.sources import MEMORY, example_records, read_records
+from train.data.sources import MEMORY, example_records, read_split
 from train.distributed import World, joined_world
 from train.model import (
     load_start,
@@ -42,7 +42,7 @@ from train.model import (
     train_on,
     write_trained,
 )
-from train.optim import count, trainable
+from train.optim import parameter_count, trainable
 from train.plan import report
 from train.recipes import differences, recipe_of
 from train.run import MEASURED, data_fingerprints, draw_loss, read_metrics, run_folder, set_origin
@@ -144,7 +144,7 @@ def run_settings(
         # 1. mistakes are reported before weights are read
         outline, _ = open_model(settings, torch.device("meta"))
         use_threads(settings.threads, outline)
-        records = read_records(settings, memory=memory)
+        records = read_split(settings, memory=memory)
         processor, files = open_processor(settings, outline)
         order = Order(records, processor, settings, world)
         held_out = open_held_out(settings, processor, world, memory, metrics)
@@ -159,7 +159,7 @@ def run_settings(
 
         # 3. what was learned
         model = score_trained(settings, held_out, run, world, progress)
-        learned = count(trainable(outline).values())
+        learned = parameter_count(trainable(outline).values())
         summary = summary_of(settings, progress, progress.results, learned, held_out)
         if world.is_first:
             write_text(run / "summary.json", json.dumps(summary, indent=1) + "\n")
@@ -273,8 +273,8 @@ def print_start(outline: PaliGemma, settings: Settings, world: World) -> None:
     threads with how long they spin, and the recipe."""
     if not world.is_first:
         return
-    total = count(outline.parameters())
-    learned = count(trainable(outline).values())
+    total = parameter_count(outline.parameters())
+    learned = parameter_count(trainable(outline).values())
     size = f"{total:,} parameters, {learned:,} of them trainable ({100 * learned / total:.2f} %)"
     processes = f", {world.size} processes" if world.size > 1 else ""
     machine = f"{world.device}{processes}, CPU threads: {torch.get_num_threads()}"

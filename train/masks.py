@@ -70,7 +70,7 @@ def batches(split: str, count: int, seed: int) -> Iterator[torch.Tensor]:
         yield torch.stack([draw_shape(dice) for _ in range(ROWS)])
 
 
-def loss_of(coder: MaskCoder, masks: torch.Tensor) -> torch.Tensor:
+def coder_loss(coder: MaskCoder, masks: torch.Tensor) -> torch.Tensor:
     """How far decoded masks are from -1 and 1, and codes and vectors from each other."""
     vectors = coder.to_vectors(masks)
     codes = coder._vq_vae(coder._vq_vae.nearest(vectors))
@@ -101,7 +101,7 @@ def train_coder(seed: int) -> MaskCoder:
     for step, masks in enumerate(tqdm(batches("train", STEPS, seed), "masks", STEPS)):
         if step % RENEWED == 0 and step < 0.75 * STEPS:
             renew_codes(coder, masks)
-        loss_of(coder, masks).backward()
+        coder_loss(coder, masks).backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()

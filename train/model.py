@@ -25,7 +25,15 @@ from train.checkpoint import Progress
 from train.data.batches import MicroBatch, Order, shifted
 from train.distributed import World, whole_model
 from train.loop import fit
-from train.optim import OPTIMIZERS, SCALARS, MuonAdamW, Rule, matching, parameter_groups, trainable
+from train.optim import (
+    OPTIMIZERS,
+    SCALARS,
+    MuonAdamW,
+    Rule,
+    parameter_groups,
+    parameter_names,
+    trainable,
+)
 from train.settings import Settings
 from weights.export import companions, export_model
 from weights.load import load_model
@@ -115,7 +123,7 @@ def rules_of(
     """Rules for parameters by pattern of their names, each with a factor of the rate."""
     rules = []
     for pattern, factor in factors.items():
-        names = matching(model, pattern)
+        names = parameter_names(model, pattern)
         rules.append(Rule(names, settings.lr * factor, settings.weight_decay))
     return rules
 

@@ -24,7 +24,7 @@ class Rule(NamedTuple):
     weight_decay: float = 0.0
 
 
-def matching(model: nn.Module, pattern: str) -> list[str]:
+def parameter_names(model: nn.Module, pattern: str) -> list[str]:
     """The names of the parameters whose whole name matches `pattern` (re.fullmatch); there must be
     one."""
     names = [name for name, _ in model.named_parameters() if re.fullmatch(pattern, name)]
@@ -193,6 +193,6 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
-def count(parameters) -> int:
+def parameter_count(parameters) -> int:
     """The number of elements in all of `parameters`."""
     return sum(parameter.numel() for parameter in parameters)

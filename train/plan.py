@@ -32,10 +32,10 @@ from model.source import preset_of
 from train.align import align, is_taught
 from train.checkpoint import Progress
 from train.data.batches import MicroBatch, Order
-from train.data.sources import read_records
+from train.data.sources import read_split
 from train.distributed import World, layers_of, reads_bf16
 from train.model import open_model, open_processor, supervised_loss, weights_dtype
-from train.optim import count, is_inner_matrix, trainable
+from train.optim import is_inner_matrix, parameter_count, trainable
 from train.settings import GPUS, Settings, step_layout
 
 aten = torch.ops.aten
@@ -99,7 +99,7 @@ def plan(
     here. Raises UserError for all that the run would refuse."""
     # 1. the model, without its values, and some data
     rows, micro_batches = step_layout(settings, gpus)
-    records = read_records(settings)
+    records = read_split(settings)
     device = torch.device("cuda" if settings.device == "auto" else settings.device)
     of_weights = weights_dtype(settings, device)
     dtype = next(name for name, kind in DTYPES.items() if kind == of_weights)
@@ -111,7 +111,7 @@ def plan(
     # 2. a step
     autocast = autocast_dtype(settings.autocast, device)
     learned = trainable(model)
-    trained = count(learned.values())
+    trained = parameter_count(learned.values())
     written = model.state_dict() if settings.writes_model else learned
     result = bytes_of(written.values())
     costs = step_costs(model, widest, autocast, micro_batches > gpus, settings.optimizer)
@@ -365,7 +365,7 @@ def cpu_seconds(settings: Settings) -> float:
     # 1. its steps
     settings = replace(settings, device="cpu")
     model, optimizer = open_model(settings, ALONE.device)
-    records = read_records(settings)
+    records = read_split(settings)
     order = Order(records, processor_of(settings, model), settings, ALONE)
     if settings.align and is_taught(records):
         model.vision_tower.requires_grad_(False)

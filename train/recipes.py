@@ -142,7 +142,7 @@ def recipe_of(name: str, base: str) -> dict:
     base reads no pictures."""
     if name not in TASKS:
         return RECIPES.get(name, {})
-    _, epochs, lr, decay, rows, smoothing, prompt = row_of(name, base)
+    _, epochs, lr, decay, rows, smoothing, prompt = published_row(name, base)
     rate = float(lr)
     settings = {
         "epochs": int(epochs),
@@ -157,7 +157,7 @@ def recipe_of(name: str, base: str) -> dict:
 
 
 @cache
-def row_of(name: str, base: str) -> list[str]:
+def published_row(name: str, base: str) -> list[str]:
     """The values of a transfer, from the side on: of the base's side or the next smaller one, else
     of the smallest."""
     config = preset_of(base) or read_config(resolve(base, ["config.json"]) / "config.json")
@@ -175,7 +175,7 @@ def differences(name: str, base: str) -> list[str]:
     """Lines that say how a run differs from the published one; of a transfer alone."""
     if name not in TASKS:
         return []
-    side = row_of(name, base)[0]
+    side = published_row(name, base)[0]
     lines = [f"published for pictures of {side} pixels, see --recipe help; what differs here:"]
     about = ("loss", "wd", name.removeprefix(PREFIX))
     lines += [line for line in NOTES.splitlines() if line.split(":")[0] in about]

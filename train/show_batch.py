@@ -17,7 +17,7 @@ from model.boxes import parse_objects
 from model.common import shown
 from model.processor import Processor
 from train.data.batches import Order
-from train.data.sources import read_records
+from train.data.sources import read_split
 from train.distributed import World
 from train.model import open_model, open_processor
 from train.settings import Settings
@@ -32,7 +32,7 @@ def show_batch(settings: Settings, sheet: Path) -> list[str]:
     model, _ = open_model(settings, torch.device("meta"))  # shapes and the tokenizer are enough
     processor, _ = open_processor(settings, model)
     single = replace(settings, step_batch=None)  # data may be too few for a step
-    order = Order(read_records(settings), processor, single, World(0, 1, torch.device("cpu")))
+    order = Order(read_split(settings), processor, single, World(0, 1, torch.device("cpu")))
     micro = next(order.steps(0))[0]
     batch = micro.batch
     pixels = ((batch.pixel_values + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()

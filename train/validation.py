@@ -37,7 +37,7 @@ from model.paligemma import MAX_LOGITS, PaliGemma
 from model.processor import Processor
 from train.checkpoint import Best, Progress, Result, atomic_folder
 from train.data.batches import MicroBatches, load_batches
-from train.data.sources import read_records
+from train.data.sources import read_split
 from train.distributed import World, ask_together, is_sharded
 from train.model import inputs, write_trained
 from train.settings import Settings
@@ -348,7 +348,7 @@ def held_out_records(settings: Settings, memory: Mapping[str, list[Record]]) -> 
     if settings.is_embedded:
         most //= 4
     try:
-        records = read_records(replace(settings, samples=most), "validation", memory)
+        records = read_split(replace(settings, samples=most), "validation", memory)
     except UserError:
         if settings.eval_data:
             raise

@@ -31,7 +31,7 @@ def _values(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return values[:: tensor.numel() // SAMPLES | 1][:SAMPLES].to("cpu", dtype)
 
 
-def sample(tensor: Tensor, dtype: torch.dtype | None = None) -> Sample:
+def sampled(tensor: Tensor, dtype: torch.dtype | None = None) -> Sample:
     """What a hash reads of `tensor` after a cast to `dtype`; None: as it is."""
     values = _values(tensor, dtype or tensor.dtype).bfloat16()
     return tuple(tensor.shape), values.view(torch.int16).tolist()
@@ -45,7 +45,7 @@ def tensor_fingerprint(tensors: Mapping[str, Tensor | Sample]) -> str:
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
-        shape, values = sample(tensor) if isinstance(tensor, Tensor) else tensor
+        shape, values = sampled(tensor) if isinstance(tensor, Tensor) else tensor
         digest.update(f"{name} {shape} {values}\n".encode())
     return digest.hexdigest()[:16]
 

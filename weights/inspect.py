@@ -14,7 +14,7 @@ from weights.mapping import EMBEDDING
 PARTS = {"vision": "vision_tower.", "projector": "multi_modal_projector.", "embedding": EMBEDDING}
 
 
-def describe(checkpoint: Checkpoint) -> str:
+def report_of(checkpoint: Checkpoint) -> str:
     """A short page. A stored head is a second copy of the embedding and counts once."""
     entries, vision = checkpoint.entries, getattr(checkpoint.model.config, "vision", None)
     counts = {ours: prod(entries[name].shape) for name, ours in checkpoint.names.items()}
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     checkpoint = examine(args.source, args.revision)
-    print(describe(checkpoint), flush=True)
+    print(report_of(checkpoint), flush=True)
     checkpoint.check()
 
 

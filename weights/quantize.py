@@ -24,7 +24,7 @@ from model import cpu
 from model.common import UserError, quoted
 from model.gemma import Adaptable, Gemma
 from model.linear import Embedding, Linear, block_rows, by_blocks, fp32_is_faster, linear
-from weights.fingerprint import sample
+from weights.fingerprint import sampled
 
 GROUP, NESTED_BLOCK = 64, 256  # weights with one scale, scales with one scale of their own
 FEW_ROWS = 16  # of x, up to which PyTorch's products of few bits are the faster ones
@@ -57,7 +57,7 @@ class QuantizedLinear(Linear):
         self.out_features, self.in_features = self.shape
         self.bias = getattr(linear, "bias", None)
         self.dtype = dtype or weight.dtype  # of the weights before
-        self.original = None if weight.is_meta else sample(weight, self.dtype)
+        self.original = None if weight.is_meta else sampled(weight, self.dtype)
         blocks = weight.split(block_rows(self.in_features))
         encoded = [self.encode(rows.to(device, self.dtype)) for rows in blocks]
         codes, scale = map(torch.cat, zip(*encoded, strict=True))

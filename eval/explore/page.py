@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from eval.explore.record import Case, Maps, Said
+from eval.explore.record import Case, Maps, TokenizedAnswer
 
 PAGE_BYTES = 4_800_000  # of a page
 LONGER_SIDE = 640  # pixels of a picture's longer side
@@ -62,7 +62,7 @@ def rounded(numbers: np.ndarray, digits: int) -> list:
     return np.round(numbers, digits).tolist()
 
 
-def model_entry(name: str, said: Said, maps: Maps) -> dict:
+def model_entry(name: str, said: TokenizedAnswer, maps: Maps) -> dict:
     """What the page knows of a model's answer, but for the maps."""
     prompt = said.batch.input_ids.shape[1]
     _, layers, heads, keys = next(iter(maps.kinds.values())).shape
@@ -146,7 +146,7 @@ def page(
 
 
 def coded_maps(
-    said: Said,
+    said: TokenizedAnswer,
     maps: Maps,
     number: int,
     part: str,

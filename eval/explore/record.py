@@ -35,7 +35,7 @@ ONE_MAP = {
 
 
 @dataclass(frozen=True)
-class Said:
+class TokenizedAnswer:
     """An answer of T tokens."""
 
     batch: Batch  # of the prompt, one row
@@ -70,7 +70,9 @@ class Case:
     image: Image.Image | None
     prompt: str
     truths: tuple[str, ...] = ()  # the right answers, none where nobody knows
-    answers: dict[str, tuple[Said, Maps]] = field(default_factory=dict)  # by the model's name
+    answers: dict[str, tuple[TokenizedAnswer, Maps]] = field(
+        default_factory=dict
+    )  # by the model's name
     hit: bool | None = None  # whether the first model is right
     # (left, top, right, bottom) in pixels, of the first model
     boxes: list[list[float]] = field(default_factory=list)
@@ -107,7 +109,7 @@ def answer(
     prompt: str,
     limit: int,
     mark: str = "",
-) -> Said:
+) -> TokenizedAnswer:
     """The greedy answer of up to `limit` tokens. Without an image `processor` is the reader of a
     language model, and `mark` are words of the prompt. Raises UserError."""
     # 1. the prompt
@@ -138,7 +140,7 @@ def answer(
     for position, id_ in enumerate(ids):
         if is_text or not slots[position]:
             words[position] = spell_token(texts, model.config.bos_token_id, id_)
-    return Said(batch, new, texts.decode(new.tolist()), words, slots[:-1])
+    return TokenizedAnswer(batch, new, texts.decode(new.tolist()), words, slots[:-1])
 
 
 def marked(reader: Any, prompt: str, mark: str, ids: list[int]) -> np.ndarray:
@@ -235,7 +237,7 @@ def deciding_maps(
     return rows, logits
 
 
-def maps_of(model: PaliGemma, said: Said, name: str) -> Maps:
+def maps_of(model: PaliGemma, said: TokenizedAnswer, name: str) -> Maps:
     """The maps of all tokens of `said`. Raises UserError; NonFiniteError names `name`."""
     count = len(said.new)
     slots = torch.from_numpy(said.slots)

@@ -13,7 +13,7 @@ from PIL import Image
 from eval.data import scenes
 from eval.explore import page
 from eval.explore.__main__ import main
-from eval.explore.record import Case, Maps, Said, answer, maps_of
+from eval.explore.record import Case, Maps, TokenizedAnswer, answer, maps_of
 from model.attention import attention_modules
 from model.differential import graft
 from tests.eval.conftest import random_model
@@ -100,7 +100,7 @@ def random_case(tokens, models=1, layers=18, heads=8, slots=256):
         kinds = dict(zip(("A1", "A2", "plain"), maps / maps.sum(-1, keepdims=True), strict=True))
         kinds["mix"] = 2 * kinds["A1"] - kinds["A2"]
         words = {place: "word" for place in range(slots, keys + 1)}
-        said = Said(
+        said = TokenizedAnswer(
             SimpleNamespace(input_ids=torch.zeros(1, length)),
             None,
             "x",

@@ -16,7 +16,7 @@ from tests.files import draw, read_json, write_lines, write_mmneedle, write_vqav
 from tests.runs import read_cells, refused, words
 from train import compare
 from train.model import load_base, open_model
-from train.optim import count, trainable
+from train.optim import parameter_count, trainable
 from train.studies import attention, training
 from train.studies.attention import PLAIN, ROWS, control_by_size, tasks_of
 from train.studies.measures import (
@@ -79,7 +79,7 @@ def test_the_control_is_the_smallest_that_is_large_enough(name):
 
     def parameters(changes):
         model, _ = open_model(replace(BASE, **changes), torch.device("meta"))
-        return count(trainable(model).values())
+        return parameter_count(trainable(model).values())
 
     title, control = control_by_size(BASE, ROWS[name])
     smaller = control | {"r": control["r"] - 1}

@@ -57,7 +57,7 @@ def test_what_the_loss_trains(monkeypatch):
     for weight in (0.0, 10.0):
         monkeypatch.setattr(masks, "COMMITMENT", weight)
         coder.zero_grad()
-        masks.loss_of(coder, shapes).backward()
+        masks.coder_loss(coder, shapes).backward()
         gradients.append({name: p.grad.clone() for name, p in coder.named_parameters()})
     for name, gradient in gradients[0].items():
         assert gradient.abs().sum() > 0, name

@@ -13,8 +13,8 @@ from train.optim import (
     MuonAdamW,
     Rule,
     make_adamw,
-    matching,
     parameter_groups,
+    parameter_names,
     rate_factor,
     set_rates,
     trainable,
@@ -31,11 +31,11 @@ def test_rates_and_decay_reach_only_their_group():
     """Breaks when weight decay pulls at λ and μ, whose zero means nothing, or a schedule overwrites
     a group's peak."""
     model = small_model()
-    assert matching(model, r".*\.(mu|w)") == ["scale.mu"]  # whole names
+    assert parameter_names(model, r".*\.(mu|w)") == ["scale.mu"]  # whole names
     assert optim.is_inner_matrix("a.multi.weight", model["head"].weight)
     rules = [
-        Rule(matching(model, r".*\.mu"), 0.5),
-        Rule(matching(model, r"(head|scale).*"), 0.1, 0.5),
+        Rule(parameter_names(model, r".*\.mu"), 0.5),
+        Rule(parameter_names(model, r"(head|scale).*"), 0.1, 0.5),
     ]
     optimizer = make_adamw(parameter_groups(model, rules), (0.9, 0.98))
     # a parameter belongs to the first rule that names it, and the rest is frozen
@@ -45,7 +45,7 @@ def test_rates_and_decay_reach_only_their_group():
     ]
     assert set(trainable(model)) == {"scale.mu", "head.weight", "head.bias"}
     with pytest.raises(AssertionError, match="no parameter"):
-        matching(model, "tower")  # whole names
+        parameter_names(model, "tower")  # whole names
     set_rates(optimizer, 0.5)
     set_rates(optimizer, 0.2)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.1, 0.02])

@@ -21,10 +21,10 @@ from tests.files import write_vqav2
 from tests.runs import refused, settings_of, stage_settings
 from train import finetune
 from train.data.batches import Order
-from train.data.sources import read_records
+from train.data.sources import read_split
 from train.distributed import World
 from train.model import open_model, supervised_loss
-from train.optim import count, trainable
+from train.optim import parameter_count, trainable
 from train.plan import (
     CUDA,
     PlanRow,
@@ -58,7 +58,7 @@ QMAMBA = QMambaConfig(SMALL.vision, replace(TINY, num_blocks=1, queries=4), MAMB
 
 
 def first_batch(settings, model):
-    order = Order(read_records(settings), processor_of(settings, model), settings, World(0, 1, CPU))
+    order = Order(read_split(settings), processor_of(settings, model), settings, World(0, 1, CPU))
     return max(open_sample(order, settings), key=lambda micro: micro.batch.input_ids.numel())
 
 
@@ -246,7 +246,7 @@ def test_the_paper_s_model_has_611_million_parameters_to_train():
     or a GPU's copy of the gradients, which DDP exchanges, is left out."""
     settings = settings_of("--base paligemma-3b-224 --recipe paper-2 --dtype bf16")
     model = open_model(settings, META)[0]
-    assert count(trainable(model).values()) == 611_348_472
+    assert parameter_count(trainable(model).values()) == 611_348_472
     layer = sum(p.nbytes for p in model.language_model.layers[0].parameters())
     alone = StepCost(80.0, 8.0, 16.0, 5.0, 1e12)
     cost = spread_cost(alone, 8, model, True, torch.bfloat16)

@@ -14,7 +14,7 @@ from tests.files import draw, write_lines, write_vqav2
 from tests.runs import WORLD, refused
 from train.data import batches
 from train.data.batches import Order
-from train.data.sources import MEMORY, example_records, read_records
+from train.data.sources import MEMORY, example_records, read_split
 from train.flags import flag_name
 from train.settings import Settings, parse
 
@@ -48,7 +48,7 @@ def test_weights_are_shares_of_the_samples(folder, processor, monkeypatch):
     monkeypatch.setattr(
         batches, "collate", lambda records, *_: SimpleNamespace(names=[r.name for r in records])
     )
-    made = read_records(settings(folder, "jsonl:few.jsonl@3", "jsonl:many.jsonl@1", validation=0))
+    made = read_split(settings(folder, "jsonl:few.jsonl@3", "jsonl:many.jsonl@1", validation=0))
     order = Order(made, processor, Settings(batch_size=6, epochs=4, seed=1), WORLD)
     steps, *resumed = ([[m.names for m in step] for step in order.steps(n)] for n in (0, 1, 7, 20))
     seen = Counter(name for step in steps for names in step for name in names)
@@ -65,7 +65,7 @@ def test_weights_are_shares_of_the_samples(folder, processor, monkeypatch):
 def test_each_record_of_several_sources_comes_once(folder, processor):
     """Breaks when a mixture loses or doubles a record, or records of two sources get each other's
     pictures."""
-    made = read_records(settings(folder, "jsonl:few.jsonl", "jsonl:many.jsonl", validation=0))
+    made = read_split(settings(folder, "jsonl:few.jsonl", "jsonl:many.jsonl", validation=0))
     names = []
     for (micro,) in Order(made, processor, Settings(batch_size=7), WORLD).steps(0):
         assert not micro.bad
@@ -82,8 +82,8 @@ def test_a_picture_of_two_sources_is_on_one_side(folder):
     asked = set()
     for seed in range(3):
         given = settings(folder, "jsonl:few.jsonl", "jsonl:many.jsonl", validation=0.5, seed=seed)
-        learned = {r.pictures[0].resolve() for r in read_records(given, "train")}
-        held_out = {r.pictures[0].resolve() for r in read_records(given, "validation")}
+        learned = {r.pictures[0].resolve() for r in read_split(given, "train")}
+        held_out = {r.pictures[0].resolve() for r in read_split(given, "validation")}
         assert len(learned | held_out) == 41
         assert not learned & held_out
         assert len(held_out) == 20  # or 21
@@ -98,7 +98,7 @@ def test_flags_reach_the_readers(folder, tmp_path):
         write_vqav2(tmp_path / name, images=4)
     flags = f"--data vqav2:{tmp_path}/a --data vqav2:{tmp_path}/b --images {tmp_path}/b"
     flags += " --answers sampled --validation 0"
-    made = read_records(parse([*flags.split(), "--prompt", "say {question}"])[0])
+    made = read_split(parse([*flags.split(), "--prompt", "say {question}"])[0])
     assert len(made) == 24
     assert len({r.key for r in made}) == 8
     for record in made:
@@ -108,7 +108,7 @@ def test_flags_reach_the_readers(folder, tmp_path):
 
     def held_out(seed):
         given = settings(folder, "jsonl:few.jsonl", eval_data="embedded", samples=20, seed=seed)
-        return read_records(given, "validation")
+        return read_split(given, "validation")
 
     first = held_out(0)
     assert all("/validation/" in r.name for r in first)
@@ -120,8 +120,8 @@ def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys):
     goes unnoticed: of a picture, of its copy, of one in memory, or of a text."""
     many = folder / "many.jsonl"
     given = settings(folder, "jsonl:few.jsonl", eval_data=f"jsonl:{many}", fraction=0.5)
-    assert len(read_records(given)) == 6
-    assert len(read_records(given, "validation")) == 30
+    assert len(read_split(given)) == 6
+    assert len(read_split(given, "validation")) == 30
     whole = replace(given, fraction=1.0)
     rows = [json.loads(line) for line in many.read_text().splitlines()]
     for number, row in enumerate(rows[1:5], start=1):  # the first is shared, these are copies
@@ -145,7 +145,7 @@ def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys):
         ({"data": texts, "eval_data": texts}, 1, "1 of the 1 pictures, or texts"),
     ):
         capsys.readouterr()
-        assert len(read_records(replace(whole, **change), memory=memory)) == count
+        assert len(read_split(replace(whole, **change), memory=memory)) == count
         assert warned in capsys.readouterr().err
 
 
@@ -160,7 +160,7 @@ def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys):
 def test_wrong_sources_are_named(flags, message, folder, monkeypatch):
     """Breaks when a mistake in a source is not found before training, or its remedy is no flag."""
     monkeypatch.chdir(folder)
-    refused(lambda: read_records(parse(flags.split())[0]), "few.jsonl", message)
+    refused(lambda: read_split(parse(flags.split())[0]), "few.jsonl", message)
 
 
 @pytest.mark.parametrize("lost", [1, 2])
@@ -171,6 +171,6 @@ def test_more_than_a_share_of_unusable_records_ends_a_run(lost, folder):
     (folder / "lost.jsonl").write_text("\n".join([*rows[lost:], *gone]))
     given = settings(folder, "jsonl:lost.jsonl", validation=0)
     if lost == 1:
-        assert len(read_records(given)) == 3
+        assert len(read_split(given)) == 3
     else:
-        refused(lambda: read_records(given), "2 of 3 records", "more than 1", "lost.jsonl:2")
+        refused(lambda: read_split(given), "2 of 3 records", "more than 1", "lost.jsonl:2")

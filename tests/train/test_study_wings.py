@@ -11,7 +11,7 @@ from model.systems.wings import attach, route
 from tests.files import read_json
 from tests.reference import relative_error
 from tests.runs import stage_settings
-from train.optim import count, matching, trainable
+from train.optim import parameter_count, parameter_names, trainable
 from train.studies.cells import Job
 from train.systems.studies import wings
 from train.systems.studies.stages import read_stages
@@ -79,11 +79,15 @@ def test_rows_train_what_they_say():
     for r in (rank - 1, rank):
         plain = attach(load_model("embedded"), 16)
         adapter.inject(plain, adapter.DECODER_TARGETS, r, 2.0 * r)
-        sizes.append(count(trainable(plain).values()))
-    assert sizes[0] < count(routed.parameters()) - count(base.parameters()) <= sizes[1]
-    parts = [matching(routed, pattern) for pattern in (PROJECTOR, DECODER, LEARNERS)]
-    assert sorted(sum(parts, [])) == sorted(matching(routed, r"(?!vision_tower\.).*"))
-    assert {*parts[1]} == {*matching(base, r"language_model\..*")}
+        sizes.append(parameter_count(trainable(plain).values()))
+    assert (
+        sizes[0]
+        < parameter_count(routed.parameters()) - parameter_count(base.parameters())
+        <= sizes[1]
+    )
+    parts = [parameter_names(routed, pattern) for pattern in (PROJECTOR, DECODER, LEARNERS)]
+    assert sorted(sum(parts, [])) == sorted(parameter_names(routed, r"(?!vision_tower\.).*"))
+    assert {*parts[1]} == {*parameter_names(base, r"language_model\..*")}
 
 
 def test_the_miniature_starts_from_the_text_base_of_its_seed(tmp_path):
@@ -128,8 +132,8 @@ def test_the_study_from_end_to_end_and_again(tmp_path, monkeypatch):
     facts = {row: cells["facts"][0] for row, cells in summary["rows"].items()}
     sizes = {row: of_row["parameters"] for row, of_row in facts.items()}
     base = load_model("embedded")
-    projector = count(base.multi_modal_projector.parameters())
-    decoder = count(base.language_model.parameters())
+    projector = parameter_count(base.multi_modal_projector.parameters())
+    decoder = parameter_count(base.language_model.parameters())
     assert sizes["full"] == projector + decoder < sizes["visual"] < sizes["wings"]
     assert sizes["wings"] - sizes["full"] == sizes["learners"] - projector
     assert sizes["learners"] <= sizes["lora"]

@@ -24,7 +24,7 @@ from train import finetune, validation
 from train import model as systems
 from train.checkpoint import Progress, Result, newest_progress
 from train.data.batches import collate
-from train.data.sources import read_records
+from train.data.sources import read_split
 from train.settings import Settings, parse
 from train.summary import gain_over_blind, print_summary, recommended
 from train.validation import HeldOut, draw_numbers, open_held_out
@@ -110,7 +110,7 @@ def test_training_is_the_same_with_open_eyes(flags, tmp_path, monkeypatch):
     model = load_model("tiny")
     processor = Processor.from_source("tiny")
     adapter.load(model.eval(), tmp_path / "open")
-    micro = collate(read_records(parse(words(flags))[0], "validation"), processor).to("cpu")
+    micro = collate(read_split(parse(words(flags))[0], "validation"), processor).to("cpu")
     with torch.no_grad():
         expected = systems.supervised_loss(model.eval(), micro).item() / micro.tokens
     assert whole[-1]["held_out_loss"] == pytest.approx(expected, rel=1e-5)
@@ -287,13 +287,13 @@ def test_what_is_held_out(tmp_path, processor, monkeypatch, capsys):
         return open_held_out(replace(settings, **changes), processor, WORLD)
 
     held_out = opened()
-    every = read_records(settings, "validation")
+    every = read_split(settings, "validation")
     names = [r.name for r in held_out.records]
     assert names == [r.name for r in every if r.name in names]
     assert len(set(names)) == 8
     # of each task that comes in turn
     assert len({number % 4 for number in draw_numbers(range(400), 100)}) == 4
-    assert not {r.key for r in held_out.records} & {r.key for r in read_records(settings)}
+    assert not {r.key for r in held_out.records} & {r.key for r in read_split(settings)}
     assert not any(r.sampled for r in opened(answers="sampled").records)
     assert sorted(n for batch in held_out.plan for n in batch) == held_out.asked == list(range(8))
     assert opened(validation=0.001) is None  # too small for one picture
@@ -303,7 +303,7 @@ def test_what_is_held_out(tmp_path, processor, monkeypatch, capsys):
     assert len(opened(eval_limit=400).records) == 20
     assert not capsys.readouterr().err
     long = [replace(r, key="one", turns=(("caption en", "a red dog " * 30),)) for r in every]
-    monkeypatch.setattr(validation, "read_records", lambda *args: long)
+    monkeypatch.setattr(validation, "read_split", lambda *args: long)
     assert not opened().asked  # too long to be generated
     assert "warning: 1 held-out" in capsys.readouterr().err  # all are of one picture
 

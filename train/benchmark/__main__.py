@@ -94,7 +94,7 @@ class Process(subprocess.Popen):
         )
 
     def ask(self, do: str, **arguments) -> dict:
-        """The answer to a request of `work.serve`. Raises UserError, in one line, for a side that
+        """The answer to a request of `work.answer_requests`. Raises UserError, in one line, for a side that
         has ended."""
         time.sleep(PAUSE)
         assert self.stdin and self.stdout

@@ -13,7 +13,7 @@ from model.compiled import CompiledStep
 from model.device import choose_device
 from model.generate import generate
 from model.processor import Processor
-from train.benchmark.work import ADAMW, ALPHA, ANSWER, RANK, TARGETS, Side, serve
+from train.benchmark.work import ADAMW, ALPHA, ANSWER, RANK, TARGETS, Side, answer_requests
 from train.data.batches import supervised
 from train.optim import make_adamw, trainable
 from weights.load import load_model
@@ -80,4 +80,4 @@ class Ours(Side):
 
 if __name__ == "__main__":
     keep_memory()  # as in every command of ours
-    serve(Ours)
+    answer_requests(Ours)

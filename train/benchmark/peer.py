@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, PaliGemmaForConditionalGeneration
 
-from train.benchmark.work import ADAMW, ALPHA, ANSWER, RANK, TARGETS, Side, serve
+from train.benchmark.work import ADAMW, ALPHA, ANSWER, RANK, TARGETS, Side, answer_requests
 
 
 class Peer(Side):
@@ -71,4 +71,4 @@ class Peer(Side):
 
 
 if __name__ == "__main__":
-    serve(Peer)
+    answer_requests(Peer)

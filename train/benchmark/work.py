@@ -96,7 +96,7 @@ class Side:
         return value.detach()
 
 
-def serve(side: type[Side]) -> None:
+def answer_requests(side: type[Side]) -> None:
     """Answer requests until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer

@@ -76,7 +76,7 @@ def example_records(
     return readers.read_records(name, make, places)
 
 
-def read_records(
+def read_split(
     settings: Settings,
     split: str = "train",
     memory: Mapping[str, list[Record]] = {},

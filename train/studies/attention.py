@@ -26,7 +26,7 @@ from eval.data.polls import pope
 from eval.vqa_scoring import official
 from train.flags import flag, from_values, several
 from train.model import load_base, open_model
-from train.optim import count, trainable
+from train.optim import parameter_count, trainable
 from train.settings import Settings
 from train.studies import built, report
 from train.studies.cells import Job
@@ -114,7 +114,7 @@ def control_by_size(base: Settings, changes: dict) -> tuple[str, dict]:
 def parameters(base: Settings, changes: dict) -> int:
     """The number of trainable parameters, counted on shapes alone."""
     model, _ = open_model(replace(base, **changes), torch.device("meta"))
-    return count(trainable(model).values())
+    return parameter_count(trainable(model).values())
 
 
 def tasks_of(options: Options, split: str) -> dict[str, Task]:

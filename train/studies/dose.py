@@ -38,7 +38,7 @@ from model.processor import Processor
 from train.chart import line_chart
 from train.flags import flag, from_values, several
 from train.model import load_base, make_optimizer, rules_of
-from train.optim import count, trainable
+from train.optim import parameter_count, trainable
 from train.settings import Settings
 from train.studies import built, report
 from train.studies.cells import Job
@@ -228,7 +228,7 @@ def train(
     model, optimizer = open_row(model, settings, attention, **graft)
     learn(model.train(), optimizer, steps, "cosine", seed)
     scores = {split: {"needle": found(model.eval(), split)} for split in TESTS}
-    facts = {"parameters": count(trainable(model).values())}
+    facts = {"parameters": parameter_count(trainable(model).values())}
     return {"scores": scores, "facts": facts}
 
 

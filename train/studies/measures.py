@@ -20,7 +20,7 @@ from eval.data.records import ANNOTATIONS_FILE, QUESTIONS_FILE, Record
 from eval.question import Question, question_of
 from eval.vqa_scoring import SCORERS, record_scores
 from model.common import UserError
-from train.data.sources import read_records
+from train.data.sources import read_split
 from train.settings import Settings
 from train.studies.rules import Measure
 
@@ -36,7 +36,7 @@ def training_records(settings: Settings) -> Sequence[Record]:
     seed would train on pictures that another holds out. There, seeds differ in initial weights,
     order and dropout.
     """
-    return read_records(settings if settings.is_embedded else replace(settings, seed=0))
+    return read_split(settings if settings.is_embedded else replace(settings, seed=0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ def held_out_questions(settings: Settings, split: str) -> list[Question]:
     if split == "test" and len(settings.data) == 1 and kind == "vqav2" and files[0].exists():
         _, asked = read_vqa(*files)
         return vqa.questions_of(asked, settings.images or path, settings.prompt)
-    records = read_records(settings, "validation")
+    records = read_split(settings, "validation")
     pictures = sorted({record.key for record in records})
     first = 0 if split == "validation" else 1
     half = set(pictures[first::2])

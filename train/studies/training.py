@@ -24,7 +24,7 @@ from train.distributed import World
 from train.flags import flag, flag_name, given_flags
 from train.loop import LoopSettings
 from train.model import open_model, open_processor, train_on
-from train.optim import count, rate_factor, set_rates, trainable
+from train.optim import parameter_count, rate_factor, set_rates, trainable
 from train.run import FREE, data_fingerprints
 from train.settings import Settings
 from train.studies.built import without_second_map
@@ -93,7 +93,7 @@ def train_and_ask(settings: Settings, tasks: Tasks, folder: Path) -> dict:
     records = training_records(settings)
     seconds = train_cell(model, optimizer, processor, records, settings, folder)
     adapter.save(model, folder, settings.base, settings.question_prompt)
-    facts = {"parameters": count(trainable(model).values()), "seconds": seconds}
+    facts = {"parameters": parameter_count(trainable(model).values()), "seconds": seconds}
     return {"scores": ask_tasks(model, processor, settings, tasks, folder), "facts": facts}
 
 

@@ -32,7 +32,14 @@ from train.data.batches import load_batches
 from train.distributed import World, joined_world, whole_model
 from train.flags import RunArguments, flag, read_run
 from train.loop import LoopSettings, fit
-from train.optim import SCALARS, Rule, count, make_adamw, matching, parameter_groups
+from train.optim import (
+    SCALARS,
+    Rule,
+    make_adamw,
+    parameter_count,
+    parameter_groups,
+    parameter_names,
+)
 from train.run import draw_loss, run_folder, set_origin
 from weights.export import export_model
 
@@ -210,8 +217,10 @@ class TextOrder:
 
 def text_optimizer(model: TextModel, settings: TextSettings) -> torch.optim.Optimizer:
     """AdamW on all parameters; no decay on norms, λ and the embedding."""
-    bare = Rule(matching(model, rf"{SCALARS}|.*norm\.weight|.*embed_tokens\.weight"), settings.lr)
-    others = Rule(matching(model, ".*"), settings.lr, settings.weight_decay)
+    bare = Rule(
+        parameter_names(model, rf"{SCALARS}|.*norm\.weight|.*embed_tokens\.weight"), settings.lr
+    )
+    others = Rule(parameter_names(model, ".*"), settings.lr, settings.weight_decay)
     return make_adamw(parameter_groups(model, [bare, others]), (0.9, settings.beta2))
 
 
@@ -274,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             shutil.rmtree(run / "model", ignore_errors=True)
             export_model(model, run / "model", companions=[folder / "tokenizer.model"])
             draw_loss(run)
-            size = count(model.parameters())
+            size = parameter_count(model.parameters())
             tokens = settings.steps * settings.rows * settings.length
             learned = f"{tokens:,} tokens in {progress.seconds:.0f} s"
             print(f"{size:,} parameters, {settings.attention} attention, {learned}")

@@ -36,7 +36,7 @@ from model.processor import Processor
 from model.source import EMBEDDED
 from train.data.batches import MicroBatch, collate
 from train.model import supervised_loss
-from train.optim import Rule, make_adamw, matching, parameter_groups, rate_factor, set_rates
+from train.optim import Rule, make_adamw, parameter_groups, parameter_names, rate_factor, set_rates
 from train.run import check_empty
 from train.systems.wings import TEXT_FOLDER
 from weights.export import companions, export_model
@@ -98,7 +98,7 @@ def make_text_base(seed: int, folder: Path, steps: int = STEPS) -> PaliGemma:
     processor = Processor.from_source(EMBEDDED)
     model = initialize(PaliGemma(base.config), seed).train()
     model.vision_tower.load_state_dict(base.vision_tower.state_dict())
-    decoder = Rule(matching(model, r"language_model\..*"), RATE, 1e-9)
+    decoder = Rule(parameter_names(model, r"language_model\..*"), RATE, 1e-9)
     optimizer = make_adamw(parameter_groups(model, [decoder]), (0.9, 0.98))
     for step in tqdm(range(steps), "text"):
         micro = sentences(step, seed, processor)

@@ -35,7 +35,7 @@ from model.paligemma import PaliGemma
 from train.flags import several
 from train.loop import Diverged
 from train.model import load_start, open_processor
-from train.optim import count, trainable
+from train.optim import parameter_count, trainable
 from train.settings import Settings
 from train.studies import engine, report
 from train.studies.cells import Job
@@ -141,7 +141,7 @@ def make(
         )
     # 2. what it says
     scores = ask_tasks(model, processor, stages[1], tasks, folder)
-    facts = {"parameters": count(trainable(model).values()), "seconds": seconds}
+    facts = {"parameters": parameter_count(trainable(model).values()), "seconds": seconds}
     # 3. the model stays, for other rows
     shutil.rmtree(folder / "model", ignore_errors=True)  # of a study that was killed here
     export_model(model, folder / "model", companions=files)

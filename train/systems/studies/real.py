@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from eval.systems.needles import Haystack, measure, sentences_of
 from model.systems.chat import load_text_tokenizer
 from train.flags import flag, from_values
-from train.optim import count, trainable
+from train.optim import parameter_count, trainable
 from train.settings import Settings
 from train.studies import engine, report
 from train.studies.cells import Job, digest
@@ -134,7 +134,7 @@ def train(
     # 3. what it finds, and what it costs elsewhere
     first = seed * options.contexts
     scores = asked(model.eval(), of["test"], range(first, first + options.contexts))
-    facts = {"parameters": count(trainable(model).values())}
+    facts = {"parameters": parameter_count(trainable(model).values())}
     return {"scores": {"test": scores}, "facts": facts}
 
 

@@ -38,7 +38,7 @@ from model.differential import lambdas
 from model.systems.configs import TEXT_PRESETS
 from train.distributed import World
 from train.flags import flag, from_values, several
-from train.optim import count
+from train.optim import parameter_count
 from train.studies import built, engine, report
 from train.studies.cells import Job, digest
 from train.studies.rules import Measure
@@ -96,7 +96,7 @@ def make(options: Options, job: Job, folder: Path) -> dict:
     corpus = kept_corpus(Path(settings.corpus))
     world = World(0, 1, choose_device(settings.device))
     model, progress = train_text(settings, corpus, folder, world)
-    facts: dict = {"parameters": count(model.parameters()), "seconds": progress.seconds}
+    facts: dict = {"parameters": parameter_count(model.parameters()), "seconds": progress.seconds}
     facts["lambda"] = [value.item() for value in lambdas(model).values()]
     # 2. scores
     asked = (model, corpus, settings.length, options.limit)

@@ -39,11 +39,11 @@ from model.device import choose_device
 from model.processor import Processor
 from model.source import EMBEDDED
 from model.systems.wings import Wings, route
-from train.data.sources import read_records
+from train.data.sources import read_split
 from train.estimates import estimate
 from train.flags import several
 from train.model import load_start, open_processor
-from train.optim import count, trainable
+from train.optim import parameter_count, trainable
 from train.settings import Settings
 from train.studies import engine, report
 from train.studies.cells import Job
@@ -130,7 +130,7 @@ def make(
     # a flat curve has no correlation
     scores["test"][SHIFT] = np.nan_to_num(shift.each, nan=1.0).tolist()
     shutil.rmtree(folder / "stages")
-    facts = {"parameters": count(trainable(model).values()), "seconds": seconds}
+    facts = {"parameters": parameter_count(trainable(model).values()), "seconds": seconds}
     facts["laws"] = shift.shares.tolist()
     if second.is_embedded and np.mean(scores["validation"][PICTURES]) < READ:
         facts["unusable"] = "it has not learned to read pictures"
@@ -152,9 +152,11 @@ def lora_rank(model: Wings) -> int:
     with torch.device("meta"):
         routed = Wings(replace(model.config, routed=True))
         plain = Wings(replace(model.config, routed=False))
-    learners = count(p for name, p in routed.named_parameters() if re.fullmatch(LEARNERS, name))
+    learners = parameter_count(
+        p for name, p in routed.named_parameters() if re.fullmatch(LEARNERS, name)
+    )
     adapter.inject(plain, adapter.DECODER_TARGETS, 1, 1.0)
-    return -(-learners // count(trainable(plain).values()))
+    return -(-learners // parameter_count(trainable(plain).values()))
 
 
 def pictures_to_learn(settings: Settings) -> Sequence[Record]:
@@ -184,7 +186,7 @@ def looked_at(settings: Settings) -> list[Record]:
     """Held-out records with a picture each, whose attention is measured."""
     if settings.is_embedded:
         return [scene("test", number) for number in range(LOOKED_AT)]
-    records = read_records(settings, "validation")
+    records = read_split(settings, "validation")
     return [record for record in records if len(record.pictures) == 1][:LOOKED_AT]
 
 
