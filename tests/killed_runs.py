@@ -112,6 +112,7 @@ def kill_often(folder: Path, kills: int) -> tuple[set[int], bool]:
             killed += code != 0
             newest = newest_step(run)
             assert newest >= last, f"{run}: step {last} was reached, {newest} is left"
-            steps.add(last := newest)
+            last = newest
+            steps.add(last)
         equal &= metrics(run) == metrics(folder / "whole")
     return steps, equal

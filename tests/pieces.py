@@ -158,6 +158,8 @@ def texts(count: int, pieces: list[str]) -> list[str]:
         lambda: draw.choice(ODD),
         lambda: "".join(draw.choices("ab ", k=12)),
     ]
-    return [
-        "".join(draw.choice(kinds)() for _ in range(draw.randrange(1, 25))) for _ in range(count)
-    ]
+    drawn = []
+    for _ in range(count):
+        parts = [draw.choice(kinds)() for _ in range(draw.randrange(1, 25))]
+        drawn.append("".join(parts))
+    return drawn

@@ -88,9 +88,10 @@ def test_every_command_parses(monkeypatch):
         for block in blocks(text, "bash")
         for line in re.split(r"(?<!\\)\n", block)
     ]
-    found = [match for line in lines if (match := COMMAND.search(line.replace("\\\n", " ")))]
+    found = [COMMAND.search(line.replace("\\\n", " ")) for line in lines]
+    found = [match.groups() for match in found if match]
     assert len(found) > 40
-    for module, words in (match.groups() for match in found):
+    for module, words in found:
         main = importlib.import_module(
             f"{module}.__main__" if (ROOT / module.replace(".", "/")).is_dir() else module
         )

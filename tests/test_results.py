@@ -33,8 +33,8 @@ T = [
 
 def estimates(text):
     """Each mean with the ends of its interval, as they are written."""
-    found = ESTIMATE.findall(text)
-    return [tuple(part.replace("−", "-") for part in parts) for parts in found]
+    found = ESTIMATE.findall(text.replace("−", "-"))
+    return list(map(tuple, found))
 
 
 def is_known(written, known):
@@ -51,6 +51,14 @@ def is_known(written, known):
 # Of the measures of grafts, in percent; of VQA the best answer to each question, without its
 # picture
 GUESSES = {"VQA": 33.0, "n2o2": 25.0, "n3d8": 100 / 9, "n4o1": 6.25, "e16": 50.0}
+
+
+def mean_of(scores):
+    """Of several scores by seed, by seed."""
+    means = {}
+    for seed in scores[-1]:
+        means[seed] = np.mean([of[seed] for of in scores])
+    return means
 
 
 def from_cells(page):
@@ -77,9 +85,7 @@ def from_cells(page):
     inside = [measure for measure, share in shares.items() if 0.15 <= share <= 0.95]
     for study, row, rate in {(s, r, rate) for s, _, r, rate in scores if inside}:
         of_measures = [scores[study, measure, row, rate] for measure in inside]
-        scores[study, "mean", row, rate] = {
-            n: np.mean([of[n] for of in of_measures]) for n in of_measures[0]
-        }
+        scores[study, "mean", row, rate] = mean_of(of_measures)
     for study, measure, rate in {(s, m, rate) for s, m, _, rate in scores}:
         for pool in (
             ("plain", "plain again"),
@@ -88,9 +94,7 @@ def from_cells(page):
         ):
             if all((study, measure, row, rate) in scores for row in pool):
                 of_rows = [scores[study, measure, row, rate] for row in pool]
-                scores[study, measure, str(pool), rate] = {
-                    n: np.mean([of[n] for of in of_rows]) for n in of_rows[-1]
-                }
+                scores[study, measure, str(pool), rate] = mean_of(of_rows)
     for (place, of_row), (other, of_control) in permutations(scores.items(), 2):
         if place[:2] == other[:2] and len(seeds := of_row.keys() & of_control.keys()) > 2:
             gaps = np.array([of_row[seed] - of_control[seed] for seed in seeds])

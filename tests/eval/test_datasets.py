@@ -127,10 +127,10 @@ def test_coco_s_pictures_may_lie_flat(tmp_path):
 
 
 PLACES = ("00", "01", "10", "11")
-GRIDS = {
-    f"s_{n}.jpg": {f"{row}_{column}": f"val2014/{n}{row}{column}.jpg" for row, column in PLACES}
-    for n in range(3)
-}
+GRIDS = {}
+for number in range(3):
+    cells = {f"{row}_{column}": f"val2014/{number}{row}{column}.jpg" for row, column in PLACES}
+    GRIDS[f"s_{number}.jpg"] = cells
 CAPTIONS = {f"{n}{at}.jpg": f"caption {n}{at}" for n in range(4) for at in PLACES}
 TEST = json.loads("""{"id": 0, "image_ids": ["images_stitched/2_2/s_0.jpg", "images_stitched/2_2/s_2.jpg"],
     "index": 1, "row": 0, "col": 1, "target": "val2014/201.jpg"}""")

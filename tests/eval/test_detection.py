@@ -185,7 +185,11 @@ def test_the_command_on_the_embedded_scenes(source, workplace, monkeypatch, caps
     monkeypatch.setattr(detect, "DRAWN", 2)
     detect.main(["--model", source, *"--limit 14 --blind --json".split()])
     printed = {title: of["summary"] for title, of in json.loads(capsys.readouterr().out).items()}
-    seeing, blind = ({line: v["COCO"] for line, v in of.items()} for of in printed.values())
+
+    def column(of):
+        return [values["COCO"] for values in of.values()]
+
+    seeing, blind = (dict(zip(of, column(of), strict=True)) for of in printed.values())
     assert blind["AP"] == 0
     assert blind["answers without a box"] == 100
     assert seeing["answers without a box"] == pytest.approx(100 / 13)

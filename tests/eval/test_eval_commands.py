@@ -4,6 +4,7 @@ models of flags."""
 from argparse import ArgumentParser
 from copy import copy
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -89,7 +90,8 @@ def said_alone(model, processor):
 def test_several_pictures_in_one_prompt(model, processor):
     """MMNeedle's ten pictures are shuffled, or those of another test; or an id that occurs twice
     mixes up answers."""
-    pictures = [[noise(3 * number + part) for part in range(3)] for number in range(4)]
+    parts = [noise(number) for number in range(12)]
+    pictures = [parts[first : first + 3] for first in range(0, 12, 3)]
     asked = [Question("same", str(n), p, f"count {'dog ' * n}cat") for n, p in enumerate(pictures)]
     for key, shown in {"one": pictures[0][0], "none": ()}.items():
         asked.append(Question("same", key, shown, "count cat"))
@@ -139,12 +141,9 @@ def test_the_likeliest_choice_is_the_answer(processor, kind, monkeypatch):
                 parameter.normal_(std=0.3)
     choices = ("top", "bottom left", "row 2 column 3", "dog")
     asked = [Question(n, str(n), noise(n), f"count {'dog ' * n}cat", choices) for n in range(6)]
-    expected = torch.tensor(
-        [
-            [likelihood_by_hand(model, processor, q.picture, q.prefix, c) for c in choices]
-            for q in asked
-        ]
-    )
+    pairs = product(asked, choices)
+    hand = [likelihood_by_hand(model, processor, q.picture, q.prefix, c) for q, c in pairs]
+    expected = torch.tensor(hand).view(6, 4)
     batch = processor.pad([processor.row_of(1, [(question.prefix, None)]) for question in asked])
     pixels = processor([q.picture for q in asked], ["-"] * 6).pixel_values
     features = model.encode_images(pixels)

@@ -18,7 +18,7 @@ def count(image, color):
 
 def test_heatmap_cells():
     """Breaks when a cell has the color of another place, or one without data looks like 0 %."""
-    grid = [[(row * 4 + col) / 15 for col in range(4)] for row in range(4)]
+    grid = np.linspace(0, 1, 16).reshape(4, 4).tolist()
     grid[2][1] = math.nan
     sheet = figures.heatmaps({"x": grid, "y": grid})
     colors = [

@@ -86,9 +86,9 @@ def test_training_and_test_share_nothing(haystacks):
     test = FORMS["test"]
     assert not {*train.cities} & {*test.cities}
     assert not {*train.templates} & {*test.templates}
-    values = [{form.value(random.Random(n)) for n in range(99)} for form in (train, test)]
-    assert not values[0] & values[1]
-    parts = [{tuple(ids) for ids in haystack.sentences} for haystack in haystacks.values()]
+    dice = [random.Random(n) for n in range(99)]
+    assert not {*map(train.value, dice)} & {*map(test.value, dice)}
+    parts = [{*map(tuple, haystack.sentences)} for haystack in haystacks.values()]
     assert not parts[0] & parts[1]
 
 

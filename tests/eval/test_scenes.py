@@ -78,10 +78,9 @@ def truth(question, objects):
 @pytest.mark.long
 def test_every_composition_belongs_to_one_split():
     """Breaks when a scene leaks from one split into another."""
-    groups = {
-        split: [s for task in scenes.TASKS for s in stream(task, split, 100)]
-        for split in pictures.SPLITS
-    }
+    groups = {}
+    for split in pictures.SPLITS:
+        groups[split] = [s for task in scenes.TASKS for s in stream(task, split, 100)]
     # nor does order, a global generator or a cache decide what a sample is
     vqa = [s for s in groups["train"] if s.prefix.startswith("answer")][:100]
     random.seed(1)
@@ -89,10 +88,12 @@ def test_every_composition_belongs_to_one_split():
     assert [scenes.sample("vqa", "train", n) for n in reversed(range(100))] == vqa[::-1]
     for strategy in polls.STRATEGIES:
         groups["test"] += polls.pope(strategy, images=20)
-    compositions = {split: {s.scene.squares for s in samples} for split, samples in groups.items()}
-    assert min(map(len, compositions.values())) > 300
-    assert not any(a & b for a, b in combinations(compositions.values(), 2))
-    for split, group in compositions.items():
+    compositions = []
+    for samples in groups.values():
+        compositions.append({sample.scene.squares for sample in samples})
+    assert min(map(len, compositions)) > 300
+    assert not any(a & b for a, b in combinations(compositions, 2))
+    for split, group in zip(groups, compositions, strict=True):
         assert {pictures.split_of(squares) for squares in group} == {split}
 
 

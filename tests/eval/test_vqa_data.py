@@ -60,9 +60,8 @@ def test_own_examples(source, workplace, monkeypatch, capsys):
     results = read_json(out / "results.json")
     assert [r["question"] for r in results] == [line["prefix"] for line in lines]
     logged = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
-    said, gray = (
-        {(e["answer"], int(e["id"][-1]) % 2) for e in part} for part in (logged[:6], logged[6:])
-    )
+    pairs = [(entry["answer"], int(entry["id"][-1]) % 2) for entry in logged]
+    said, gray = {*pairs[:6]}, {*pairs[6:]}
     assert len(logged) == 12
     assert len(gray) == 2 < len(said)  # gray: one answer a prompt
     assert printed["random"]["measures"]["exact_match"]["mean"] == 0

@@ -178,7 +178,7 @@ def test_a_lost_stream_or_ctrl_c_leaves_no_traceback(tmp_path):
                 assert done.returncode == codes[2]
                 assert done.stderr in (b"", b"error: \n")
                 assert done.stdout in (b"", b"x\n")
-            assert [first, second] == ["error: \n" * (closed == 2), second]
+            assert first == ("error: \n" if closed == 2 else "")
             assert second.count("\n") == (no_space == 2)
     os.close(pipe)
     for module in ("train.finetune", "eval.ask", "weights.inspect"):

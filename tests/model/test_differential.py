@@ -180,6 +180,9 @@ def heads_by_equation(module, variant, x, positions, mask):  # noqa: C901  # eve
         init = 0.1 if kind == "difflora" else lam()[1]
         return out / rms * p["subln.weight"] * (1 - init)
 
+    def turned_halves(x):
+        return torch.cat([turned(half, positions) for half in x.chunk(2, dim=1)], dim=1)
+
     heads = []
     for head in range(module.num_heads):
         key_head = head // groups
@@ -195,10 +198,8 @@ def heads_by_equation(module, variant, x, positions, mask):  # noqa: C901  # eve
         elif kind == "split":
             quarter = width // 4
             if options.get("rope_pairs") == "fresh":
+                q, k = turned_halves(q), turned_halves(k)
                 cuts = [list(range(width // 2)), list(range(width // 2, width))]
-                q, k = (
-                    torch.cat([turned(t[:, cut], positions) for cut in cuts], dim=1) for t in (q, k)
-                )
             else:
                 q = turned(q, positions)
                 k = turned(k, positions)

@@ -14,6 +14,7 @@ from model.differential import Split
 from model.systems.configs import TEXT_PRESETS, TextModelConfig
 from model.systems.language import TextModel, new_model
 from tests.reference import relative_error
+from train.optim import parameter_count
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -93,7 +94,7 @@ def test_twins_have_equal_parameters():
             models = [
                 TextModel(TextModelConfig.of(plain, differential)) for differential in (False, True)
             ]
-        sizes = [sum(p.numel() for p in model.parameters()) for model in models]
+        sizes = [parameter_count(model.parameters()) for model in models]
         config = models[1].config.text
         assert sizes[0] < sizes[1] < 1.01 * sizes[0], preset
         if preset in ("830m", "1.4b", "2.8b", "6.8b", "13.1b"):  # as the paper counts them
@@ -133,14 +134,10 @@ def test_gradients_start_at_the_plain_models_scale():
         model = new_model("tiny", differential)
         tokens = torch.randint(0, 2048, (4, 128))
         (model(tokens[:, :-1], targets=tokens[:, 1:]) / tokens[:, 1:].numel()).backward()
-        norms[differential] = {
-            part: torch.cat(
-                [p.grad.flatten() for name, p in model.named_parameters() if part in name]
-            )
-            .norm()
-            .item()
-            for part in "q_proj k_proj v_proj o_proj mlp embed".split()
-        }
+        norms[differential] = {}
+        for part in "q_proj k_proj v_proj o_proj mlp embed".split():
+            grads = [p.grad.flatten() for name, p in model.named_parameters() if part in name]
+            norms[differential][part] = torch.cat(grads).norm().item()
     ratios = {part: norms[True][part] / norms[False][part] for part in norms[True]}
     # measured: 1.2, 0.76, 1.04, 2.1; without the factor 1.5, 0.63; without the norm 0.6 and 1.05
     assert 0.8 < ratios["v_proj"] < 1.35 and 0.8 < ratios["o_proj"] < 1.35, ratios

@@ -239,7 +239,8 @@ def test_a_router_reads_octaves_of_distance():
         pooled = torch.zeros(2 * OCTAVES)
         for j in range(i + 1):
             octave = (i - j + 1).bit_length() - 1
-            pooled[octave + OCTAVES * (3 <= j < 7)] += weights[0, :, i, j].sum()
+            kind = 1 if 3 <= j < 7 else 0  # a picture's, or text
+            pooled[octave + OCTAVES * kind] += weights[0, :, i, j].sum()
         expected = F.silu(router.linear(pooled)).softmax(-1)
         torch.testing.assert_close(result[0, i], expected, atol=1e-5, rtol=1e-5)
     assert (

@@ -50,7 +50,14 @@ def test_weights_are_shares_of_the_samples(folder, processor, monkeypatch):
     )
     made = read_split(settings(folder, "jsonl:few.jsonl@3", "jsonl:many.jsonl@1", validation=0))
     order = Order(made, processor, Settings(batch_size=6, epochs=4, seed=1), WORLD)
-    steps, *resumed = ([[m.names for m in step] for step in order.steps(n)] for n in (0, 1, 7, 20))
+
+    def names(first):
+        steps = []
+        for step in order.steps(first):
+            steps.append([micro.names for micro in step])
+        return steps
+
+    steps, *resumed = map(names, (0, 1, 7, 20))
     seen = Counter(name for step in steps for names in step for name in names)
     few = {name: count for name, count in seen.items() if "few.jsonl" in name}
     assert sum(seen.values()) == 4 * 42

@@ -83,7 +83,8 @@ def test_training_is_the_same_with_open_eyes(flags, tmp_path, monkeypatch):
     evaluated = [record["step"] for record in whole if "held_out_loss" in record]
     assert evaluated == [record["step"] for record in whole if "exact_match" in record]
     assert evaluated == [1, 3, 5, 7]
-    assert [{name: record[name] for name in closed[0]} for record in whole] == closed
+    for record, alone in zip(whole, closed, strict=True):
+        assert {name: record[name] for name in closed[0]} == alone
     assert all(value > 0 for value in whole[1]["map_distance"].values())
     assert len(whole[1]["lambda"]) > 1
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

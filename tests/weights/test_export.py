@@ -162,11 +162,8 @@ def test_the_shipped_tokenizer_has_the_ids_of_sentencepiece():
     by_design = re.compile(
         r"<(pad|eos|bos|unk|image|mask)>|\u2581| {32}|\t{32}|\n{32}"
     )  # may differ, see `Processor`
-    drawn = [
-        t
-        for t in texts(900, [pieces.id_to_piece(i) for i in range(image)])
-        if not by_design.search(t)
-    ]
+    words = [pieces.id_to_piece(i) for i in range(image)]
+    drawn = [text for text in texts(900, words) if not by_design.search(text)]
     assert len(drawn) > 200
     for text in drawn:
         assert theirs(text, add_special_tokens=False)["input_ids"] == pieces.encode(text), repr(
