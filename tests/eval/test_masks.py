@@ -16,7 +16,7 @@ from pycocotools.cocoeval import COCOeval
 
 from eval import detect, figures
 from eval.bench import Row
-from eval.data.masks import checked_mask, mask_of
+from eval.data.masks import checked_mask, mask_of, runs_within
 from eval.data.record import Box, Detection
 from eval.data.records import read_coco, read_data
 from eval.masks import FoundMask, mask_overlaps, masks_of
@@ -67,6 +67,9 @@ def test_polygons_are_those_of_pycocotools():
         assert ours.shape == (height, width)
         assert np.array_equal(ours, expected), seed
         filled += 0 < ours.sum() < ours.size
+    drawn = runs_within.cache_info().misses
+    assert np.array_equal(mask_of(polygons, height, width), ours)
+    assert runs_within.cache_info().misses == drawn  # an outline is drawn once
     assert filled > 300
 
 
