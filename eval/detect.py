@@ -25,7 +25,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -187,14 +187,13 @@ def truth_of(record: Record) -> Detection:
     example."""
     asks_boxes = record.prefix.startswith("detect ") and len(record.pictures) == 1
     size = load_image(record.pictures[0]).size if asks_boxes else (1, 1)
-    boxes = []
-    for label, (left, top, right, bottom), *_ in parse_objects(record.suffix, *size):
-        width, height = right - left, bottom - top
-        boxes.append(Box(label, left, top, width, height, width * height))
-    if not asks_boxes or len(boxes) < len(record.suffix.split(";")):
+    truth = Detection(*size, ())
+    right = Row(question_of(record, truth=truth), (record.suffix, []), {})
+    found, problems = boxes_of(right)
+    if not asks_boxes or problems.keys() != {""}:
         remedy = "give coco:ANNOTATIONS.json, or `detect a` with its boxes as the answer"
         raise UserError(f"{shown(record.name)} has no boxes: {remedy}")
-    return Detection(*size, tuple(boxes))
+    return replace(truth, boxes=tuple(Box(*box[:5], box.area) for box in found))
 
 
 def row_of(record: dict) -> Row:

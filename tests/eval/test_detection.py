@@ -12,10 +12,10 @@ from pycocotools.cocoeval import COCOeval
 
 from eval import detect
 from eval.bench import Row
-from eval.data.records import Box, Detection, embedded_records, read_data
+from eval.data.records import Box, Detection, embedded_records
 from eval.detect import Found
 from eval.question import Question
-from tests.files import draw, write_json, write_lines
+from tests.files import write_json
 from tests.runs import refused
 
 STATS = "AP,AP50,AP75,AP small,AP medium,AP large,AR1,AR10,AR100,AR small,AR medium,AR large".split(
@@ -207,35 +207,6 @@ def test_the_command_on_the_embedded_scenes(source, workplace, monkeypatch, caps
     detect.main(["--results", str(out / "results.json"), "--json"])
     (scored,) = json.loads(capsys.readouterr().out).values()
     assert scored["summary"] == printed["random"]
-
-
-def test_boxes_of_roboflow_s_answers_are_those_of_coco(workplace, source, monkeypatch, capsys):
-    """Breaks when boxes that an answer names are others than COCO's file has, or one that is none
-    is no mistake."""
-    # a pixel is 11 and 31 of 1023 places: no place is rounded
-    draw(workplace / "a.png", size=(93, 33))
-    images = [{"id": 1, "file_name": "a.png", "width": 93, "height": 33}]
-    boxes = {1: [[3, 4, 40, 20], [50, 5, 33, 28]], 2: [[0, 0, 93, 33]]}
-    annotations = []
-    for label, of_label in boxes.items():
-        annotations += [{"image_id": 1, "category_id": label, "bbox": box} for box in of_label]
-    categories = [{"id": 1, "name": "red cat"}, {"id": 2, "name": "dog"}]
-    value = {"images": images, "annotations": annotations, "categories": categories}
-    (record,) = read_data(f"coco:{write_json(workplace / 'c.json', value)}")
-    row = {"image": "a.png", "prefix": record.prefix, "suffix": record.suffix}
-    first, second, third = record.suffix.split(" ; ")
-    said = f"{first} ; {second.replace('0155', '0300')} ; {third}"
-    monkeypatch.setattr("eval.answer.ask_all", lambda *_, **__: [said])
-    summaries = []
-    write_lines(workplace / "r.jsonl", [row])
-    for data in ("coco:c.json", "jsonl:r.jsonl"):
-        detect.main(["--model", source, "--data", data, "--json"])
-        summaries.append(json.loads(capsys.readouterr().out).popitem()[1]["summary"])
-    assert summaries[0] == summaries[1]
-    assert 0 < summaries[0]["AP"]["COCO"] < 100
-    for change in ({"suffix": f"{first} ; none"}, {"prefix": "answer en a"}, {"image": None}):
-        write_lines(workplace / "r.jsonl", [row | change])
-        refused(lambda: detect.main(["--data", "jsonl:r.jsonl"]), "r.jsonl:1 has no boxes")
 
 
 BOX = {"label": "cat", "x": 1, "y": 2, "width": 3, "height": 4, "area": 12}
