@@ -107,12 +107,7 @@ class Detect(Benchmark):
             records = embedded_records(("detect",), "test", args.limit or BY_DEFAULT)
         else:
             records = read_data(args.data, args.images, masks=args.masks)[: args.limit]
-        questions = []
-        for record in records:
-            truth = record.detection
-            if record.turns and truth is None:
-                truth = truth_of(record)
-            questions.append(question_of(record, truth=truth))
+        questions = [question_of(record, truth=truth_of(record)) for record in records]
         self.open_coder(questions, args)
         return questions
 
@@ -182,9 +177,11 @@ class Detect(Benchmark):
         figures.save(draw_sheet(rows, title, self.coder), out / "detect.png")
 
 
-def truth_of(record: Record) -> Detection:
-    """The boxes that an example's answer names, as in Roboflow's files. Raises UserError for another
-    example."""
+def truth_of(record: Record) -> Detection | None:
+    """The boxes of a record, or those that its answer names, as in Roboflow's files; None where it
+    cannot be used. Raises UserError for a record without boxes."""
+    if record.detection or not record.turns:
+        return record.detection
     asks_boxes = record.prefix.startswith("detect ") and len(record.pictures) == 1
     size = load_image(record.pictures[0]).size if asks_boxes else (1, 1)
     truth = Detection(*size, ())

@@ -57,13 +57,6 @@ def parse_objects(text: str, width: int, height: int, as_said=False) -> list[Sai
     return found
 
 
-def parse_boxes(
-    text: str, width: int, height: int, as_said=False
-) -> list[tuple[str, tuple[float, ...]]]:
-    """Labels and boxes of `parse_objects`."""
-    return [(said.label, said.box) for said in parse_objects(text, width, height, as_said)]
-
-
 def location_scores(pieces: Sequence[str], log_probs: Sequence[float]) -> list[float]:
     """The score of each part of an answer between semicolons: the product of the probabilities of
     its four locations; 0 for a part with another number of them.

@@ -17,7 +17,7 @@ from PIL import Image
 
 from eval.vqa_scoring import exact_match
 from model.attention import Attention, attention_modules, tapped
-from model.boxes import parse_boxes
+from model.boxes import parse_objects
 from model.common import UserError, quoted
 from model.differential import Differential
 from model.generate import check_finite, generate
@@ -91,7 +91,8 @@ class Case:
             if self.truths:
                 self.hit = exact_match(said.text, self.truths)
             if self.image is not None:
-                self.boxes = [list(box) for _, box in parse_boxes(said.text, *self.image.size)]
+                found = parse_objects(said.text, *self.image.size)
+                self.boxes = [list(one.box) for one in found]
         self.answers[title] = said, maps_of(model, said, quoted(self.prompt))
 
     def add_plain(self, title: str, plain: PaliGemma) -> None:

@@ -20,7 +20,7 @@ from transformers import PaliGemmaProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 import model.images as images_module
-from model.boxes import parse_boxes, parse_objects
+from model.boxes import parse_objects
 from model.config import PRESETS, PaliGemmaConfig, TextConfig, VisionConfig
 from model.images import load_image, to_pixels
 from model.processor import Processor, load_tokenizer
@@ -210,7 +210,8 @@ def test_boxes_by_hand():
     )
     cow = (0.0, 256.0, 2046.0, 512.0)
     dog = (1024.0, 0.0, 1536.0, 1023.0)
-    assert parse_boxes(text, 2046, 1023) == [("brown cow", cow), ("dog", dog)]
+    found = [(said.label, said.box) for said in parse_objects(text, 2046, 1023)]
+    assert found == [("brown cow", cow), ("dog", dog)]
     box = "<loc0001><loc0002><loc0003>"
     for text, labels in (
         (f"no cow; {box} cow; {box}<loc0004><loc0005> cow; {box}<loc1024> cow", []),
@@ -224,7 +225,7 @@ def test_boxes_by_hand():
             ["dog, and", "cow"],
         ),
     ):
-        assert [label for label, _ in parse_boxes(text, 100, 100)] == labels
+        assert [said.label for said in parse_objects(text, 100, 100)] == labels
     assert parse_objects(text, 100, 100)[1].codes == (1,) * 16
 
 
