@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 
 from eval import figures
-from eval.command import MASKS_HELP, add_flag, add_limit, command_parser, whole
+from eval.command import MASKS_HELP, add_flag, add_limit, add_model_flags, command_parser, whole
 from eval.data.record import fill_prompt
-from eval.open import add_model_flags, model_of, open_subject, stored_prompt, toy_note, wording_of
+from eval.open import model_of, open_subject, stored_prompt, toy_note, wording_of
 from model.boxes import parse_objects
 from model.common import UserError, run_command, shown
 from model.generate import NonFiniteError, ask, check_options

@@ -16,7 +16,7 @@ from contextvars import copy_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eval.command import add_flag, add_limit, command_parser, positive
+from eval.command import add_flag, add_limit, add_model_flags, command_parser, positive
 from eval.data.files import LOOKED_FOR, check, check_unique, read, some
 from eval.data.record import PROMPT, check_prompt
 from eval.question import Answer, Question, certainty_of
@@ -231,8 +231,6 @@ def run(benchmark: Benchmark, argv: Sequence[str] | None = None) -> None:
 
 def parser_of(benchmark: Benchmark) -> ArgumentParser:
     """The parser of a benchmark's command."""
-    from eval.open import add_model_flags  # here, since scoring a file starts without torch
-
     module = sys.modules[type(benchmark).__module__]
     parser = command_parser(module.__spec__.name, module.__doc__)
     flags = dict(benchmark.flags)
@@ -266,7 +264,7 @@ def flags_for(benchmark: Benchmark, args: Namespace, subject) -> Namespace:
 def results_of_models(benchmark: Benchmark, args: Namespace) -> Results:
     """The rows of the models that the flags name, on gray pictures too with --blind, and of the
     baselines; writes the files of each model. Raises UserError."""
-    from eval.open import models_of, out_folder
+    from eval.open import models_of, out_folder  # here: a file is scored without torch
 
     subjects = models_of(args)
     talk = sys.stderr if args.json else sys.stdout

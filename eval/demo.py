@@ -24,12 +24,12 @@ from typing import Any
 from PIL.Image import Image
 
 from eval import figures
-from eval.command import MASKS_HELP, add_flag, add_limit, command_parser, whole
+from eval.command import MASKS_HELP, add_flag, add_limit, add_model_flags, command_parser, whole
 from eval.data import scenes
 from eval.data.files import read
 from eval.explore.page import page
 from eval.explore.record import Case
-from eval.open import Subject, add_model_flags, model_of, open_subject, run_file, toy_note
+from eval.open import Subject, model_of, open_subject, run_file, toy_note
 from model.boxes import parse_objects
 from model.common import UserError, run_command, shown
 from model.confidence import Certainty

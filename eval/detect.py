@@ -2,6 +2,7 @@
 
     python -m eval.detect     the newest run, or the embedded base, on the embedded scenes
     python -m eval.detect --data coco:instances_val2017.json --images DIR --model SRC --adapter RUN
+    python -m eval.detect --data jsonl:_annotations.test.jsonl --model SRC --adapter RUN
     python -m eval.detect --data coco-masks:FILE --images DIR --masks vae-oid.npz --model SRC
     python -m eval.detect --results results.json
 
@@ -24,7 +25,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ from eval.bench import Benchmark, Row, certainty_in, read_rows, run, sure_of, wr
 from eval.command import MASKS_HELP
 from eval.data.files import check, text_at
 from eval.data.masks import checked_mask, mask_of
-from eval.data.record import Box, Detection
+from eval.data.record import Box, Detection, Record
 from eval.data.records import embedded_records, read_data
 from eval.masks import answer_overlap, mask_overlaps, masks_of
 from eval.question import Question, certainty_of, question_of
@@ -85,8 +86,8 @@ class Detect(Benchmark):
     coder: Any = None  # a `MaskCoder`, where masks are scored
     flags = {
         "--data": dict(
-            help="coco:ANNOTATIONS.json, coco-masks:ANNOTATIONS.json or embedded (default: "
-            "embedded)",
+            help="coco:ANNOTATIONS.json, coco-masks:ANNOTATIONS.json, jsonl:FILE with boxes in its "
+            "answers, as Roboflow's, or embedded (default: embedded)",
             metavar="SRC",
         ),
         "--images": dict(
@@ -106,11 +107,12 @@ class Detect(Benchmark):
             records = embedded_records(("detect",), "test", args.limit or BY_DEFAULT)
         else:
             records = read_data(args.data, args.images, masks=args.masks)[: args.limit]
+        questions = []
         for record in records:
-            if record.turns and record.detection is None:
-                problem = f"{shown(record.name)} has no boxes: give coco:ANNOTATIONS.json"
-                raise UserError(f"{shown(args.data)}: {problem}")
-        questions = [question_of(record, truth=record.detection) for record in records]
+            truth = record.detection
+            if record.turns and truth is None:
+                truth = truth_of(record)
+            questions.append(question_of(record, truth=truth))
         self.open_coder(questions, args)
         return questions
 
@@ -178,6 +180,20 @@ class Detect(Benchmark):
         write_json(out / "results.json", results)
         title = f"{subject.title}: true boxes green, found ones orange"
         figures.save(draw_sheet(rows, title, self.coder), out / "detect.png")
+
+
+def truth_of(record: Record) -> Detection:
+    """The boxes that an example's answer names, as in Roboflow's files. Raises UserError for another
+    example."""
+    asks_boxes = record.prefix.startswith("detect ") and len(record.pictures) == 1
+    size = load_image(record.pictures[0]).size if asks_boxes else (1, 1)
+    truth = Detection(*size, ())
+    right = Row(question_of(record, truth=truth), (record.suffix, []), {})
+    found, problems = boxes_of(right)
+    if not asks_boxes or problems.keys() != {""}:
+        remedy = "give coco:ANNOTATIONS.json, or `detect a` with its boxes as the answer"
+        raise UserError(f"{shown(record.name)} has no boxes: {remedy}")
+    return replace(truth, boxes=tuple(Box(*box[:5], box.area) for box in found))
 
 
 def row_of(record: dict) -> Row:

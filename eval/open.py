@@ -1,22 +1,21 @@
 """The models that a command's flags name, opened in eval mode, their processors, and the prompts of
 their training."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eval.command import add_flag, positive, whole
 from eval.data.record import ASKED, PROMPT, check_prompt
 from lora import adapter
 from model.common import UserError, file_errors, read_json, read_json_if, shown
-from model.device import DTYPES, THREADS, choose_device, choose_dtype, use_threads
+from model.device import choose_device, choose_dtype, use_threads
 from model.processor import Processor
 from model.registry import System, system_of
 from model.source import EMBEDDED, local_path, preset_of, resolve
 from weights.load import load_model
-from weights.quantize import BF16_KINDS, KINDS
+from weights.quantize import BF16_KINDS
 
 TOY = (
     ", a toy that knows forty emoji, and prompts such as 'answer en Where is the dog?', "
@@ -35,36 +34,6 @@ class Subject(NamedTuple):
     @property
     def name(self) -> str:
         return self.source if self.run is None else f"{self.run} on {self.source}"
-
-
-def add_model_flags(parser: ArgumentParser, many: bool = False) -> None:
-    """--model, --adapter and how they compute. many: several models and adapters may be given."""
-    repeated = {"action": "append"} if many else {}
-    again = "; again to compare" if many else ""
-    source = (
-        f"a folder, hub id, preset or `embedded`{again} (default: the base of the adapter, else "
-        "`embedded`)"
-    )
-    add_flag(parser, "--model", source, metavar="SRC", **repeated)
-    run = (
-        f"a run, or any folder with a PEFT adapter, or `none`{again} (default: without --model, "
-        "the newest run; for the embedded scenes the newest on them)"
-    )
-    add_flag(parser, "--adapter", run, metavar="RUN", **repeated)
-    bits = f"hold the weights in 8 or 4 bits{again}"
-    add_flag(parser, "--quantize", bits, choices=["none", *KINDS], **repeated)
-    dtype = "of the weights (default: bf16 on CUDA or in few bits, else fp32)"
-    add_flag(parser, "--dtype", dtype, choices=[*DTYPES])
-    add_flag(parser, "--device", "cpu, cuda, mps, … (default: cuda or mps if there is one)", "auto")
-    add_flag(
-        parser,
-        "--threads",
-        THREADS,
-        type=whole(1, 1024),
-        metavar="N",
-    )
-    limit = "limit of a prompt's tokens, pictures too"
-    add_flag(parser, "--max-length", limit, 8192, type=positive, metavar="N")
 
 
 def model_of(args: Namespace, is_toy: bool = False) -> Subject:

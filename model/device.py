@@ -11,7 +11,6 @@ from model.common import UserError, cpuinfo, shown
 
 # parameters of a small model, and threads that its operators can use
 SMALL, FEW = 100_000_000, 2
-THREADS = "of PyTorch on the CPU (default: OMP_NUM_THREADS, if set; else all cores, but 2 for a small model)"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -36,7 +35,8 @@ def choose_device(name: str = "auto") -> torch.device:
 
 
 def use_threads(number: int | None, model: nn.Module) -> None:
-    """Set how many threads PyTorch takes. None: as `THREADS` says, never more than before."""
+    """Set how many threads PyTorch takes. None: OMP_NUM_THREADS, if set; else
+    all cores, but FEW for a small model."""
     is_small = sum(parameter.numel() for parameter in model.parameters()) < SMALL
     if number is None and is_small and "OMP_NUM_THREADS" not in os.environ:
         number = min(FEW, torch.get_num_threads())

@@ -89,6 +89,7 @@ def from_cells(page):
     for study, measure, rate in {(s, m, rate) for s, m, _, rate in scores}:
         for pool in (
             ("plain", "plain again"),
+            ("plain, few", "plain again, few"),
             ("fine-tuned", *(f"LoRA r{rank}" for rank in range(17, 21))),
             ("fine-tuned", "LoRA r17", "LoRA r19", "LoRA r20"),
         ):

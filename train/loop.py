@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from eval.command import THREADS
 from model.common import UserError, shown
-from model.device import THREADS, autocast_dtype, autocast_of
+from model.device import autocast_dtype, autocast_of
 from train.checkpoint import Progress, load_checkpoint, newest_progress, save_checkpoint
 from train.distributed import World, set_gradient_sync, spread
 from train.flags import flag

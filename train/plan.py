@@ -413,6 +413,8 @@ def plan_table(rows: Sequence[PlanRow], gpu: str | None) -> str:
     if gpu:
         peak, size = GPUS[gpu]
         about += f"; ! is more than {size} GB. Hours: at {SHARES[0]:.0%} to {SHARES[1]:.0%} of "
-        kind = "fp16: it has no bf16, so give `--autocast fp16`" if gpu == "T4" else "bf16"
+        kind = "bf16"
+        if gpu == "T4":
+            kind = "fp16: it has no bf16, so give `--dtype fp16 --autocast fp16`"
         about += f"{peak / 1e12:.0f} TFLOP/s ({kind}) of {gpus} × {gpu}, without evaluation"
     return "\n".join([*markdown_table(head, lines), "", f"{about}."])

@@ -42,6 +42,8 @@ BUDGETS = (100, 400, 1600)  # steps
 EARLIER = ("plain + head norm", "shared", "twin-small", "v2", "dex")
 CONTROLS = ("twin-small", "v2", "difflora", "mean", "gate", "temperature", "sink")
 PLAIN_GRAFTS = (LORA, "LoRA r17", "LoRA r19", "LoRA r20")
+REAL = ("twin-small", "v2", "dex", "mean")
+PLAIN_REAL = ("plain, few", "plain again, few")
 # The row or rows that each row is subtracted from, by file
 BESIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "scratch": {"split": ("plain",), "narrow": ("plain",)},
@@ -51,6 +53,7 @@ BESIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "dose": dict.fromkeys(EARLIER, dose.PLAIN) | {"plain again": ("plain",)},
     "controls": dict.fromkeys(CONTROLS, dose.PLAIN) | {"plain again": ("plain",)},
     "grafts": dict.fromkeys(CONTROLS[1:], PLAIN_GRAFTS) | dict.fromkeys(PLAIN_GRAFTS[1:], (LORA,)),
+    "real": {f"{row}, few": PLAIN_REAL for row in REAL} | {PLAIN_REAL[1]: PLAIN_REAL[:1]},
     "attention": dict.fromkeys(GRAFTS, (LORA, *SIZES)) | dict.fromkeys(SIZES, (LORA,)),
     **{f"budget-{steps}": dict.fromkeys(GRAFTS[2:], (LORA,)) for steps in BUDGETS},
 }
@@ -238,6 +241,7 @@ def draw_intervals(
 
     if band:
         sheet.box(at(band[0]), 50, at(band[1]), bottom, fill=(222, 235, 247))
+        sheet.text(580, 36, "shaded: the plain rows themselves", 11, SOFT, "rm")
     for mark in range(lowest, highest + 1, 5):
         sheet.line([(at(mark), 50), (at(mark), bottom)], SOFT if mark == 0 else GRID, 0.7)
         sheet.text(at(mark), bottom + 14, f"{mark}", 11, SOFT, "mm")
@@ -357,7 +361,7 @@ def doses(task: str, guess: float) -> str:
             verdicts = " and ".join(dict.fromkeys(table[row]["verdict"] for table in tables))
             seen = [of[row]["visible"] for of in tables if of[row]["verdict"] == "undecided"]
             if seen:
-                verdicts += f" (±{max(seen):.1f})"
+                verdicts += f" (visible from {max(seen):.1f})"
             body.append([f"`{row}`", HEADS[row], *texts, verdicts])
     gaps = [gap(scores, study, "plain again", ("plain",), task) for study in studies]
     texts = [interval_text(of_study._asdict(), 1, signed=True) for of_study in gaps]
@@ -369,6 +373,17 @@ def doses(task: str, guess: float) -> str:
         for line in body:
             line.pop(1)
     return "\n".join(markdown_table(head, body))
+
+
+ANGLES = """# The angles between two branches
+
+Cosines of their gradients on 64 needles, the mean of six runs and four layers with the least and the
+most: *learning* by the queries, *input* by the input of a layer. How: [branches.py](branches.py).
+
+{}
+
+Back to [RESULTS.md](../../RESULTS.md).
+"""
 
 
 def branches() -> str:
@@ -394,48 +409,64 @@ def branches() -> str:
     return "\n".join(markdown_table(["row", "when", "learning", "input"], body))
 
 
+def rows_beside(name: str, study: str, titles: dict[str, str], guess: float, about: str) -> str:
+    """Rows minus all plain ones, by measure and its title; the verdicts are those of the first
+    measure."""
+    # 1. the plain rows
+    scores = read(name)
+    plain = next(iter(BESIDE[name].values()))
+    middles = []
+    for measure in titles:
+        middles.append(np.mean([mean(scores[study, row, measure]) for row in plain]))
+    body = [["**plain**", *(f"{middle:.1f}" for middle in middles), ""]]
+    # 2. the others
+    tables = [judged(name, study, measure, guess) for measure in titles]
+    for row, first in tables[0].items():
+        texts = [interval_text(table[row], 1, signed=True) for table in tables]
+        verdict = first["verdict"]
+        if verdict == "undecided":
+            verdict += f" (visible from {first['visible']:.1f})"
+        body.append([f"`{row.removesuffix(', few')}`", *texts, verdict])
+    # 3. the first plain row that is beside another
+    row, beside = next((row, of) for row, of in BESIDE[name].items() if row in plain)
+    gaps = [gap(scores, study, row, beside, measure) for measure in titles]
+    texts = [interval_text(of_row._asdict(), 1, signed=True) for of_row in gaps]
+    pair = f"A/A: {row} − {beside[0]}".replace(", few", "")
+    body.append([pair, *texts, ""])
+    runs = len(scores[study, plain[0], next(iter(titles))])
+    verdict = f"verdict, {next(iter(titles.values())).partition(',')[0]}"
+    return "\n".join(markdown_table([f"{about}, {runs} runs", *titles.values(), verdict], body))
+
+
 def grafts() -> str:
     """The controls as grafts: the mean of five measures, and needles under noise on the pixels."""
-    scores = read("grafts")
-    measures = ["mean", *(f"n4o1, noise {strength}" for strength in NOISE)]
-    tables = []
-    for measure in measures:
-        tables.append(judged("grafts", "attention", measure, GUESSING["n4o1"]))
-    plain = []
-    for measure in measures:
-        plain.append(
-            f"{np.mean([mean(scores['attention', r, measure]) for r in PLAIN_GRAFTS]):.1f}"
-        )
-    body = [["**plain**, right answers, %", *plain, ""]]
-    for row in tables[0]:
-        texts = [interval_text(table[row], 1, signed=True) for table in tables]
-        verdict = tables[0][row]["verdict"]
-        if verdict == "undecided":
-            verdict += f" (±{tables[0][row]['visible']:.1f})"
-        body.append([f"`{row}`", *texts, verdict])
-    for row in PLAIN_GRAFTS[1:2]:
-        gaps = [gap(scores, "attention", row, (LORA,), measure) for measure in measures]
-        texts = [interval_text(of_row._asdict(), 1, signed=True) for of_row in gaps]
-        body.append([f"A/A: {row} − {LORA}", *texts, ""])
-    runs = len(scores["attention", LORA, "mean"])
-    titles = ["five measures", *(f"noise {strength}" for strength in NOISE)]
-    head = [f"minus four plain rows, {runs} runs", *titles, "verdict, five measures"]
-    return "\n".join(markdown_table(head, body))
+    titles = {"mean": "five measures, %"}
+    titles |= {f"n4o1, noise {strength}": f"noise {strength}, %" for strength in NOISE}
+    return rows_beside("grafts", "attention", titles, GUESSING["n4o1"], "minus four plain rows")
+
+
+def real() -> str:
+    """Rows on a pretrained language model that learned from few facts."""
+    titles = {
+        "exact": "many facts, %",
+        "quiet": "few facts, %",
+        "signal": "log(asked ÷ others), /100",
+        "loss": "loss, nats/100",
+    }
+    return rows_beside("real", "compare-real", titles, 0.0, "minus two plain rows")
 
 
 TABLES = {
     "grafts": grafts,
     "built": lambda: doses("built", 12.5),
     "needle": lambda: doses("needle", 6.25),
-    "branches": branches,
+    "real": real,
 }
 
 
 def fill(page: str) -> str:
     """A page with the tables between its comments."""
     for name, table in TABLES.items():
-        if name == "grafts" and not (HERE / "grafts.csv").exists():
-            continue  # while that study runs
         before, mark, rest = page.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition("<!-- end -->")
         assert mark and end, f"RESULTS.md has no place for the table {name}"
@@ -450,6 +481,7 @@ if __name__ == "__main__":
     for name in BESIDE:
         if (HERE / f"{name}.csv").exists():
             write_text(HERE / f"{name}.md", tables(name))
+    write_text(HERE / "angles.md", ANGLES.format(branches()))
     draw_doses("dose")
     draw_doses("controls")
     draw_distractors()

@@ -8,6 +8,7 @@ common/maskApi.c.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -63,6 +64,13 @@ def of_polygon(polygon: Sequence[float], height: int, width: int) -> np.ndarray:
     sides = np.array([width, height])
     is_near = ((points >= -sides) & (points <= 2 * sides)).all()
     check(is_near, f"a polygon leaves the picture, {width}×{height} pixels: {quoted(polygon, 100)}")
+    return of_runs(runs_within(points.tobytes(), height, width).tolist(), height, width)
+
+
+@lru_cache(1 << 16)  # a polygon is checked, and scored twice
+def runs_within(outline: bytes, height: int, width: int) -> np.ndarray:
+    """The run lengths of `of_polygon`, of its points (N, 2) in float64."""
+    points = np.frombuffer(outline).reshape(-1, 2)
     # 1. a fine outline
     corners = (FINE * points + 0.5).astype(np.int64)
     lines = [line(start, end) for start, end in pairwise([*corners, corners[0]])]
@@ -75,8 +83,7 @@ def of_polygon(polygon: Sequence[float], height: int, width: int) -> np.ndarray:
     row = (upper[is_middle] + FINE // 2) // FINE
     # 3. the pixels from one crossing to the next are outside and inside in turn
     crossings = np.sort(column[is_middle] * height + row.clip(0, height))
-    counts = np.diff(crossings, prepend=0, append=height * width)
-    return of_runs(counts.tolist(), height, width)
+    return np.diff(crossings, prepend=0, append=height * width)
 
 
 def line(start: np.ndarray, end: np.ndarray) -> np.ndarray:

@@ -283,6 +283,8 @@ def record_of(example: Mapping, folder: str | Path = ".") -> Record:
     check(None not in example, "more cells than columns: a text with a comma stands between quotes")
     names = picture_names(example)
     turns, answers = read_turns(example)
+    is_marked = example.get("video") and "<video>" in str(turns)
+    check(not is_marked, "write <image> for each frame, or leave <video> out of the text")
     check_turns(len(names), turns)
     pictures = tuple(picture_of(name, folder) for name in names)
     return Record(
@@ -308,11 +310,16 @@ def picture_of(picture: Any, folder: str | Path) -> Picture:
 
 
 def picture_names(record: Mapping) -> list[Any]:
-    """A record's pictures in order: under "image" or "images", one or a list, or in parts of its
-    messages. Raises ValueError, also for a key of nearly this name: the record would be asked
-    without its picture."""
+    """A record's pictures in order: under "image" or "images", one or a list, under "video" a list
+    of frames, or in parts of its messages. Raises ValueError, also for a key of nearly this name:
+    the record would be asked without its picture."""
     named = [key for key in ("image", "images") if record.get(key) is not None]
-    check_read(record, UNREAD if named else f"{UNREAD}|image|img|picture|photo")
+    others = dict(record)
+    frames = record.get("video")
+    if isinstance(frames, list) and frames:
+        named.append("video")
+        del others["video"]
+    check_read(others, UNREAD if named else f"{UNREAD}|image|img|picture|photo")
     # 1. the parts of its messages that show a picture
     in_parts = []
     order = []
@@ -348,7 +355,7 @@ def check_read(
     named = [key for key in entry if re.match(unread, key, re.IGNORECASE)]
     strange = [key for key in named if entry[key]]  # others may be arrays, neither true nor false
     strange += [key for key in MARKS if entry.get(key) not in (None, is_learned)]
-    remedy = "each answer is learned, nothing else; 'image' or 'images' names the pictures"
+    remedy = "each answer is learned, nothing else; 'image' names pictures, a list 'video' frames"
     check(not strange, f"has {some(strange)}: {remedy}")
 
 

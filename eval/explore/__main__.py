@@ -20,11 +20,11 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.command import add_flag, add_limit, command_parser, positive
+from eval.command import add_flag, add_limit, add_model_flags, command_parser, positive
 from eval.data.records import one_picture_records
 from eval.explore.page import page
 from eval.explore.record import Case
-from eval.open import add_model_flags, load_subject, models_of, open_subject, out_folder, wording_of
+from eval.open import load_subject, models_of, open_subject, out_folder, wording_of
 from model.common import UserError, run_command, shown, write_text
 from model.images import load_image
 

@@ -29,9 +29,9 @@ import torch
 from PIL import Image
 
 from eval import figures
-from eval.command import add_flag, command_parser, positive
+from eval.command import add_flag, add_model_flags, command_parser, positive
 from eval.explore.record import deciding_maps
-from eval.open import add_model_flags, model_of, open_subject, out_folder
+from eval.open import model_of, open_subject, out_folder
 from eval.report import bootstrap, interval_text, markdown_table
 from model.common import UserError, read_text, run_command, shown, write_text
 from model.systems.chat import TextTokenizer

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from eval.command import add_flag, command_parser, positive
+from eval.command import add_flag, add_model_flags, command_parser, positive
 from eval.data.records import one_picture_records
 from eval.explore.record import decoder_maps
-from eval.open import add_model_flags, model_of, open_subject, out_folder
+from eval.open import model_of, open_subject, out_folder
 from eval.report import bootstrap, interval_text
 from model.common import run_command, shown, write_text
 from model.paligemma import PaliGemma

@@ -28,9 +28,12 @@ class SlotProcessor(Processor):
         if is_first and not has_marks:
             prompt = SLOT * n_images + prompt
         ids = spell(self.texts, prompt + "\n", self.slot)
-        if is_first and self.config.bos_token_id is not None:
-            is_text = [id_ != self.config.image_token_id for id_ in ids]
-            ids.insert(is_text.index(True), self.config.bos_token_id)
+        return self.begun(ids) if is_first else ids
+
+    def begun(self, ids: list[int]) -> list[int]:
+        """The ids of the first prompt with bos."""
+        is_text = [id_ != self.config.image_token_id for id_ in ids]
+        ids.insert(is_text.index(True), self.config.bos_token_id)
         return ids
 
 
@@ -42,6 +45,10 @@ class LanguageProcessor(SlotProcessor):
 
     def open_texts(self) -> Texts:
         return TextTokenizer(self.config.language, self.tokenizer, system=self.config.system)
+
+    def begun(self, ids: list[int]) -> list[int]:
+        """Before a picture too, and only where the tokenizer adds bos, as LLaVA has it."""
+        return self.texts.begin + ids
 
     def layout(
         self,

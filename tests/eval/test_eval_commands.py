@@ -14,6 +14,7 @@ from PIL import Image
 from torch._dynamo.testing import CompileCounter
 
 from eval import answer, needle, open, pope, vqa
+from eval.command import add_model_flags
 from eval.question import Question
 from eval.systems import shift
 from lora import adapter
@@ -275,7 +276,7 @@ def test_a_log_has_one_writer_and_is_no_other_file(model, processor, source, tmp
 
 def subjects(flags):
     parser = ArgumentParser()
-    open.add_model_flags(parser, many=True)
+    add_model_flags(parser, many=True)
     return open.models_of(parser.parse_args(flags.split()))
 
 

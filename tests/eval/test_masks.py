@@ -5,6 +5,7 @@ import json
 import random
 import re
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,14 +17,14 @@ from pycocotools.cocoeval import COCOeval
 
 from eval import detect, figures
 from eval.bench import Row
-from eval.data.masks import checked_mask, mask_of
+from eval.data.masks import checked_mask, mask_of, runs_within
 from eval.data.record import Box, Detection
 from eval.data.records import read_coco, read_data
 from eval.masks import FoundMask, mask_overlaps, masks_of
 from eval.question import Question
 from model.masks import MaskCoder, crop
 from tests.eval.test_detection import STATS
-from tests.files import draw, read_json, write_json
+from tests.files import draw, read_json, write_json, write_lines
 from tests.runs import refused
 
 
@@ -67,6 +68,9 @@ def test_polygons_are_those_of_pycocotools():
         assert ours.shape == (height, width)
         assert np.array_equal(ours, expected), seed
         filled += 0 < ours.sum() < ours.size
+    drawn = runs_within.cache_info().misses
+    assert np.array_equal(mask_of(polygons, height, width), ours)
+    assert runs_within.cache_info().misses == drawn  # an outline is drawn once
     assert filled > 300
 
 
@@ -431,3 +435,24 @@ def test_masks_that_cannot_be_scored_are_refused(data, source, workplace):
         write_json(workplace / "R", [result | {"boxes": boxes}])
         refused(partial(detect.main, ["--results", "R"]), "R[0]: ", part)
     assert read_json(workplace / "R")
+
+
+def test_boxes_of_roboflow_s_answers_are_those_of_coco(data, source, monkeypatch, capsys):
+    """Breaks when boxes that an answer names are others than COCO's file has, or one that is none
+    is no mistake."""
+    (record,) = read_data("coco:a.json")
+    row = {"image": "a.png", "prefix": record.prefix, "suffix": record.suffix}
+    cat, dog = record.suffix.split(" ; ")
+    said = f"{cat} ; <loc0300>{dog[9:]}"
+    monkeypatch.setattr("eval.answer.ask_all", lambda *_, **__: [said])
+    own = write_lines(Path("r.jsonl"), [row])
+    summaries = []
+    for source_of in ("coco:a.json", "jsonl:r.jsonl"):
+        detect.main(["--model", source, "--data", source_of, "--json"])
+        (printed,) = json.loads(capsys.readouterr().out).values()
+        summaries.append(printed["summary"])
+    assert summaries[0] == summaries[1]
+    assert 50 < summaries[0]["AP"]["COCO"] < 100
+    for change in ({"suffix": f"{cat} ; none"}, {"prefix": "answer en a"}, {"image": None}):
+        write_lines(own, [row | change])
+        refused(lambda: detect.main(["--data", "jsonl:r.jsonl"]), "r.jsonl:1 has no boxes")

@@ -139,7 +139,7 @@ def test_replies_are_those_of_one_pass(kind, folder, haystacks, seeded):
 
 
 @pytest.mark.long
-def test_the_command(folder, tmp_path, printed):
+def test_the_command(folder, haystacks, tmp_path, printed, monkeypatch):
     """Breaks when a rung, a measure or a file is missing, or a mistake is no line."""
     flags = f"--model {folder} --contexts 3 --asked 2 --lengths 500 --facts 1 4".split()
     needles.main([*flags, "--out", str(tmp_path)])
@@ -155,6 +155,10 @@ def test_the_command(folder, tmp_path, printed):
     refused(lambda: needles.main([*flags, "--facts", "2", "60"]), "60 facts fill 500 tokens")
     refused(lambda: needles.main([*flags, "--facts", "99"]), "--facts 99", "64 of a form")
     refused(lambda: needles.main(["--model", "embedded"]), "no published language model")
+    monkeypatch.setattr(needles, "ask", None)  # nothing is asked before all contexts fit
+    lengths = [context.longest for _, context in haystacks["test"].contexts(500, 4, range(3), 2)]
+    limit = 499 + max(lengths)
+    refused(lambda: needles.main([*flags, "--max-length", str(limit)]), f"the model reads {limit}")
 
 
 def test_the_explorer_shows_a_text(folder, tmp_path):

@@ -1,16 +1,23 @@
 """POPE: the answer parse, the measures and the files, against cases worked out by hand."""
 
 import json
+import os
+import subprocess
+import sys
 from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from PIL import Image
 
 from eval import pope
+from eval.bench import parser_of
 from eval.question import Question
+from model.device import DTYPES
 from tests.files import write_json, write_lines
 from tests.runs import refused
+from weights.quantize import KINDS
 
 # only the first sentence counts; "noyes" is a word, since the comma goes; three spellings; words
 # end at spaces
@@ -87,6 +94,18 @@ def test_a_file_of_answers(score):
     refused(lambda: score([*ANSWERS, {"question_id": 9, "answer": "x"}]), "A:5: id 9")
     other = {"question": "Is it?", "answer": "no"}
     refused(lambda: score([other] * 4), "A:1: ")  # POPE's files share their ids
+
+
+def test_a_file_is_scored_without_torch(score):
+    """Breaks when a file of answers waits for torch, or a flag lacks a kind of weights."""
+    score(ANSWERS)
+    without = "import sys; sys.modules['torch'] = None; from eval import pope; pope.main()"
+    flags = "--questions Q --results A".split()
+    root = os.environ | {"PYTHONPATH": str(Path(pope.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", without, *flags], env=root, check=True)
+    choices = {action.dest: action.choices for action in parser_of(pope.Pope())._actions}
+    assert choices["quantize"] == ["none", *KINDS]
+    assert choices["dtype"] == [*DTYPES]
 
 
 def test_probabilities_sets_and_limits_by_hand(score):

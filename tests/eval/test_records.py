@@ -196,6 +196,9 @@ MALFORMED = r"""
 {"image_path": "a.png", "prefix": "a", "suffix": "b"}
 {"image": ["a.png"], "images": ["a.png"], "prefix": "a", "suffix": "b"}
 {"messages": [[{"type": "image"}, {"type": "text", "text": "a"}], "b"]}
+{"video": "a.mp4", "prefix": "a", "suffix": "b"}
+{"video": ["a.png"], "image": "a.png", "prefix": "a", "suffix": "b"}
+{"video": ["a.png"], "prefix": "<video>a", "suffix": "b"}
 {"messages": [[{"type": "video"}, {"type": "text", "text": "a"}], "b"], "images": ["a.png"]}
 {"messages": ["<image>a", "<bbox>"], "images": ["a.png"], "objects": {"bbox": [[1, 2, 3, 4]]}}
 {"messages": ["a", {"role": "assistant", "content": "b", "loss": false}]}
@@ -281,6 +284,7 @@ def test_layouts_of_other_tools_are_read_as_ours(tmp_path):
     rows = [none | {"messages": said, "images": list(map(str, of))} for said, of, _ in cases]
     rows[0]["messages"][3] |= {"loss": True, "train": None, "weight": 1}
     rows[0]["system"] = "Hear."
+    rows[2] |= {"video": rows[2].pop("images"), "image": None}
     rows[2] |= {"type": "count", "system": "One word.", "width": 8, "id": 1, "tools": None}
     rows[3]["images"] = None
     made = read_data(f"jsonl:{write(tmp_path, 'own.jsonl', rows)}")

@@ -2,6 +2,7 @@
 of transformers."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -124,8 +125,17 @@ def test_a_conversation_is_laid_out_and_learned_as_released(parts):
     start = len(theirs(system + "What is").input_ids)
     assert [place for place, i in enumerate(ids) if i == image] == list(range(start, start + 16))
     # a model that is not asked in turns: the prompt, a newline, the answer and its end
-    ids = reader(parts, opened(parts, "--option chat=false")).row_of(1, [("Say<image>", "box")])[0]
+    plain = opened(parts, "--option chat=false")
+    ids = reader(parts, plain).row_of(1, [("Say<image>", "box")])[0]
     assert theirs.decode([i for i in ids if i != image]) == "Say\nbox<|im_end|>"
+    # bos, where the tokenizer's file adds it, stands before a picture; config.json alone adds none
+    tokenizer = load_tokenizer(parts / "text/tokenizer.json")
+    bos = theirs("!").input_ids
+    config = replace(plain.config, bos_token_id=bos[0])
+    for before in ([], bos):
+        tokenizer.before = before
+        ids = processor_for(config, tokenizer).row_of(1, [("Say", "box")])[0]
+        assert ids == [*before, *[image] * 16, *theirs("Say\nbox<|im_end|>").input_ids]
 
 
 def test_pictures_are_padded_to_squares(parts):

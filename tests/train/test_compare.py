@@ -273,6 +273,13 @@ def test_mistakes_are_told_before_anything_is_trained(flags, tmp_path, monkeypat
     refused(lambda: compare.main(command), named)
 
 
+def test_the_help_names_other_studies(printed):
+    """Breaks when a study cannot be found."""
+    with pytest.raises(SystemExit):
+        compare.main(["--help"])
+    assert " | ".join(compare.STUDIES) in printed()
+
+
 def test_noise_is_of_its_strength_and_the_same_for_all():
     """Breaks when noise is of another strength, drawn anew for each row, or names other cells by an
     address."""

@@ -32,6 +32,7 @@ from train.plan import (
     cpu_seconds,
     open_sample,
     plan,
+    plan_table,
     processor_of,
     spread_cost,
     step_costs,
@@ -216,6 +217,8 @@ def test_where_a_run_fits(monkeypatch, printed):
     assert verdict("--gpu T4") == "fits on 16 GB with --checkpointing (15.9 GB of 16)"
     sizes.update(few=34.0, many=34.0)
     assert verdict("--gpu T4") == "fits on 16 GB with --quantize nf4 (8.5 GB of 16)"
+    lines = plan_table([planned(settings_of(""), "run", 1)], "T4")
+    assert "has no bf16, so give `--dtype fp16 --autocast fp16`" in lines
     assert verdict("--gpu T4 --shard").startswith("does not fit on 16 GB: it takes 17.5 GB")
 
 
