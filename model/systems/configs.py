@@ -123,6 +123,13 @@ class LanguageConfig(Config):
     max_position_embeddings: int = 8192
     repetition_penalty: float = 1.0
 
+    def __post_init__(self):
+        super().__post_init__()
+        rows = self.text.vocab_size
+        for id_ in (self.pad_token_id, self.bos_token_id):
+            problem = f"token id {id_} is no row of the embedding, which has {rows}"
+            require(id_ is None or id_ < rows, problem)
+
     @classmethod
     def from_file(cls, path: str | Path) -> "LanguageConfig":
         """As in `Config`. What generation_config.json has comes first, as in transformers'

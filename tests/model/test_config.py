@@ -219,6 +219,8 @@ REFUSED = """1 | {"model_type": "llava"} | 'llava'
     llama | {"rope_scaling": {"partial_rotary_factor": 0.5}} | factor
     llama | {"rope_scaling": {"original_max_position_embeddings": 0}} | original
     llama | {"attention_bias": 1} | attention_bias
+    llama | {"pad_token_id": 1728} | token id 1728
+    qwen2 without a stop token | {"bos_token_id": 1728} | token id 1728
     qwen2 without a stop token | {"use_sliding_window": true} | use_sliding_window
     qwen2 without a stop token | {"hidden_act": "relu"} | hidden_activation
     gemma | {"use_bidirectional_attention": true} | use_bidirectional_attention
