@@ -111,8 +111,8 @@ def fits(value: Any, annotation: Any) -> bool:
 
 @dataclass(frozen=True)
 class Config:
-    """What configurations share: fields of their types, sizes of at least 1, and a format in
-    config.json.
+    """What configurations share: fields of their types, sizes of at least 1, positive floats, and a
+    format in config.json.
 
     In that format a configuration within another is the object NAME_config. Raises UserError for
     other values.
@@ -133,7 +133,9 @@ class Config:
                 most = MAX_COUNT
             is_right = fits(value, field.type) or type(value) is tuple
             if type(value) is int:
-                is_right = is_right and least <= value <= most
+                is_right &= least <= value <= most
+            if type(value) is float:
+                is_right &= 0 < value < most
             kinds = get_args(field.type) or (field.type,)
             expected = " or ".join(getattr(kind, "__name__", repr(kind)) for kind in kinds)
             require(is_right, f"{field.name} is {quoted(value)}, expected a possible {expected}")
@@ -197,6 +199,7 @@ class VisionConfig(Config):
         super().__post_init__()
         width, heads = self.hidden_size, self.num_attention_heads
         require(width % heads == 0, f"hidden_size {width} is no multiple of {heads} heads")
+        require(self.num_image_tokens, f"patch_size {self.patch_size} exceeds image_size")
         layer, layers = self.feature_layer or 0, self.num_hidden_layers
         problem = f"feature_layer {layer} is not one of SigLIP's {layers} layers"
         require(-layers - 1 <= layer <= layers, problem)
@@ -268,6 +271,8 @@ class TextConfig(Config):
         super().__post_init__()
         heads, shared = self.num_attention_heads, self.num_key_value_heads
         require(heads % shared == 0, f"{heads} heads are no multiple of {shared} key/value heads")
+        # RoPE turns pairs
+        require(self.head_dim % 2 == 0, f"head_dim {self.head_dim} is odd, expected an even number")
 
     @property
     def architecture(self) -> Architecture:

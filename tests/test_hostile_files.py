@@ -60,7 +60,7 @@ VALID = {
             "<bos>": 2, "<unk>": 3, "a": 4, "b": 5, "ab": 6, "\u2581": 7}}}""",
     "language/config.json": """{"model_type": "qwen2", "eos_token_id": [1], "layer_types": ["full_attention"],
         "vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}""",
+        "num_key_value_heads": 1, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}""",
     "vqa/results.json": """[{"question_id": 1, "answer": "a", "confidence": 0.5, "ended": true},
         {"question_id": 2, "answer": "b"}]""",
     "examples/data.jsonl": """{"image": "a.png", "prefix": "what", "suffix": "this"}

@@ -45,6 +45,8 @@ SIZES = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+# without these no model is read, though a config.json may lack them
+NEEDED = "hidden_size num_hidden_layers num_attention_heads rms_norm_eps max_position_embeddings"
 # control tokens by transformers' names, and the file's; in the order of sentencepiece's fields
 CONTROL = {"unk": "unknown", "bos": "bos", "eos": "eos", "pad": "padding"}
 GEMMA2_27B = 46  # layers; its scale of attention is in no file, llama.cpp knows it by them
@@ -70,7 +72,6 @@ LLAMA3 = (
 )
 QWEN = LLAMA3.replace("{1,3}", "")
 SPLITS = {
-    "default": [WORDS],
     "gpt-2": [WORDS],
     "smollm": [{"type": "Digits", "individual_digits": True}, WORDS],
     "llama-bpe": [LLAMA3],
@@ -141,7 +142,8 @@ class GgufFile:
         raw = {name: self.told(f"{self.kind}.{theirs}") for name, theirs in SIZES.items()}
         raw = {name: value for name, value in raw.items() if value is not None}
         # where RoPE's base is missing, llama.cpp has 10,000, too
-        require("rms_norm_eps" in raw, f"lacks {self.kind}.{SIZES['rms_norm_eps']}")
+        for name in NEEDED.split():
+            require(name in raw, f"lacks {self.kind}.{SIZES[name]}")
         heads, width = raw["num_attention_heads"], raw["hidden_size"]
         raw.setdefault("num_key_value_heads", heads)
         raw.setdefault("head_dim", width // heads)
@@ -163,6 +165,7 @@ class GgufFile:
             if scaling is None and factor not in (None, 0, 1):
                 raw["rope_scaling"] = {"rope_type": "linear"}
         if self.factors is not None:
+            require(self.factors.numel(), f"{ROPE_FACTORS} is empty")
             raw["rope_scaling"] = LLAMA3_ROPE | {"factor": self.factors.max().item()}
         return raw
 
@@ -256,7 +259,7 @@ def write(path: Path, value: Mapping) -> None:
 def byte_level(file: GgufFile) -> dict[str, Any]:
     """The tokenizer.json of a vocabulary of bytes and merges, as GPT-2's."""
     split = file.vocabulary("pre")
-    require(split in SPLITS, f"splits texts as {quoted(split)}, which is not known here")
+    require(split in SPLITS, f"tokenizer.ggml.pre is {quoted(split)}, which is not known here")
     steps = []
     for step in SPLITS[split]:
         if isinstance(step, str):

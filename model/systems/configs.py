@@ -25,7 +25,7 @@ FAMILIES = ("gemma", "gemma2", "llama", "qwen2")
 # what families other than Gemma's have where a file says nothing
 DEFAULTS: dict[str, dict] = {
     "llama": {"bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 2048},
-    "qwen2": {"max_position_embeddings": 32768},
+    "qwen2": {"max_position_embeddings": 32768, "num_key_value_heads": 32},
 }
 # of a conversation in ChatML, where no template says another
 DEFAULT_SYSTEM = "You are a helpful assistant."
@@ -45,8 +45,7 @@ class RopeStretch(Config):
     def __post_init__(self):
         super().__post_init__()
         low, high = self.low_freq_factor, self.high_freq_factor
-        problem = f"rope type 'llama3' has factors {low}, {high} and {self.factor}"
-        require(0 < low < high and 0 < self.factor < math.inf, problem)
+        require(low < high, f"rope type 'llama3' has factors {low} and {high}")
 
     def __call__(self, frequencies: Any) -> Any:
         """Frequencies (D/2,), stretched; between the two bounds a mean of both."""
@@ -82,10 +81,14 @@ class LlamaConfig(TextConfig):
     @classmethod
     def from_dict(cls, raw: dict) -> "LlamaConfig":
         """As of `TextConfig`."""
-        heads, (rope, rope_type) = raw["num_attention_heads"], rope_of(raw)
+        rope, rope_type = rope_of(raw)
+        width, heads = raw.get("hidden_size", 0), raw.get("num_attention_heads", 0)
+        require(width and heads, "hidden_size or num_attention_heads is missing")
+        is_whole = raw.get("head_dim") or width % heads == 0
+        require(is_whole, f"hidden_size {width} is no multiple of {heads} heads")
         defaults = {
             "num_key_value_heads": heads,
-            "head_dim": raw["hidden_size"] // heads,
+            "head_dim": width // heads,
             "tie_word_embeddings": False,
         }
         given = raw | dict.fromkeys(GEMMA2_ONLY)
@@ -120,6 +123,13 @@ class LanguageConfig(Config):
     max_position_embeddings: int = 8192
     repetition_penalty: float = 1.0
 
+    def __post_init__(self):
+        super().__post_init__()
+        rows = self.text.vocab_size
+        for id_ in (self.pad_token_id, self.bos_token_id):
+            problem = f"token id {id_} is no row of the embedding, which has {rows}"
+            require(id_ is None or id_ < rows, problem)
+
     @classmethod
     def from_file(cls, path: str | Path) -> "LanguageConfig":
         """As in `Config`. What generation_config.json has comes first, as in transformers'
@@ -144,16 +154,14 @@ class LanguageConfig(Config):
             end = [] if end is None else [end]
         problem = f"eos_token_id is {quoted(end)}, expected token ids or null"
         require(all(type(id_) is int for id_ in end), problem)
-        penalty = raw.get("repetition_penalty") or 1.0
-        is_right = isinstance(penalty, int | float) and penalty > 0
-        require(is_right, f"repetition_penalty is {quoted(penalty)}")
+        penalty = raw.get("repetition_penalty")
         return cls(
             decoder_of(raw),
             tuple(end),
             end[0] if pad is None and end else pad,
             raw.get("bos_token_id"),
             raw.get("max_position_embeddings", 8192),
-            penalty,
+            1.0 if penalty is None else penalty,
         )
 
     def to_dict(self) -> dict:

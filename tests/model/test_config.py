@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from transformers import PaliGemmaConfig as HFConfig
 from transformers.activations import ACT2FN
 
-from model.config import PRESETS, PaliGemmaConfig, TextConfig, VisionConfig
+from model.config import GEMMA2_ONLY, PRESETS, PaliGemmaConfig, TextConfig, VisionConfig
 from model.linear import ACTIVATIONS
 from model.registry import read_config
 from model.systems import configs
@@ -120,17 +120,18 @@ def test_what_a_file_says_otherwise_than_it_means():
 @pytest.mark.parametrize("kind", configs.FAMILIES)
 def test_what_a_file_leaves_out_is_transformers_default(kind):
     """Breaks when a key that no shape shows means another number without a word."""
-    known = AutoConfig.for_model(kind)
-    sizes = (
-        "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
-    )
-    raw = {name: getattr(known, name) for name in sizes.split()}
+    known = AutoConfig.for_model(kind, num_attention_heads=64)
+    raw = {name: getattr(known, name) for name in NEVER_MISSING}
+    if kind == "gemma":  # which is refused without
+        raw["num_key_value_heads"] = known.num_key_value_heads
     ours = configs.LanguageConfig.from_dict({"model_type": kind} | raw)
     for name in "max_position_embeddings bos_token_id".split():
         assert getattr(ours, name) == getattr(known, name), name
     assert list(ours.eos_token_id) == [id_ for id_ in [known.eos_token_id] if id_ is not None]
-    for name in "rms_norm_eps tie_word_embeddings".split():
+    for name in "rms_norm_eps tie_word_embeddings num_key_value_heads".split():
         assert getattr(ours.text, name) == getattr(known, name), name
+    for name in GEMMA2_ONLY:
+        assert getattr(ours.text, name) == getattr(known, name, None), name
     assert ours.text.rope_theta == known.rope_parameters["rope_theta"]
     widths = [getattr(known, "head_dim", None), known.hidden_size // known.num_attention_heads]
     assert ours.text.head_dim == (widths[0] or widths[1])
@@ -196,6 +197,14 @@ REFUSED = """1 | {"model_type": "llava"} | 'llava'
     1 | {"text_config": {"num_key_value_heads": 3}} | no multiple of 3
     llama | {"num_attention_heads": 3, "num_key_value_heads": 2} | 3 heads are no multiple of 2
     1 | {"vision_config": {"num_attention_heads": 5}} | 1152 is no multiple of 5 heads
+    1 | {"vision_config": {"patch_size": 300}} | patch_size 300
+    1 | {"text_config": {"rms_norm_eps": NaN}} | rms_norm_eps is nan
+    2 | {"text_config": {"query_pre_attn_scalar": 0.0}} | query_pre_attn_scalar is 0.0
+    llama | {"rope_theta": -1.0} | rope_theta is -1.0
+    llama | {"repetition_penalty": 0.0} | repetition_penalty is 0.0
+    llama | {"head_dim": 15} | head_dim 15 is odd
+    llama | {"head_dim": null, "hidden_size": 130} | 130 is no multiple of 4 heads
+    llama | {"head_dim": null, "num_attention_heads": 0} | num_attention_heads is missing
     1 | {"image_token_id": 5} | two ids
     1 | {"image_token_index": null} | image_token_index
     1 | {"text_config": {"num_hidden_layers": 1000000000}} | num_hidden_layers
@@ -210,6 +219,8 @@ REFUSED = """1 | {"model_type": "llava"} | 'llava'
     llama | {"rope_scaling": {"partial_rotary_factor": 0.5}} | factor
     llama | {"rope_scaling": {"original_max_position_embeddings": 0}} | original
     llama | {"attention_bias": 1} | attention_bias
+    llama | {"pad_token_id": 1728} | token id 1728
+    qwen2 without a stop token | {"bos_token_id": 1728} | token id 1728
     qwen2 without a stop token | {"use_sliding_window": true} | use_sliding_window
     qwen2 without a stop token | {"hidden_act": "relu"} | hidden_activation
     gemma | {"use_bidirectional_attention": true} | use_bidirectional_attention

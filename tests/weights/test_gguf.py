@@ -279,9 +279,9 @@ def test_a_llama_3(bpe, tmp_path):
     assert a[0] == 2
     opened = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert opened.encode("a", "a") == a + a
-    for other in (factors**2, factors[:-1]):
+    for other in (factors**2, factors[:-1], factors[:0]):
         write_file(tmp_path / "a.gguf", hf, bpe, factors=other, pre="llama-bpe")
-        refused(lambda: main([str(tmp_path / "a.gguf"), str(tmp_path / "b")]), "than Llama 3.1's")
+        refused(lambda: main([str(tmp_path / "a.gguf"), str(tmp_path / "b")]), "rope_freqs.weight")
 
 
 @pytest.mark.long
@@ -312,10 +312,11 @@ def test_damaged_and_foreign_files(bpe, tmp_path):
     endless = struct.pack("<IQ", gguf.GGUFValueType.UINT8, 2**60)
     file.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + key + endless)
     said("no whole GGUF file", "ends before byte")
-    file.write_bytes(whole.replace(b"layer_norm_rms_epsilon", b"layer_norm_rms_epsilom"))
-    said("lacks qwen2.attention.layer_norm_rms_epsilon")
+    for key in ("attention.layer_norm_rms_epsilon", "context_length", "embedding_length"):
+        file.write_bytes(whole.replace(key.encode(), key[:-1].encode() + b"#"))
+        said(f"lacks qwen2.{key}")
     file.write_bytes(whole.replace(b"tokenizer.ggml.pre", b"tokenizer.ggml.per"))
-    said("splits texts as None")
+    said("tokenizer.ggml.pre is None")
     head = torch.zeros(rows_of("qwen2", bpe), hf.config.hidden_size)
     write_file(file, hf, bpe, more={"lm_head.weight": head})
     said("GGUF's lm_head.weight")
@@ -325,6 +326,8 @@ def test_damaged_and_foreign_files(bpe, tmp_path):
     said("'rollms'")
     file.write_bytes(whole.replace(b"blk.1.attn_q.w", b"blk.1.attn_z.w"))
     said("missing language_model.layers.1.self_attn.q_proj.weight")
+    write_file(file, hf, bpe, pre="default")  # llama.cpp's own, by four expressions
+    said("tokenizer.ggml.pre is 'default'")
     write_file(file, hf, bpe, scaling="yarn")
     said("rope type 'yarn'")
     write_file(file, hf, bpe, scaling=4.0)
