@@ -489,4 +489,4 @@ if __name__ == "__main__":
     draw_grafts()
     draw_budget()
     draw_text()
-    save(built.draw_bound(dose.head_bounds(), dose.OTHERS), HERE / "bound.png")
+    save(built.draw_bound(dose.head_bounds()), HERE / "bound.png")

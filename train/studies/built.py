@@ -60,16 +60,20 @@ def without_second_map(attention: Differential) -> None:
     attention.coefficient = partial(torch.zeros, 1)
 
 
-def draw_bound(heads: Sequence[float], others: int) -> Image.Image:
-    """That bound over the cap and the number of others, and heads by their caps, among so many
-    `others`."""
-    caps = [0.25 * step for step in range(1, 45)]
+def draw_bound(heads: Sequence[float]) -> Image.Image:
+    """That bound over the cap and the number of others, beside guessing; heads by their caps are
+    dots on the axis."""
+    exponents = [step / 4 for step in range(-8, 14)]
     lines = {}
     for n in (15, 63, 255, 1023):
-        lines[f"{n} others"] = [(c, best_of_one_map(c, n, 20_000)) for c in caps]
-    lines["heads of the base"] = sorted((c, best_of_one_map(c, others, 20_000)) for c in heads)
+        lines[f"{n} others"] = [(x, best_of_one_map(2**x, n, 20_000)) for x in exponents]
+    lines["guessing"] = [(x, 100 / CLASSES) for x in exponents]
+    lines["heads of the base"] = []
+    for cap in heads:
+        lines["heads of the base"] += [(math.log2(cap), 0.0), (math.nan, 0.0)]  # not a line
     labels = "Best accuracy of one map", "its logits are within ± this", "right answers, %"
-    return line_chart(lines, *labels, marked=["heads of the base"])
+    names = {math.log2(cap): f"{cap:g}" for cap in (0.25, 0.5, 1, 2, 4, 8)}
+    return line_chart(lines, *labels, x_names=names)
 
 
 def draw(rows: int, seed: int, others: int = OTHERS) -> tuple[torch.Tensor, torch.Tensor]:

@@ -324,7 +324,7 @@ def blocks(options: Options, first: Run) -> list:
         title = f"{task}, {times} × steps"
         tables += [f"## {title}", markdown_table(head, body)]
         save(draw_gaps(title, gaps), first.out / f"dose-{task}{times}.png")
-    save(built.draw_bound(head_bounds(), OTHERS), first.out / "bound.png")
+    save(built.draw_bound(head_bounds()), first.out / "bound.png")
     return tables
 
 
