@@ -59,6 +59,25 @@ def test_the_tower_alone_learns_the_answers(monkeypatch, tmp_path):
     assert len(changed) > 0.9 * len(tower)
 
 
+def test_the_head_reads_by_attention_and_by_the_greatest():
+    """Breaks when a channel's greatest value is not read alone, or a reading gets no loss."""
+    torch.manual_seed(0)
+    model = load_model("tiny")
+    head = alignment.AnswerHead(128, 3, 5)
+    patches = torch.randn(2, 4, 128)
+    questions = torch.tensor([[0, 1], [2, 0]])
+    asked = torch.tensor([[True, True], [True, False]])
+    logits = head(patches, questions, asked)
+    again = head(torch.cat((patches, patches[:, :1]), 1), questions, asked)  # nothing greater
+    assert logits.shape == (2, 3, 5)
+    assert (logits[0] - again[0]).abs().min() > 1e-5
+    torch.testing.assert_close(logits[1], again[1])
+    opened = {"a": torch.zeros(3, 112, 112)}
+    logits = torch.tensor([[[0.0, 0.0]], [[0.0, 9.0]]])
+    loss = alignment.loss_of(model, Mock(return_value=logits), opened, {"a": [(1, 0)]}, "none")
+    assert loss.item() == pytest.approx((0.6931 + 9.0001) / 2, abs=1e-3)  # -log 1/2, log(1 + e⁹)
+
+
 def test_a_new_tower_reads_what_is_near():
     """Breaks when a patch of a new tower attends to far ones as to near ones, or rows and columns
     are exchanged."""
