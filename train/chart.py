@@ -63,7 +63,9 @@ def line_chart(
     drawn = [point for points in series.values() for point in points if is_finite(point)]
     require(drawn, f"nothing to draw in {title or 'the chart'!r}: no series has a finite point")
     # 1. the frame, with room for the names
-    legend = max(text_width(name, 12) for name in series) + 34 if len(series) > 1 else 0
+    legend = 0
+    if len(series) > 1:
+        legend = max(text_width(name, 12) for name in series) + 34
     left, right, bottom = 66, WIDTH - 22 - legend, HEIGHT - 52
     top = 46 if title else 18
     sheet = Canvas(WIDTH, HEIGHT)
@@ -83,9 +85,7 @@ def line_chart(
     if all(float(x).is_integer() for x, _ in drawn):  # as layers or steps: no mark between
         x_marks = [mark for mark in x_marks if abs(mark - round(mark)) <= 1e-9]
     names = x_names or {mark: spell_number(mark) for mark in x_marks}
-    for mark, name in names.items():
-        sheet.line([(to_x(mark), bottom), (to_x(mark), bottom + 5)])
-        sheet.text(to_x(mark), bottom + 15, name)
+    draw_marks(sheet, {to_x(mark): name for mark, name in names.items()}, bottom)
     sheet.line([(left, top), (left, bottom), (right, bottom)])
 
     # 3. the series
@@ -105,6 +105,13 @@ def line_chart(
             sheet.line([(right + 14, y), (right + 34, y)], color, 2.5)
             sheet.text(right + 40, y, name, anchor="lm")
     return sheet.finish()
+
+
+def draw_marks(sheet: Canvas, names: Mapping[float, str], bottom: float) -> None:
+    """The marks of the axis below, and their names, by their places."""
+    for x, name in names.items():
+        sheet.line([(x, bottom), (x, bottom + 5)])
+        sheet.text(x, bottom + 15, name)
 
 
 def is_finite(point: Point) -> bool:
