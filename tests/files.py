@@ -3,6 +3,7 @@ and a picture."""
 
 import json
 import random
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -27,6 +28,11 @@ def write_lines(path: Path, rows: Iterable) -> Path:
 def read_json(path: Path):
     """The value that a file of JSON holds."""
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def table(text: str) -> list[list[str]]:
+    """The cells of each line of a text, between bars."""
+    return [re.split(r" *\| *", line.strip()) for line in text.strip().splitlines()]
 
 
 def draw(path: Path, color="black", size=(8, 8)) -> Path:

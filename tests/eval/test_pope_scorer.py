@@ -97,9 +97,12 @@ def test_a_file_of_answers(score):
 
 
 def test_a_file_is_scored_without_torch(score):
-    """Breaks when a file of answers waits for torch, or a flag lacks a kind of weights."""
+    """Breaks when a file of answers waits for torch, of any benchmark whose scorer is used so, or a
+    flag lacks a kind of weights."""
     score(ANSWERS)
-    without = "import sys; sys.modules['torch'] = None; from eval import pope; pope.main()"
+    without = (
+        "import sys; sys.modules['torch'] = None; from eval import mmbench, pope, vqa; pope.main()"
+    )
     flags = "--questions Q --results A".split()
     root = os.environ | {"PYTHONPATH": str(Path(pope.__file__).parents[1])}
     subprocess.run([sys.executable, "-c", without, *flags], env=root, check=True)
