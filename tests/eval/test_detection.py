@@ -5,9 +5,10 @@ import json
 import math
 import random
 
+import numpy as np
 import pytest
 from PIL import Image
-from pycocotools import coco
+from pycocotools import coco, mask
 from pycocotools.cocoeval import COCOeval
 
 from eval import detect
@@ -63,23 +64,33 @@ def drawn_case(seed):
     return truths, found
 
 
-def by_pycocotools(truths, found):
+def shape_of(box):
+    """A box, or the mask of an object, as COCO's files have it."""
+    if hasattr(box, "mask"):
+        return {"segmentation": mask.encode(np.asfortranarray(box.mask.astype(np.uint8)))}
+    outline = getattr(box, "segmentation", None)
+    return {"segmentation": outline} if outline else {"bbox": sides(box)}
+
+
+def by_pycocotools(truths, found, kind="bbox", side=160):
+    """STATS of boxes, or of masks (segm) in pictures of `side` pixels."""
     labels = {b.label for part in (*truths, *found) for b in part}
     ids = {label: n for n, label in enumerate(sorted(labels), start=1)}
 
     def rows(boxes, **names):
         pairs = [(n, box) for n, of_picture in enumerate(boxes) for box in of_picture]
-        rows = [{"image_id": n, "category_id": ids[b.label], "bbox": sides(b)} for n, b in pairs]
+        rows = [{"image_id": n, "category_id": ids[b.label], **shape_of(b)} for n, b in pairs]
         for number, (row, (_, b)) in enumerate(zip(rows, pairs, strict=True), start=1):
             row |= {"id": number} | {name: getattr(b, of) for name, of in names.items()}
         return rows
 
     dataset = coco.COCO()
     dataset.dataset = {"annotations": rows(truths, area="area", iscrowd="is_crowd")}
-    dataset.dataset |= {"images": [{"id": n} for n in range(len(truths))]}
+    size = {"width": side, "height": side}
+    dataset.dataset |= {"images": [{"id": n} | size for n in range(len(truths))]}
     dataset.dataset |= {"categories": [{"id": id_} for id_ in ids.values()]}
     dataset.createIndex()
-    evaluation = COCOeval(dataset, dataset.loadRes(rows(found, score="score")), "bbox")
+    evaluation = COCOeval(dataset, dataset.loadRes(rows(found, score="score")), kind)
     evaluation.evaluate()
     evaluation.accumulate()
     evaluation.summarize()
