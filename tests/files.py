@@ -25,6 +25,11 @@ def write_lines(path: Path, rows: Iterable) -> Path:
     return path
 
 
+def read_lines(path: Path) -> list:
+    """The values that a file of JSON lines holds."""
+    return list(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
+
+
 def read_json(path: Path):
     """The value that a file of JSON holds."""
     return json.loads(path.read_text(encoding="utf-8"))
