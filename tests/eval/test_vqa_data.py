@@ -1,16 +1,14 @@
 """`eval.vqa` on official files and on a user's own: what is asked, scored, left out, resumed, and
 asked blind."""
 
-import json
-
 import pytest
 
 from eval import answer, vqa
 from eval.data.records import Record, read_data
 from eval.question import question_of
 from tests.eval.test_eval_commands import FAST, count_asked, noise
-from tests.files import read_json, write_json, write_lines
-from tests.runs import refused
+from tests.files import read_json, read_lines, table, write_json, write_lines
+from tests.runs import refuses
 
 
 def test_every_question_is_scored_by_what_its_data_has(tmp_path):
@@ -37,7 +35,7 @@ def test_every_question_is_scored_by_what_its_data_has(tmp_path):
     assert vqa.Vqa().score(question_of(records[0], truth=records[0]), "") == {"exact_match": 0}
 
 
-def test_own_examples(source, workplace, monkeypatch, capsys):
+def test_own_examples(source, workplace, monkeypatch, told):
     """The pictures, prompts and truths of a JSONL file are mixed up, or blind answers depend on the
     picture."""
     lines = []
@@ -49,17 +47,12 @@ def test_own_examples(source, workplace, monkeypatch, capsys):
     (workplace / "link.png").symlink_to("2.png")
     own = workplace / "own.jsonl"
     write_lines(own, (line | {"suffix": "?"} for line in lines))
-    flags = ["--model", source, *FAST, *"--data jsonl:own.jsonl --blind --json".split()]
-
-    def measured(*more):
-        vqa.main([*flags, *more])
-        return json.loads(capsys.readouterr().out)
-
-    printed = measured()
+    flags = f"--model {source} --data jsonl:own.jsonl --blind", *FAST
+    printed = told(vqa, *flags)
     out = workplace / "runs/eval/random/vqa"
     results = read_json(out / "results.json")
     assert [r["question"] for r in results] == [line["prefix"] for line in lines]
-    logged = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
+    logged = read_lines(out / "answers.jsonl")
     pairs = [(entry["answer"], int(entry["id"][-1]) % 2) for entry in logged]
     said, gray = {*pairs[:6]}, {*pairs[6:]}
     assert len(logged) == 12
@@ -71,8 +64,8 @@ def test_own_examples(source, workplace, monkeypatch, capsys):
     right = [f" {result['answer'].upper()}\n" for result in results]
     write_lines(own, (line | {"suffix": said} for line, said in zip(lines, right, strict=True)))
     monkeypatch.setattr(answer, "generate_texts", None)  # all is in the log
-    assert measured()["random"]["measures"]["exact_match"]["mean"] == 100
-    (of_four,) = measured("--limit", "4")["random"]["measures"].values()
+    assert told(vqa, *flags)["random"]["measures"]["exact_match"]["mean"] == 100
+    (of_four,) = told(vqa, *flags, "--limit 4")["random"]["measures"].values()
     assert of_four["questions"] == 4
 
 
@@ -112,11 +105,10 @@ def test_official_files_without_annotations_and_with_a_broken_picture(
 
 def test_what_cannot_be_asked(workplace):
     """A mistake is reported after the model was read, or guessed at."""
-    for flags, message in (
-        ("--data own.jsonl", "does not say what kind"),
-        ("--data jsonl:own.jsonl --questions Q", "leave --data out"),
-        ("--data jsonl:own.jsonl --guess", "no --prompt or --guess"),
-        ("--images .", "--images go together"),
-        ("--annotations A", "give both"),
-    ):
-        refused(lambda flags=flags: vqa.main(["--model", "nowhere", *flags.split()]), message)
+    wrong = """--data own.jsonl | does not say what kind
+        --data jsonl:own.jsonl --questions Q | leave --data out
+        --data jsonl:own.jsonl --guess | no --prompt or --guess
+        --images . | --images go together
+        --annotations A | give both"""
+    for flags, message in table(wrong):
+        refuses(vqa, f"--model nowhere {flags}", message)
