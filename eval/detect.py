@@ -277,9 +277,9 @@ def draw_row(row: Row, coder: Any = None) -> tuple[Image, str, bool]:
     image = load_image(row.question.images()[0])
     if coder is not None and asks_masks(row.question):
         masks = [mask_of(box.segmentation, size.height, size.width) for box in truths]
-        image = figures.draw_masks(image, masks, [""] * len(masks), [figures.HIT])
+        image = figures.draw_masks(image, masks, [figures.HIT] * len(masks))
         masks = [said.mask for said in masks_of(found, size, coder)]
-        image = figures.draw_masks(image, masks, [""] * len(masks), [figures.MISS])
+        image = figures.draw_masks(image, masks, [figures.MISS] * len(masks))
     true_corners = corners(truths, image, size)
     sheet = figures.draw_boxes(
         image,
