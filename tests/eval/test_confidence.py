@@ -1,5 +1,5 @@
 """How sure a model is of its answers: beside a forward pass over the whole answer, through the log
-and files of results, and its calibration, by hand and by Guo et al.'s definition in NumPy."""
+and files of results, and its calibration, by Guo et al.'s definition in NumPy."""
 
 import math
 from pathlib import Path
@@ -102,34 +102,25 @@ def test_confidences_are_those_of_a_forward_pass(processor, tmp_path, monkeypatc
 # --- calibration ---
 
 
-def test_calibration_by_hand():
-    """Breaks when an edge is in the wrong bin, an empty bin counts, or bins are not weighed by their
-    answers."""
-    pairs = [(0.0, 0), (0.1, 1), (0.95, 1), (1.0, 0), (0.9, 1), (0.85, 1), (0.3, 0), (0.30001, 1)]
-    error, bins = calibration(pairs)
-    assert [bin_["up_to"] for bin_ in bins] == [n / 10 for n in range(1, 11)]
-    assert [bin_["count"] for bin_ in bins] == [2, 0, 1, 1, 0, 0, 0, 0, 2, 2]
-    gaps = 2 * abs(0.5 - 0.05) + 0.3 + (1 - 0.30001) + 2 * abs(1 - 0.875) + 2 * abs(0.5 - 0.975)
-    assert error == pytest.approx(gaps / 8, rel=1e-12)
-    assert bins[9] == {"up_to": 1.0, "count": 2, "confidence": 0.975, "right": 0.5}
-    assert bins[1] == {"up_to": 0.2, "count": 0, "confidence": None, "right": None}
-
-
 def test_calibration_is_that_of_guo():
-    """Breaks when the error is another than Σ |B_m| / n · |acc(B_m) − conf(B_m)|, M = 10."""
+    """Breaks when the error is another than Σ |B_m| / n · |acc(B_m) − conf(B_m)|, M = 10, an edge is
+    in the wrong bin, or the bins that are shown are others; 0 is in the first one."""
     draw = np.random.default_rng(0)
     for n in (1, 7, 500):
-        confidence = np.concatenate([draw.random(n), draw.integers(1, 11, n) / 10])
-        right = (draw.random(2 * n) < confidence**2).astype(float)
-        expected = 0.0
-        for m in range(1, 11):
-            inside = (confidence > (m - 1) / 10) & (confidence <= m / 10)
-            if inside.any():
-                gap = right[inside].mean() - confidence[inside].mean()
-                expected += inside.sum() / len(right) * abs(gap)
+        confidence = np.concatenate([[0.0], draw.random(n), draw.integers(1, 11, n) / 10])
+        right = (draw.random(2 * n + 1) < confidence**2).astype(float)
         error, bins = calibration(list(zip(confidence.tolist(), right.tolist(), strict=True)))
+        expected = 0.0
+        for m, shown in enumerate(bins, 1):
+            inside = (confidence > (m - 1) / 10) & (confidence <= m / 10)
+            inside[0] = m == 1
+            means = None, None
+            if inside.any():
+                means = confidence[inside].mean(), right[inside].mean()
+                expected += inside.mean() * abs(means[1] - means[0])
+            assert (*shown.values(),) == pytest.approx((m / 10, inside.sum(), *means))
         assert error == pytest.approx(expected, rel=1e-12)
-        assert sum(bin_["count"] for bin_ in bins) == 2 * n
+        assert len(bins) == 10
 
 
 # --- the commands ---

@@ -41,25 +41,21 @@ def test_contact_sheet_frames_hits_and_misses():
     assert not count(left, figures.MISS) + count(right, figures.HIT)
 
 
-def test_boxes_are_drawn_at_their_pixels():
-    """Breaks when boxes are shifted or swapped, or the picture's size changes."""
-    grey = Image.new("RGB", (640, 480), (128, 128, 128))
-    image = figures.draw_boxes(grey, [(100, 200, 300, 400)], ["cat"])
+def test_boxes_are_drawn_at_their_pixels_in_the_color_of_their_class():
+    """Breaks when boxes are shifted or swapped, the picture's size changes, two boxes of a class
+    differ in color, or two classes do not."""
+    grey = 128, 128, 128
+    boxes = [(100, 200, 300, 400), (10, 50, 90, 90), (110, 50, 190, 90), (310, 50, 390, 90)]
+    labels = "cat dog dog cat".split()
+    image = figures.draw_boxes(Image.new("RGB", (640, 480), grey), boxes, labels, width=4)
     assert image.size == (640, 480)
-    assert image.getpixel((200, 300)) == image.getpixel((320, 300)) == (128, 128, 128)
+    assert image.getpixel((200, 300)) == image.getpixel((320, 300)) == grey
     for at in ((100, 300), (299, 300), (200, 200), (200, 399)):
         assert np.abs(np.subtract(image.getpixel(at), figures.SERIES[0])).max() < 90, at
     # the label, above the box
-    assert count(image.crop((100, 170, 160, 199)), figures.SERIES[0]) > 100
-
-
-def test_boxes_have_the_color_of_their_class():
-    """Breaks when two boxes of a class differ in color, or two classes do not."""
-    boxes = [(40 * n + 4, 4, 40 * n + 36, 36) for n in range(4)]
-    labels = "cat dog dog cat".split()
-    image = figures.draw_boxes(Image.new("RGB", (160, 40)), boxes, labels, width=8)
-    colors = [image.getpixel((40 * n + 20, 4)) for n in range(4)]
-    assert colors[0] == colors[3] != colors[1] == colors[2]
+    assert count(image.crop((100, 170, 160, 198)), figures.SERIES[0]) > 100
+    colors = [image.getpixel((left + 40, 89)) for left, *_ in boxes[1:]]
+    assert colors[0] == colors[1] != colors[2]
 
 
 def test_text_is_printable_and_cut_where_it_does_not_fit():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from eval import answer, needle
+from eval import needle
 from eval.bench import parser_of
 from eval.data import haystacks
 from model.processor import Processor
@@ -64,13 +64,8 @@ def test_needle_command(source, workplace, told_of_one, protocol):
     assert Image.open(out / "heatmap.png").width > 1000
 
 
-def test_the_embedded_accuracy_of_a_training_run(model, processor):
-    """The constrained protocol does not always name a place, or answers of one test are counted for
-    another."""
-    asked = needle.asks_of(needle.embedded_tests("n2o1", 4), "constrained")
-    rows = needle.Needle().rows(asked, answer.ask_all(model, processor, asked))
-    assert len(rows) == 4
-    assert not any("-1" in row.answer["response"] for row in rows)
+def test_the_embedded_accuracy_of_a_training_run():
+    """Answers of one test are counted for another."""
     right = [s.suffix for n in range(20) for s in haystacks.haystack("n2o1", "test", n).samples]
     for wrong_every, accuracy in ((10**6, 95.0), (2, 0.0), (4, 50.0)):
         said = [suffix if at % wrong_every else "no" for at, suffix in enumerate(right)]
