@@ -208,24 +208,20 @@ def test_answers_of_another_model_prompt_or_picture_are_not_taken(
     reverse = copy(processor)
     reverse.encode = lambda text: processor.encode(text)[::-1]
     longer = [replace(q, prefix=q.prefix + " now") for q in asked]
-    calls = [
-        (model, processor, asked, 2),
-        (other, processor, asked, 2),
-        (model, processor, longer, 2),
-        (model, processor, asked, 3),
-        (model, reverse, asked, 2),
-    ]
+    models = [model, other]
     for alpha in (4.0, 8.0):
         torch.manual_seed(0)
-        strong = random_model()
-        adapter.inject(strong, adapter.DECODER_TARGETS, 2, alpha)
-        calls.append((strong, processor, asked, 2))
-    for number, (*given, tokens) in enumerate(calls * 2, start=1):
-        answer.ask_all(*given, max_new_tokens=tokens, log=log)
+        models.append(random_model())
+        adapter.inject(models[-1], adapter.DECODER_TARGETS, 2, alpha)
+    calls = [(of, processor, asked) for of in models]
+    calls += [(model, processor, longer), (model, reverse, asked)]
+    for number, given in enumerate(calls * 2, start=1):
+        answer.ask_all(*given, max_new_tokens=2, log=log)
         assert sum(sizes) == 3 * min(number, len(calls))
+    answer.ask_all(*calls[0], max_new_tokens=3, log=log)
     noise(7).save(file)
-    answer.ask_all(model, processor, asked, max_new_tokens=2, log=log)
-    assert sum(sizes) == 3 * len(calls) + 3
+    answer.ask_all(*calls[0], max_new_tokens=2, log=log)
+    assert sum(sizes) == 3 * len(calls) + 6
     changes = [{}, {"choices": ("a", "b")}, {"choices": ("a",)}, {"before": (("a", "b"),)}]
     changes.append({"scored": True})
     variants = [replace(asked[0], **change) for change in changes]
@@ -278,13 +274,14 @@ def test_default_is_the_newest_run_or_the_embedded_base(source, workplace, monke
     assert subjects("") == [open.Subject("embedded", None, "embedded")]
     model = random_model()
     adapter.inject(model, adapter.DECODER_TARGETS, 2, 4.0)
-    for name in "first old other unfinished".split():
+    bases = dict.fromkeys(("first", "old", "other", "unfinished"), "embedded")
+    bases["other"] = "somewhere/else"
+    for name, base in bases.items():
         folder = workplace / "runs" / name
-        base = "somewhere/else" if name == "other" else "embedded"
         adapter.save(model, folder, base=base)
         write_json(folder / "config.json", {"base": base, "data": ["embedded"]})
-        if name != "unfinished":
-            (folder / "summary.json").write_text("{}")
+        (folder / "summary.json").write_text("{}")
+    (folder / "summary.json").unlink()
     assert subjects("")[0].title == "old"
     assert subjects("--adapter none")[0].source == "embedded"
     assert subjects(f"--model {source}")[0].run is None

@@ -39,9 +39,7 @@ def test_maps_are_what_the_model_computes(processor, kind, options, seeded):
                 parameter += 0.3 * torch.randn_like(parameter)
     said = answer(model, processor, PICTURE, PROMPT, 5)
     count = len(said.new)
-    values = []
-    heads = []
-    taps = []
+    values, heads, taps = [], [], []
     layers = [layer.self_attn for layer in model.language_model.layers]
     for layer in layers:
         layer.v_proj.register_forward_hook(lambda _, args, out: values.append(out[0]))
@@ -59,17 +57,15 @@ def test_maps_are_what_the_model_computes(processor, kind, options, seeded):
         np.testing.assert_allclose(maps.apart[number], lengths / lengths.max(), rtol=1e-3)
         v = v.repeat_interleave(layer.num_heads // layer.num_key_value_heads, dim=1)
         expected = heads[number][-count:].view(count, layer.num_heads, layer.head_dim)
-        torch.testing.assert_close(
-            torch.einsum("tns,snd->tnd", result[:, number], v), expected, rtol=1e-4, atol=1e-4
-        )
+        mixed = torch.einsum("tns,snd->tnd", result[:, number], v)
+        torch.testing.assert_close(mixed, expected, rtol=1e-4, atol=1e-4)
         layer.tap = taps.append
     with torch.no_grad():
         model(**calls[0])
     firsts = taps[:: len(taps) // len(layers)]  # of two maps in a layer
     for number, weights in enumerate(firsts):
-        np.testing.assert_allclose(
-            maps.kinds[first][:, number], weights[0, :, -count:].transpose(0, 1), atol=1e-6
-        )
+        rows = weights[0, :, -count:].transpose(0, 1)
+        np.testing.assert_allclose(maps.kinds[first][:, number], rows, atol=1e-6)
         share = weights[0][..., torch.from_numpy(said.slots)].sum() / weights[0].sum()
         assert maps.laws[first][number] == pytest.approx(float(share), rel=1e-4)
 

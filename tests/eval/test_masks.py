@@ -35,7 +35,8 @@ def written(mask, is_text=True):
     else:
         flat = mask.T.reshape(-1)
         ends = np.flatnonzero(np.diff(flat.astype(int))) + 1
-        counts = np.diff([0, *([0] if flat[0] else []), *ends, flat.size]).tolist()
+        begin = [0, 0] if flat[0] else [0]
+        counts = np.diff([*begin, *ends, flat.size]).tolist()
     return {"size": [height, width], "counts": counts}
 
 
@@ -162,15 +163,17 @@ def test_answers_are_paligemma_s(tmp_path, coder):
     second = ellipse((20, 15, 35, 28), (40, 30))
     parts = [written(second), [SQUARE], written(first, is_text=False)]
     value = layout(tmp_path, *parts, names=("cat", "dog"))
-    crowd = {"image_id": 1, "bbox": [0, 0, 40, 30], "iscrowd": 1}
-    crowd["segmentation"] = written(np.ones((30, 40), bool))
-    value["annotations"] += [crowd | {"category_id": 0}, crowd | {"category_id": 2}]
+    for category in (0, 2):
+        crowd = {"image_id": 1, "bbox": [0, 0, 40, 30], "iscrowd": 1, "category_id": category}
+        crowd["segmentation"] = written(np.ones((30, 40), bool))
+        value["annotations"].append(crowd)
     value["categories"].append({"id": 2, "name": "cow"})
     file = write_json(tmp_path / "b.json", value)
     cats, dogs = read_coco(file, coder=coder)
-    assert [r.name for r in (cats, dogs)] == ["b.json:images[0] cat", "b.json:images[0] dog"]
-    assert cats.key == dogs.key  # one picture, encoded once
-    assert [r.prefix for r in (cats, dogs)] == ["segment cat", "segment dog"]
+    for record, name in ((cats, "cat"), (dogs, "dog")):
+        assert record.name == f"b.json:images[0] {name}"
+        assert record.prefix == f"segment {name}"
+        assert record.key == cats.key  # one picture, encoded once
     texts = []
     for mask, (x, y, width, height) in ((first, (4, 3, 16, 10)), (second, (20, 15, 16, 14))):
         places = [y / 30, x / 40, (y + height) / 30, (x + width) / 40]
@@ -244,10 +247,8 @@ def big_vision_iou(answer, true, coder):
     kinds = [kind for kind, _ in tokens]
     if kinds != ["loc"] * 4 + ["seg"] * 16 or max(numbers[:4]) > 1023 or max(numbers[4:]) > 127:
         return 0.0
-    y1, x1, y2, x2 = np.array(numbers[:4]) / 1023
-    if y2 <= y1 or x2 <= x1:
-        return 0.0
-    y1, x1, y2, x2 = map(int, (y1 * height, x1 * width, y2 * height, x2 * width))
+    places = np.array(numbers[:4]) / 1023 * [height, width, height, width]
+    y1, x1, y2, x2 = places.astype(int)
     if x2 <= x1 or y2 <= y1:
         return 0.0
     with torch.no_grad():
