@@ -429,16 +429,11 @@ def sides_of(boxes: Sequence[Box | Found]) -> np.ndarray:
 
 def pool(matches: Iterable[Matches]) -> Matches:
     """The detections of all pictures, best first; of equal ones the earlier."""
-    score, rank, hit, ignored, truths = zip(*matches, strict=True)
-    score = np.concatenate(score)
+    *fields, truths = zip(*matches, strict=True)
+    score, *others = [np.concatenate(field, axis=-1) for field in fields]
     order = np.argsort(-score, kind="stable")
-    return Matches(
-        score[order],
-        np.concatenate(rank)[order],
-        np.concatenate(hit, axis=1)[:, order],
-        np.concatenate(ignored, axis=1)[:, order],
-        sum(truths),
-    )
+    best_first = [field[..., order] for field in (score, *others)]
+    return Matches(*best_first, truths=sum(truths))
 
 
 def average_precision(matches: Matches) -> np.ndarray:

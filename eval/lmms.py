@@ -72,7 +72,7 @@ class Model(lmms):
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """The greedy answers, up to the first text of `until`. Raises UserError."""
         texts: list[str] = []
-        for options, same in groupby(requests, options_of):
+        for options, same in groupby(requests, lambda request: request.args[1]):
             check_greedy(options)
             # pictures that are in memory together
             for part in parts_of(list(same), WINDOW * self.batch_size):
@@ -102,11 +102,6 @@ class Model(lmms):
     def generate_until_multi_round(self, requests: Sequence[Any]) -> list[str]:
         """Refused. Raises UserError."""
         raise UserError(f"--model {NAME} answers one question at a time: leave this task out")
-
-
-def options_of(request: Any) -> dict:
-    """How a request wants its answer to be generated."""
-    return request.args[1]
 
 
 def check_greedy(options: dict) -> None:

@@ -409,8 +409,8 @@ def evaluate_embedded(model, processor, kind: str, count: int, progress=None, *,
 def draw_sheet(rows: Sequence[Row], title: str) -> Image.Image:
     """A contact sheet of up to eight hits and eight misses: pictures with a frame around the
     needle, and answers."""
-    hits = [row for row in rows if judge(row.answer)[2]][:8]
-    misses = [row for row in rows if not judge(row.answer)[2]][:8]
+    hits = [row for row in rows if max(row.scores.values())][:8]
+    misses = [row for row in rows if not max(row.scores.values())][:8]
     pictures = []
     captions = []
     for question, record, *_ in hits + misses:

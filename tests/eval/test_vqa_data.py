@@ -91,7 +91,7 @@ def test_what_cannot_be_asked(workplace):
     """A mistake is reported after the model was read, or guessed at."""
     wrong = """--data own.jsonl | does not say what kind
         --data jsonl:own.jsonl --questions Q | leave --data out
-        --data jsonl:own.jsonl --guess | no --prompt or --guess
+        --data jsonl:own.jsonl --prompt {question} | no --prompt
         --images . | --images go together
         --annotations A | give both"""
     for flags, message in table(wrong):

@@ -1,13 +1,13 @@
 """The VQA scorers against cases worked out by hand from the published rules, and the files they
 read and refuse."""
 
-from argparse import Namespace
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from eval import vqa, vqa_scoring
+from eval.bench import parser_of
 from eval.data.published import Annotation
 from eval.data.records import Record
 from eval.question import Question
@@ -230,8 +230,8 @@ def scores(workplace, told):
     return run
 
 
-def values(found, title="R"):
-    return {line: of["VQA accuracy"] for line, of in found[title]["summary"].items()}
+def values(found):
+    return {line: of["VQA accuracy"] for line, of in found["R"]["summary"].items()}
 
 
 def test_a_results_file(scores, workplace):
@@ -272,14 +272,13 @@ def test_gqa_in_its_own_layouts(scores, workplace):
             "imageId": "7"}}""")
     said = {"1": "Yes.", "2": "cat", "3": "cat"}
     results = [{"questionId": n, "prediction": text} for n, text in said.items()]
-    found = scores(results=results, source="--questions Q --guess")
+    found = scores(results=results, source="--questions Q")
     expected = {"overall": 50.0, "binary": 100.0, "open": 0.0, "  verify": 100.0, "  query": 0.0}
     assert values(found) == expected
-    assert vqa.GUESS in found
     assert list(found["R"]["measures"]) == ["VQA accuracy, gqa scoring"]
 
 
-def test_text_only_guesses_by_hand(scores, workplace):
+def test_text_only_guesses_by_hand():
     """The baseline knows more than the training questions, or less than their words."""
 
     def questions(text):
@@ -303,8 +302,6 @@ def test_text_only_guesses_by_hand(scores, workplace):
     # the question; its type (no 3, yes 2); a tie goes to the first in the alphabet; all (no 3, yes
     # 2, …)
     assert vqa.text_only_guesses(test, train) == "yes no 1 no".split()
-    # without training questions the best constant of each type
-    assert vqa.text_only_guesses(train, []) == ["no"] * 5 + ["1"] * 2
     asked = vqa.embedded(600)
     accuracy = vqa.guess_accuracy(asked)
     guesses = vqa.text_only_guesses(asked, vqa.embedded(vqa.TRAIN_QUESTIONS, "train"))
@@ -313,13 +310,10 @@ def test_text_only_guesses_by_hand(scores, workplace):
     assert 25 < accuracy["overall"] == round(hits / 6, 2) < 45
     # of models that are asked in other words it is the same
     benchmark = vqa.Vqa()
-    names = "data questions annotations images answerability scoring guess"
-    flags = dict.fromkeys(names.split()) | {"limit": 300}
+    flags = parser_of(benchmark).parse_args(["--limit", "300"])
     for words in ("Q: {question}", vqa.PROMPT):
-        asked = benchmark.questions(Namespace(**flags, template=words))
+        flags.template = words
+        asked = benchmark.questions(flags)
         guessed = benchmark.baselines(benchmark.rows(asked, [""] * 300))[vqa.GUESS]
         assert [row.answer for row in guessed] == guesses[:300]
     assert len(set(guesses[:300])) > 10
-    found = scores("--guess")  # of one question a type its answer is always guessed
-    assert values(found, vqa.GUESS)["yes/no"] == 100
-    assert values(found)["overall"] == 83.33
