@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 from model.boxes import Said
 from model.common import UserError, atomic_path, shown
@@ -27,16 +27,8 @@ SOFT = (110, 110, 110)
 GRID = (226, 226, 226)
 PAPER = (255, 255, 255)
 # Okabe and Ito's palette, which color-blind readers can distinguish, and a brown
-SERIES = (
-    (0, 114, 178),
-    (213, 94, 0),
-    (0, 158, 115),
-    (204, 121, 167),
-    (86, 180, 233),
-    (230, 159, 0),
-    (90, 90, 90),
-    (120, 66, 18),
-)
+_SERIES = "#0072b2 #d55e00 #009e73 #cc79a7 #56b4e9 #e69f00 #5a5a5a #784212"
+SERIES = tuple(map(ImageColor.getrgb, _SERIES.split()))
 HIT = SERIES[2]
 MISS = SERIES[1]
 # of accuracy 0, 1/2 and 1: ever darker, also without color

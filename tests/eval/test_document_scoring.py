@@ -14,7 +14,7 @@ from eval.data.published import Annotation
 from eval.data.records import read_data
 from eval.document_scoring import anls, edit_distance, metric, relaxed
 from eval.question import Question
-from tests.files import read_json, write_json, write_lines
+from tests.files import read_json, table, write_json, write_lines
 from tests.runs import refused
 
 
@@ -266,12 +266,11 @@ def test_documents_are_learned(name, tmp_path):
     as the answer of a test split."""
     write_json(tmp_path / "Q.json", FILES[name])
     first, second = read_data(f"vqa:{tmp_path}/Q.json", None, "{question}")
-    asked, answer, picture = {
-        "docvqa": ("What is 11?", "Coca Cola", "documents/5.png"),
-        "infovqa": ("How many?", "5", "20471.jpeg"),
-        "chartqa": ("How many?", "14", "41.png"),
-    }[name]
-    assert first.turns == ((asked, answer),)
+    known = """What is 11? | Coca Cola | documents/5.png
+        How many? | 5 | 20471.jpeg
+        How many? | 14 | 41.png"""
+    *turn, picture = table(known)[[*FILES].index(name)]
+    assert first.turns == (tuple(turn),)
     assert first.pictures == (tmp_path / picture,)
     assert (first.key == second.key) == (name != "docvqa")
     assert len(first.answers) == (2 if name == "docvqa" else 1)

@@ -23,7 +23,7 @@ from model.compiled import CompiledStep
 from model.differential import graft
 from model.generate import generate
 from tests.eval.conftest import random_model
-from tests.files import draw, read_json, read_lines, table, write_json, write_lines
+from tests.files import read_json, read_lines, table, write_json, write_lines
 from tests.runs import refused, refuses
 
 FAST = "--max-new-tokens 3 --batch-size 8".split()
@@ -320,20 +320,3 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(command, workplace,
     monkeypatch.setattr("eval.open.load_model", None)
     for path in ("file/a", "x" * 300, "dangling"):
         refuses(command, f"--model embedded --limit 2 --out {path}")
-
-
-def test_a_question_that_cannot_be_asked_is_left_out(source, workplace, capsys):
-    """A broken picture ends the evaluation, or counts as wrong without a word; or none is asked,
-    and all is 0 %."""
-    draw("good.png", size=(9, 9))
-    (workplace / "bad.png").write_bytes(b"no picture")
-    good, bad = ({"image": f"{n}.png", "prefix": n, "suffix": "top"} for n in ("good", "bad"))
-    write_lines(workplace / "D", [good, bad])
-    write_lines(workplace / "E", [bad])
-    flags = ["--model", source, *FAST, "--data"]
-    vqa.main([*flags, "jsonl:D", "--out", "D1"])
-    assert "left out 1 of 2 questions: " in capsys.readouterr().err
-    scores = read_json(Path("D1/scores.json"))
-    assert len(scores["left_out"]) == 1
-    assert scores["results"]["random"]["measures"]["exact_match"]["questions"] == 1
-    refuses(vqa, f"--model {source} --data jsonl:E", "bad.png")

@@ -343,12 +343,10 @@ def test_pictures_from_python_are_those_of_their_files(tmp_path, processor):
 def test_several_answers(tmp_path):
     """Breaks when the answer to learn is not the most frequent one, or one that is given beside
     them is not taken."""
-    rows = [
-        {"answers": ["two", "2", "2"]},
-        {"suffix": "two", "answers": ["2", "2"]},
-        {"suffix": "two"},
-    ]
-    file = write(tmp_path, "own.jsonl", [{"prefix": "q"} | row for row in rows])
+    file = tmp_path / "own.jsonl"
+    file.write_text("""{"prefix": "q", "answers": ["two", "2", "2"]}
+{"prefix": "q", "suffix": "two", "answers": ["2", "2"]}
+{"prefix": "q", "suffix": "two"}""")
     made = read_data(f"jsonl:{file}")
     assert [(r.name, r.suffix, r.answers) for r in made] == [
         ("own.jsonl:1", "2", ("two", "2", "2")),

@@ -197,8 +197,7 @@ def test_pope_asks_about_present_and_absent_objects_in_turn():
     objects."""
     asked = {strategy: polls.pope(strategy, images=60) for strategy in polls.STRATEGIES}
     frequency, company = polls.object_statistics()
-    fame = Counter()
-    closeness = Counter()
+    fame, closeness = Counter(), Counter()
     for strategy, poll in asked.items():
         assert [s.suffix for s in poll] == ["yes", "no"] * 180
         assert [s.question_id for s in poll] == [*range(1, 361)]

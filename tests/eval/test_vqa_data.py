@@ -79,12 +79,16 @@ def test_official_files_without_annotations_and_with_a_broken_picture(
     assert "nothing is scored" in printed
     assert "left out 2 of 6 questions" in report
     assert paths[1].name in report
+    assert [*read_json(out / "scores.json")["left_out"]] == ["2", "3"]
     assert ids() == [0, 1, 4, 5]
     paths[1].write_bytes(whole)
     sizes = count_asked(monkeypatch)
     vqa.main([*flags, *FAST])
     assert sum(sizes) == 2
     assert len(ids()) == 6
+    for path in paths:
+        path.write_bytes(whole[:300])
+    refuses(vqa, " ".join(flags), "none of 6 questions could be asked", "COCO_val2014")
 
 
 def test_what_cannot_be_asked(workplace):
