@@ -71,7 +71,12 @@ def ask_all(
         left.sort(key=lambda number: questions[number].key)
         total = len(questions)
         options = left_out, max_new_tokens, batch_size, compiled, sure is not None
-        bar = Bar(total=total, initial=total - len(left), desc=progress, disable=progress is None)
+        bar = Bar(
+            total=total,
+            initial=total - len(left),
+            desc=progress,
+            disable=progress is None,
+        )
         stack.enter_context(bar)
         for numbers in parts_of(left, WINDOW * batch_size):
             window = {number: questions[number] for number in numbers}
@@ -160,7 +165,12 @@ def layout(processor: Processor, question: Question, n_images: int) -> TokenRow:
     return row
 
 
-def encode(model, processor, questions: list[Question], batch_size: int) -> dict[str, Any]:
+def encode(
+    model,
+    processor,
+    questions: list[Question],
+    batch_size: int,
+) -> dict[str, Any]:
     """The features (pictures, I, H) of each key; None without pictures, or why these cannot be
     read."""
     first = {question.key: question for question in reversed(questions)}

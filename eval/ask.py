@@ -108,7 +108,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_answers(answers)
 
 
-def answers_in_text(model, reader, prompts: list[str], **options) -> list[dict]:
+def answers_in_text(
+    model,
+    reader,
+    prompts: list[str],
+    **options,
+) -> list[dict]:
     """The answer of a language model to each prompt."""
     sure = []
     texts = reader.ask(model, prompts, sure=sure, **options)
@@ -118,7 +123,13 @@ def answers_in_text(model, reader, prompts: list[str], **options) -> list[dict]:
     return answers
 
 
-def answers_about(model, processor, images: Mapping, prompts: list[str], **options) -> list[dict]:
+def answers_about(
+    model,
+    processor,
+    images: Mapping,
+    prompts: list[str],
+    **options,
+) -> list[dict]:
     """The answer to each prompt about each picture, by name, with the boxes in it."""
     answers = []
     asked = list(product(images, prompts))
@@ -146,7 +157,10 @@ def answers_about(model, processor, images: Mapping, prompts: list[str], **optio
 
 
 def write_drawing(
-    images: Mapping, answers: Sequence[Mapping], path: Path, coder: MaskCoder | None = None
+    images: Mapping,
+    answers: Sequence[Mapping],
+    path: Path,
+    coder: MaskCoder | None = None,
 ) -> None:
     """Write the pictures with the boxes of all answers, and with their masks where there is a
     coder; several as one sheet."""

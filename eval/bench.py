@@ -123,7 +123,12 @@ class Benchmark:
         questions = context.run(self.questions, args)
         return self.rows(questions, *read_answers(file, questions))
 
-    def write(self, rows: Sequence[Row], out: Path, subject: Any) -> None:
+    def write(
+        self,
+        rows: Sequence[Row],
+        out: Path,
+        subject: Any,
+    ) -> None:
         """Write the files of one model, a `Subject`."""
         records = []
         for row in rows:

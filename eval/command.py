@@ -41,7 +41,11 @@ def add_limit(parser: ArgumentParser, default: int) -> None:
 
 
 def add_flag(
-    parser: ArgumentParser, name: str, help: str, default: Any = None, **argument: Any
+    parser: ArgumentParser,
+    name: str,
+    help: str,
+    default: Any = None,
+    **argument: Any,
 ) -> None:
     """A flag, whose help ends with its default unless it says one. A bool is a switch, --name or
     --no-name."""
@@ -71,6 +75,12 @@ def add_model_flags(parser: ArgumentParser, many: bool = False) -> None:
     dtype = "of the weights (default: bf16 on CUDA or in few bits, else fp32)"
     add_flag(parser, "--dtype", dtype, choices=["fp32", "bf16", "fp16"])
     add_flag(parser, "--device", "cpu, cuda, mps, … (default: cuda or mps if there is one)", "auto")
-    add_flag(parser, "--threads", THREADS, type=whole(1, 1024), metavar="N")
+    add_flag(
+        parser,
+        "--threads",
+        THREADS,
+        type=whole(1, 1024),
+        metavar="N",
+    )
     limit = "limit of a prompt's tokens, pictures too"
     add_flag(parser, "--max-length", limit, 8192, type=positive, metavar="N")

@@ -61,7 +61,12 @@ footer { display: none !important; }
 
 
 def explored(
-    subject: Subject, model: PaliGemma, processor: Processor, limit: int, image, prompt: str
+    subject: Subject,
+    model: PaliGemma,
+    processor: Processor,
+    limit: int,
+    image,
+    prompt: str,
 ) -> str:
     """The explorer's page for a question, beside the base of an adapter. Raises UserError."""
     case = Case(image, prompt)
@@ -167,7 +172,14 @@ def serve(
             if is_explored:
                 return framed(explored(subject, model, processor, limit, image, prompt))
             sure = []
-            (text,) = ask(model, processor, [image], [prompt], limit, sure=sure)
+            (text,) = ask(
+                model,
+                processor,
+                [image],
+                [prompt],
+                limit,
+                sure=sure,
+            )
         except UserError as error:
             raise gradio.Error(str(error), print_exception=False) from None
         said, drawn = shown_answer(image, text, sure[0], coder)
@@ -210,7 +222,11 @@ def serve(
                     gradio.Examples(rows, [picture, prompt])
         look = gradio.HTML(elem_id="look")
         # 2. what its buttons do, one at a time
-        options = {"concurrency_id": "model", "concurrency_limit": 1, "api_visibility": "private"}
+        options = {
+            "concurrency_id": "model",
+            "concurrency_limit": 1,
+            "api_visibility": "private",
+        }
         prompt.submit(answer, [picture, prompt], [said, boxes, look], **options)
         inside.click(look_inside, [picture, prompt], look, **options)
     # 3. a server for this machine, with fonts that are here
@@ -235,7 +251,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_model_flags(parser)
     add_limit(parser, 64)
     port = "(default: the first free one from 7860)"
-    add_flag(parser, "--port", port, type=whole(1, 65535), metavar="N")
+    add_flag(
+        parser,
+        "--port",
+        port,
+        type=whole(1, 65535),
+        metavar="N",
+    )
     masks = f"draw masks too, with the coder of the model: {MASKS_HELP}"
     add_flag(parser, "--masks", masks, metavar="FILE")
     args = parser.parse_args(argv)
@@ -247,7 +269,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="demo-") as folder:
         tempfile.tempdir = os.environ["GRADIO_TEMP_DIR"] = folder
         blocks = serve(
-            subject, model, processor, Path(folder), args.max_new_tokens, args.port, coder
+            subject,
+            model,
+            processor,
+            Path(folder),
+            args.max_new_tokens,
+            args.port,
+            coder,
         )
         print(f"{shown(subject.name)} answers at {blocks.local_url}; end with Ctrl+C")
         blocks.block_thread()

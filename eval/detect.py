@@ -281,7 +281,13 @@ def draw_row(row: Row, coder: Any = None) -> tuple[Image, str, bool]:
         masks = [said.mask for said in masks_of(found, size, coder)]
         image = figures.draw_masks(image, masks, [figures.MISS] * len(masks))
     true_corners = corners(truths, image, size)
-    sheet = figures.draw_boxes(image, true_corners, colors=[figures.HIT], width=5, least=448)
+    sheet = figures.draw_boxes(
+        image,
+        true_corners,
+        colors=[figures.HIT],
+        width=5,
+        least=448,
+    )
     labels = [box.label for box in found]
     found_corners = corners(found, sheet, size)
     drawn = figures.draw_boxes(sheet, found_corners, labels, colors=[figures.SERIES[1]])
@@ -403,7 +409,13 @@ def match(
             neither[at, number] = ignored[best]
     scores = np.array([box.score for box in found], np.float64)
     to_find = int((~ignored).sum())
-    return Matches(scores, np.arange(len(found)), hit, neither, to_find)
+    return Matches(
+        scores,
+        np.arange(len(found)),
+        hit,
+        neither,
+        to_find,
+    )
 
 
 def overlaps(found: Sequence[Found], truths: Sequence[Box]) -> np.ndarray:

@@ -66,7 +66,12 @@ class Canvas:
     def _px(self, *points: float) -> list[int]:
         return [round(value * self.scale) for value in points]
 
-    def line(self, points: Sequence[Point], color: Color = INK, width: float = 1.0) -> None:
+    def line(
+        self,
+        points: Sequence[Point],
+        color: Color = INK,
+        width: float = 1.0,
+    ) -> None:
         corners = [tuple(self._px(x, y)) for x, y in points]
         self.draw.line(corners, color, *self._px(width), joint="curve")
 
@@ -80,7 +85,13 @@ class Canvas:
         """sides: left, top, right, bottom."""
         self.draw.rectangle(self._px(*sides), fill, outline, *self._px(width))
 
-    def dot(self, x: float, y: float, radius: float, color: Color) -> None:
+    def dot(
+        self,
+        x: float,
+        y: float,
+        radius: float,
+        color: Color,
+    ) -> None:
         self.draw.ellipse(self._px(x - radius, y - radius, x + radius, y + radius), color)
 
     def text(
@@ -94,9 +105,21 @@ class Canvas:
     ) -> None:
         """Text at (x, y); `anchor` is Pillow's: l, m or r, then a(scender), m or d(escender)."""
         x, y = self._px(x, y)
-        self.draw.text((x, y), printable(text), color, _font(*self._px(size)), anchor)
+        self.draw.text(
+            (x, y),
+            printable(text),
+            color,
+            _font(*self._px(size)),
+            anchor,
+        )
 
-    def upright(self, x: float, y: float, text: str, size: float = 12) -> None:
+    def upright(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        size: float = 12,
+    ) -> None:
         """Text centered at (x, y), turned by 90 degrees to read upward."""
         font = ImageFont.TransposedFont(_font(*self._px(size)), Image.Transpose.ROTATE_90)
         _, _, wide, high = font.getbbox(printable(text))
@@ -134,7 +157,12 @@ def text_width(text: str, size: float) -> float:
     return _font(round(size * 100)).getlength(printable(text)) / 100
 
 
-def wrap(text: str, width: float, size: float, lines: int) -> list[str]:
+def wrap(
+    text: str,
+    width: float,
+    size: float,
+    lines: int,
+) -> list[str]:
     """`text` broken into at most `lines` lines of `width` points, "..." where it is cut."""
     text = printable(text)
     for letters in range(max(4, int(4 * width / size)), 3, -1):
@@ -186,16 +214,42 @@ def heatmaps(grids: Mapping[str, Sequence[Sequence[float]]], title="") -> Image.
         wide = side / len(grid[0])
         for row, values in enumerate(grid):
             y = top + row * high
-            sheet.text(x0 - 8, top + (row + 0.5) * high, str(row + 1), 11, SOFT, "rm")
+            sheet.text(
+                x0 - 8,
+                top + (row + 0.5) * high,
+                str(row + 1),
+                11,
+                SOFT,
+                "rm",
+            )
             for col, value in enumerate(values):
                 color, label = _cell(value)
                 x = x0 + col * wide
-                sheet.box(x, y, x + wide, y + high, fill=color, outline=PAPER)
+                sheet.box(
+                    x,
+                    y,
+                    x + wide,
+                    y + high,
+                    fill=color,
+                    outline=PAPER,
+                )
                 size = min(22, 0.3 * high + 3)
-                sheet.text(x + wide / 2, y + high / 2, label, size, _ink_on(color))
+                sheet.text(
+                    x + wide / 2,
+                    y + high / 2,
+                    label,
+                    size,
+                    _ink_on(color),
+                )
         # 3. its columns
         for col in range(len(grid[0])):
-            sheet.text(x0 + (col + 0.5) * wide, top + side + 12, str(col + 1), 11, SOFT)
+            sheet.text(
+                x0 + (col + 0.5) * wide,
+                top + side + 12,
+                str(col + 1),
+                11,
+                SOFT,
+            )
         sheet.text(middle, top + side + 32, "column of the needle")
     sheet.upright(20, top + side / 2, "row of the needle")
     return sheet.finish()
@@ -236,7 +290,13 @@ def contact_sheet(
     rows = math.ceil(len(images) / columns)
     sheet = Canvas(gap + columns * (size + gap), top + rows * step, title)
     # 3. the cells
-    cells = zip(images, sizes, broken, hits or [None] * len(images), strict=True)
+    cells = zip(
+        images,
+        sizes,
+        broken,
+        hits or [None] * len(images),
+        strict=True,
+    )
     for number, (image, (wide, high), caption, hit) in enumerate(cells):
         row, col = divmod(number, columns)
         y = top + row * step
@@ -246,11 +306,29 @@ def contact_sheet(
         lower = upper + high
         if hit is not None:
             color = HIT if hit else MISS
-            sheet.box(left - 4, upper - 4, right + 4, lower + 4, fill=color)
+            sheet.box(
+                left - 4,
+                upper - 4,
+                right + 4,
+                lower + 4,
+                fill=color,
+            )
         sheet.picture(left, upper, right, lower, image=image)
         if hit is not None:  # what the color of the frame says, without color
-            sheet.box(right - 22, upper - 4, right + 4, upper + 9, fill=color)
-            sheet.text(right - 9, upper + 2, "hit" if hit else "miss", 9, PAPER)
+            sheet.box(
+                right - 22,
+                upper - 4,
+                right + 4,
+                upper + 9,
+                fill=color,
+            )
+            sheet.text(
+                right - 9,
+                upper + 2,
+                "hit" if hit else "miss",
+                9,
+                PAPER,
+            )
         for line, words in enumerate(caption):
             sheet.text(left + wide / 2, y + tall + 12 + line * line_height, words, text)
     return sheet.finish()
@@ -305,7 +383,14 @@ def draw_boxes(
     labels = labels or [""] * len(boxes)
     for box, label, color in zip(boxes, labels, colors_of(labels, colors), strict=True):
         left, top, right, bottom = (value * scale / DENSITY for value in box)
-        sheet.box(left, top, right, bottom, outline=color, width=width * points)
+        sheet.box(
+            left,
+            top,
+            right,
+            bottom,
+            outline=color,
+            width=width * points,
+        )
         if label:
             size = 7.5 * points
             pad = 2 * points
@@ -314,5 +399,12 @@ def draw_boxes(
             base = top if top >= high else top + high
             right = left + text_width(label, size) + 2 * pad
             sheet.box(left, base - high, right, base, fill=color)
-            sheet.text(left + pad, base - high / 2, label, size, _ink_on(color), "lm")
+            sheet.text(
+                left + pad,
+                base - high / 2,
+                label,
+                size,
+                _ink_on(color),
+                "lm",
+            )
     return sheet.finish()

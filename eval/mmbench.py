@@ -219,7 +219,11 @@ def chosen(row: Row) -> str | None:
     return letter_of(row.answer, options_in(row.question.truth), row.question.kind)
 
 
-def letter_of(answer: str, options: Mapping[str, str], wording="llava") -> str | None:
+def letter_of(
+    answer: str,
+    options: Mapping[str, str],
+    wording="llava",
+) -> str | None:
     """The letter of the option that an answer names, by the rules of a wording above; Z for none of
     them, None if undecided."""
     if wording == "paligemma":

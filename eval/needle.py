@@ -67,7 +67,9 @@ class Needle(Benchmark):
     flags = {
         "--protocol": dict(help=PROTOCOL_HELP, default="paper", choices=PROTOCOLS),
         "--kind": dict(
-            help=f"of embedded tests ({KIND_HELP}; default: all)", nargs="+", choices=NEEDLES
+            help=f"of embedded tests ({KIND_HELP}; default: all)",
+            nargs="+",
+            choices=NEEDLES,
         ),
         "--coco": dict(
             help="folder of COCO val2014 pictures (default: the embedded scenes)", metavar="DIR"
@@ -109,7 +111,13 @@ class Needle(Benchmark):
         rows = []
         for record in read_responses(file):
             name = str(record["id"])
-            question = Question(record["id"], name, (), "", kind=Path(file).stem)
+            question = Question(
+                record["id"],
+                name,
+                (),
+                "",
+                kind=Path(file).stem,
+            )
             rows.append(judged_row(question, record))
         return rows
 
@@ -191,7 +199,12 @@ def tests_of(args: Namespace) -> dict[str, list[NeedleTest]]:
 
 
 def embedded_tests(
-    kind: str, count: int, split: str = "test", *, needles: int = 1, absent: bool = False
+    kind: str,
+    count: int,
+    split: str = "test",
+    *,
+    needles: int = 1,
+    absent: bool = False,
 ) -> list[NeedleTest]:
     """`count` tests on the embedded scenes, of a kind in `NEEDLES`; first needles take all
     places in turn. Raises UserError for more needles than places."""
@@ -233,7 +246,11 @@ def official_tests(args: Namespace) -> dict[str, list[NeedleTest]]:
     return {f"{few}{args.pictures}_{size}": [on_pictures(test, args.coco) for test in chosen]}
 
 
-def drawn_tests(coco: str | Path, captions: str | Path, count: int) -> list[NeedleTest]:
+def drawn_tests(
+    coco: str | Path,
+    captions: str | Path,
+    count: int,
+) -> list[NeedleTest]:
     """`count` tests of one needle in 2×2 pictures, drawn from all captioned ones of a folder:
     needles take all places in turn, no picture occurs twice in a test. Raises UserError if pictures
     are few."""
@@ -252,7 +269,13 @@ def drawn_tests(coco: str | Path, captions: str | Path, count: int) -> list[Need
         spot = number % 4
         target = grid[spot]
         place = (0, *divmod(spot, 2))
-        test = NeedleTest(number, (grid,), (place,), (target,), (described[target],))
+        test = NeedleTest(
+            number,
+            (grid,),
+            (place,),
+            (target,),
+            (described[target],),
+        )
         tests.append(on_pictures(test, coco))
     return tests
 
@@ -304,7 +327,11 @@ def stitch(pictures: Sequence[Path]) -> Image.Image:
 # Prompts and answers
 
 
-def official_prompt(captions: Sequence[str], pictures: int, side: int) -> str:
+def official_prompt(
+    captions: Sequence[str],
+    pictures: int,
+    side: int,
+) -> str:
     """MMNeedle's own instruction for K captions, M `pictures` of `side`×`side` sub-images."""
     images = "images" if pictures > 1 else "image"
     parts = "subimages" if side > 1 else "subimage"
@@ -334,7 +361,11 @@ def official_prompt(captions: Sequence[str], pictures: int, side: int) -> str:
     return prompt
 
 
-def asks_of(tests: Sequence[NeedleTest], protocol: str, kind: str = "") -> list[Question]:
+def asks_of(
+    tests: Sequence[NeedleTest],
+    protocol: str,
+    kind: str = "",
+) -> list[Question]:
     """All questions about the tests, caption by caption; without choices the answer is free. Raises
     UserError for a protocol that cannot ask them."""
     questions = []
@@ -395,7 +426,15 @@ def judged_row(question: Question, record: dict) -> Row:
     return Row(question, record, scores)
 
 
-def evaluate_embedded(model, processor, kind: str, count: int, progress=None, *, ask_all) -> float:
+def evaluate_embedded(
+    model,
+    processor,
+    kind: str,
+    count: int,
+    progress=None,
+    *,
+    ask_all,
+) -> float:
     """Exact accuracy in percent on `count` tests of the embedded test split: all questions of a
     test must be right."""
     questions = asks_of(embedded_tests(kind, count), Needle.protocol)

@@ -150,7 +150,11 @@ def toy_note(subject: Subject) -> str:
     return TOY if is_toy or is_base else ""
 
 
-def open_subject(args: Namespace, subject: Subject, text: bool = False) -> tuple[Any, Any]:
+def open_subject(
+    args: Namespace,
+    subject: Subject,
+    text: bool = False,
+) -> tuple[Any, Any]:
     """A model and its processor. text: a language model may be opened, with the reader of its
     system. Raises UserError."""
     system = system_at(subject.source) if text else None

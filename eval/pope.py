@@ -67,7 +67,13 @@ class Pope(Benchmark):
             questions += scored_twins(questions, ("yes", "no"), "P(yes)")
         return questions
 
-    def question(self, args, kind: str, record: dict, picture=None) -> Question:
+    def question(
+        self,
+        args,
+        kind: str,
+        record: dict,
+        picture=None,
+    ) -> Question:
         label = record["label"]
         check(label in ("yes", "no"), f"label is {quoted(label)}, expected yes or no")
         picture = picture or find_picture(args.images or "", text_at(record, "image"))
@@ -75,7 +81,14 @@ class Pope(Benchmark):
         if len(self.kinds) > 1:
             id_ = f"{kind}/{id_}"  # the sets share their ids
         prompt = fill_prompt(args.template, text_at(record, "text"))
-        return Question(id_, record["image"], picture, prompt, truth=label, kind=kind)
+        return Question(
+            id_,
+            record["image"],
+            picture,
+            prompt,
+            truth=label,
+            kind=kind,
+        )
 
     def score(self, question, answer):
         if not question.scored:

@@ -219,7 +219,9 @@ def right_answers(question: Question) -> list[str]:
 
 @cache
 def embedded(
-    limit: int = BY_DEFAULT, split: str = "test", template: str = PROMPT
+    limit: int = BY_DEFAULT,
+    split: str = "test",
+    template: str = PROMPT,
 ) -> list[Question]:
     """The first `limit` questions on the embedded scenes of a split."""
     samples = [scenes.sample("vqa", split, number) for number in range(limit)]
@@ -234,11 +236,24 @@ def of_samples(
     for s in samples:
         answers = tuple({"answer": s.suffix, "answer_id": i} for i in range(1, 11))
         truth = Annotation(
-            s.question_id, answers, s.suffix, s.answer_type, s.question_type, question=s.question
+            s.question_id,
+            answers,
+            s.suffix,
+            s.answer_type,
+            s.question_type,
+            question=s.question,
         )
         prompt = fill_prompt(template, s.question)
         key = f"{split}/{s.image_id}"
-        questions.append(Question(s.question_id, key, s.scene.render, prompt, truth=truth))
+        questions.append(
+            Question(
+                s.question_id,
+                key,
+                s.scene.render,
+                prompt,
+                truth=truth,
+            )
+        )
     return questions
 
 
@@ -251,7 +266,15 @@ def questions_of(
     for truth in asked:
         path = find_picture(images, truth.image) if images else ()
         prompt = fill_prompt(template, truth.question)
-        questions.append(Question(truth.question_id, truth.image, path, prompt, truth=truth))
+        questions.append(
+            Question(
+                truth.question_id,
+                truth.image,
+                path,
+                prompt,
+                truth=truth,
+            )
+        )
     return questions
 
 
@@ -293,7 +316,12 @@ def guess_accuracy(
 
 
 def evaluate_embedded(
-    model, processor, limit: int, progress: str | None = None, *, ask_all: Callable
+    model,
+    processor,
+    limit: int,
+    progress: str | None = None,
+    *,
+    ask_all: Callable,
 ) -> dict:
     """{"overall", "per_answer_type", "per_question_type"} on `limit` questions of the embedded test
     split."""

@@ -37,7 +37,10 @@ LOOKED_FOR = ContextVar("whether pictures are looked for", default=True)
 
 
 def read(
-    path: str | Path, make: Callable, records: Places | None = None, refuse: Callable | None = None
+    path: str | Path,
+    make: Callable,
+    records: Places | None = None,
+    refuse: Callable | None = None,
 ) -> list:
     """make(record) for each object of a JSON list or of JSON lines, or for `records` of the file.
     What `make` raises is a UserError with the place; with `refuse`, refuse(problem) stands in for

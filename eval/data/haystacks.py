@@ -52,7 +52,13 @@ def place_questions(caption: str, side: int) -> list[tuple[str, tuple[str, ...]]
 
 @lru_cache(maxsize=64)
 def haystack(
-    kind: str, split: str, index: int, seed: int = 0, *, needles: int = 1, negative: bool = False
+    kind: str,
+    split: str,
+    index: int,
+    seed: int = 0,
+    *,
+    needles: int = 1,
+    negative: bool = False,
 ) -> Haystack:
     """Haystack `index`. First needles take turns: N² consecutive indices have them in each place
     once. negative: no caption is there; of two objects both are, in different sub-images. The
@@ -60,7 +66,13 @@ def haystack(
     n, objects, distractors = layout_of(kind)
     first = index % n**2
     # 1. the picture
-    draw = partial(_stitched, n=n, objects=objects, first=first, filled=distractors + 1)
+    draw = partial(
+        _stitched,
+        n=n,
+        objects=objects,
+        first=first,
+        filled=distractors + 1,
+    )
     half = "/negative" if negative else ""
     dice, squares = compose(f"{kind}/{needles}{half}", split, seed, index, draw=draw)
     inside = defaultdict(list)  # the objects of each sub-image
@@ -111,7 +123,13 @@ def _others(n: int, first: int) -> list[int]:
     return [place for place in range(n**2) if place != first]
 
 
-def _stitched(dice: Dice, n: int, objects: int, first: int, filled: int) -> list[tuple[int, str]]:
+def _stitched(
+    dice: Dice,
+    n: int,
+    objects: int,
+    first: int,
+    filled: int,
+) -> list[tuple[int, str]]:
     """N×N sub-images, so many of them `filled`, of `objects` each. Of two, every sub-image shares
     one with that at `first`, and each of its two is shared by some other: no single object decides
     the place."""

@@ -17,7 +17,10 @@ STRATEGIES = ("random", "popular", "adversarial")
 
 
 def pope(
-    strategy: str, split: str = "test", images: int = 100, objects: int | None = None
+    strategy: str,
+    split: str = "test",
+    images: int = 100,
+    objects: int | None = None,
 ) -> list[Sample]:
     """POPE's polling: of each picture three present objects and three absent ones in turn. Absent
     ones are drawn at random; or are the most frequent objects; or those that most often accompany

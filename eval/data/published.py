@@ -130,4 +130,10 @@ def annotation(record: dict) -> Annotation:
     types = {name: text_at(record, name) for name in named}
     answerable = record.get("answerable")
     check(answerable in (None, 0, 1), "answerable is neither 0 nor 1")
-    return Annotation(id_of(record), tuple(answers), answer, answerable=answerable, **types)
+    return Annotation(
+        id_of(record),
+        tuple(answers),
+        answer,
+        answerable=answerable,
+        **types,
+    )

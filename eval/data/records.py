@@ -108,7 +108,10 @@ def source_parts(source: str) -> tuple[str, Path]:
 
 
 def embedded_records(
-    tasks: Sequence[str] = EMBEDDED_TASKS, split: str = "train", count: int = 12000, seed: int = 0
+    tasks: Sequence[str] = EMBEDDED_TASKS,
+    split: str = "train",
+    count: int = 12000,
+    seed: int = 0,
 ) -> list[Record]:
     """`count` records of the embedded scenes, the tasks in turn; a task that is listed twice comes
     twice as often."""
@@ -136,10 +139,20 @@ def sample_record(s: scenes.Sample, split: str) -> Record:
         truth = Detection(SIDE, SIDE, tuple(boxes))
     name = f"{s.task}/{split}/{s.question_id}"
     key = f"{s.task}/{s.image_id}"
-    return Record(name, key, (s.scene.render,), ((s.prefix, s.suffix),), detection=truth)
+    return Record(
+        name,
+        key,
+        (s.scene.render,),
+        ((s.prefix, s.suffix),),
+        detection=truth,
+    )
 
 
-def one_picture_records(source: str, limit: int, images: str | Path | None = None) -> list[Record]:
+def one_picture_records(
+    source: str,
+    limit: int,
+    images: str | Path | None = None,
+) -> list[Record]:
     """The first `limit` records with one picture, in the first turn, the only one that is kept; of
     each embedded scene one. Raises UserError if there are none."""
     records = []
@@ -177,7 +190,15 @@ def vqav2_records(
         turn = fill_prompt(prompt, q.question), q.answer
         answers = tuple(answer["answer"] for answer in q.answers)
         pictures = (find(q.image),)
-        records.append(Record(str(q.question_id), q.image, pictures, (turn,), answers))
+        records.append(
+            Record(
+                str(q.question_id),
+                q.image,
+                pictures,
+                (turn,),
+                answers,
+            )
+        )
     return records
 
 
@@ -185,7 +206,9 @@ def vqav2_records(
 
 
 def read_examples(
-    path: str | Path, images: str | Path | None = None, kind: str = "jsonl"
+    path: str | Path,
+    images: str | Path | None = None,
+    kind: str = "jsonl",
 ) -> list[Record]:
     """The examples of JSON lines, a JSON list, or a CSV table (kind csv, or *.csv), whose first row
     names the columns. images: the folder of the pictures, by default the file's. Raises UserError
@@ -218,7 +241,11 @@ def name_of(picture: Picture) -> str:
     return sha256(f"{picture.width} ".encode() + picture.tobytes()).hexdigest()
 
 
-def read_records(path: str | Path, make: Callable[[dict], Record], places: Places) -> list[Record]:
+def read_records(
+    path: str | Path,
+    make: Callable[[dict], Record],
+    places: Places,
+) -> list[Record]:
     """The records of a file, with names by their places and keys by their pictures, also of what
     cannot be used."""
 
@@ -246,7 +273,14 @@ def record_of(example: Mapping, folder: str | Path = ".") -> Record:
     check(not is_marked, "write <image> for each frame, or leave <video> out of the text")
     check_turns(len(names), turns)
     pictures = tuple(picture_of(name, folder) for name in names)
-    return Record("", "", pictures, turns, answers, kind=str(example.get("type") or ""))
+    return Record(
+        "",
+        "",
+        pictures,
+        turns,
+        answers,
+        kind=str(example.get("type") or ""),
+    )
 
 
 def picture_of(picture: Any, folder: str | Path) -> Picture:
@@ -296,7 +330,11 @@ def picture_names(record: Mapping) -> list[Any]:
     return lists
 
 
-def check_read(entry: Mapping, unread: str = UNREAD, role: str = ROLES[1]) -> None:
+def check_read(
+    entry: Mapping,
+    unread: str = UNREAD,
+    role: str = ROLES[1],
+) -> None:
     """Raise ValueError if a record, or a turn of `role`, has something under an `unread` key, a
     pattern, or a mark that its answer is not learned, or its prompt is."""
     is_learned = role == ROLES[1]
@@ -425,7 +463,13 @@ def read_coco(
         file = find_picture(folder, text_at(entry, "file_name"))
         check_upright(file, width, height)
         turn = detection_turn(truth, list(labels.values()), texts)
-        return Record("", "", (file,), (turn,), detection=truth)
+        return Record(
+            "",
+            "",
+            (file,),
+            (turn,),
+            detection=truth,
+        )
 
     # 2. the records
     records = read_records(path, detection, places)
@@ -434,7 +478,11 @@ def read_coco(
 
 
 def box_of(
-    annotated: Mapping, labels: Mapping, width: int, height: int, has_mask: bool = False
+    annotated: Mapping,
+    labels: Mapping,
+    width: int,
+    height: int,
+    has_mask: bool = False,
 ) -> Box:
     """An object of a picture of width × height pixels. Raises LookupError, TypeError and
     ValueError."""
@@ -448,10 +496,24 @@ def box_of(
     area = annotated.get("area", across * down)
     is_crowd = annotated.get("iscrowd") or False
     outline = annotated["segmentation"] if has_mask else None
-    return Box(labels[category], x, y, across, down, area, is_crowd, outline)
+    return Box(
+        labels[category],
+        x,
+        y,
+        across,
+        down,
+        area,
+        is_crowd,
+        outline,
+    )
 
 
-def mask_text(box: Box, coder: Any, width: int, height: int) -> str:
+def mask_text(
+    box: Box,
+    coder: Any,
+    width: int,
+    height: int,
+) -> str:
     """The tokens of an object's mask, without a coder none. Raises as `checked_mask`."""
     if coder is None:
         return ""
@@ -519,7 +581,11 @@ def detection_turn(detection: Detection, order: list[str], texts: Sequence[str])
 
 
 def split_records(
-    records: Sequence[Record], split: str, fraction: float, validation: float, seed: int = 0
+    records: Sequence[Record],
+    split: str,
+    fraction: float,
+    validation: float,
+    seed: int = 0,
 ) -> list[Record]:
     """The records of the split "train" or "validation": all records of a picture are in the same
     one. The share `validation` of the pictures is held out; the share `fraction` of the others is

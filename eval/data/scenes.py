@@ -53,7 +53,13 @@ def dense(task: str, split: str, index: int, seed: int) -> Sample:
     cat". detect: PaliGemma's detection, `detect dog` → "<loc…> dog ; <loc…> dog", boxes in raster
     order."""
     most = GRID**2 if task == "scan" else 5
-    dice, squares = compose(task, split, seed, index, partial(ordinary, most=most))
+    dice, squares = compose(
+        task,
+        split,
+        seed,
+        index,
+        partial(ordinary, most=most),
+    )
     if task == "scan":
         prefix = task
         suffix = " ".join(squares)
@@ -76,7 +82,13 @@ def probe(task: str, split: str, index: int, seed: int) -> Sample:
     """`locate dog` → "top left", `count dog` → "2", `exist dog` → "no": VQA's facts in two
     words."""
     kind = PROBES[task]
-    dice, squares = compose(task, split, seed, index, usable=lambda squares: facts(squares)[kind])
+    dice, squares = compose(
+        task,
+        split,
+        seed,
+        index,
+        usable=lambda squares: facts(squares)[kind],
+    )
     answer, thing, _ = _balanced(dice, facts(squares)[kind])
     return Sample(task, paint(dice, squares), f"{task} {thing}", answer, index, index)
 
@@ -157,12 +169,19 @@ def _balanced(dice: Dice, candidates: Iterable[Fact]) -> Fact:
 @cache
 def _question(kind: str, thing: str, place: str = "") -> str:
     return KINDS[kind][2].format(
-        thing=thing, a_thing=with_article(thing), things=plural(thing), place=place
+        thing=thing,
+        a_thing=with_article(thing),
+        things=plural(thing),
+        place=place,
     )
 
 
 @lru_cache(maxsize=64)
-def vqa_picture(split: str, image_id: int, seed: int = 0) -> tuple[Sample, ...]:
+def vqa_picture(
+    split: str,
+    image_id: int,
+    seed: int = 0,
+) -> tuple[Sample, ...]:
     """The questions on one picture, none twice, prompt `answer en QUESTION`; answer types as in
     `QUESTIONS`."""
     kinds = defaultdict(list)
@@ -194,7 +213,12 @@ def vqa_picture(split: str, image_id: int, seed: int = 0) -> tuple[Sample, ...]:
 TASKS = ("scan", "detect", *PROBES, "caption", "vqa", *NEEDLES)
 
 
-def sample(task: str, split: str, index: int, seed: int = 0) -> Sample:
+def sample(
+    task: str,
+    split: str,
+    index: int,
+    seed: int = 0,
+) -> Sample:
     """Sample number `index` of a task's endless stream; the questions about one picture follow each
     other. Raises UserError for an unknown task."""
     if task not in TASKS:

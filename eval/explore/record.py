@@ -78,7 +78,13 @@ class Case:
     boxes: list[list[float]] = field(default_factory=list)
     mark: str = ""  # of a text alone: the words that are looked at, in place of a picture
 
-    def ask(self, title: str, model: PaliGemma, processor: Processor, limit: int) -> None:
+    def ask(
+        self,
+        title: str,
+        model: PaliGemma,
+        processor: Processor,
+        limit: int,
+    ) -> None:
         """Let a model answer in up to `limit` tokens, and keep its maps. Raises UserError."""
         said = answer(model, processor, self.image, self.prompt, limit, self.mark)
         if not self.answers:
@@ -98,7 +104,12 @@ class Case:
 
 
 def answer(
-    model: Any, processor: Any, image: Image.Image | None, prompt: str, limit: int, mark: str = ""
+    model: Any,
+    processor: Any,
+    image: Image.Image | None,
+    prompt: str,
+    limit: int,
+    mark: str = "",
 ) -> TokenizedAnswer:
     """The greedy answer of up to `limit` tokens. Without an image `processor` is the reader of a
     language model, and `mark` are words of the prompt. Raises UserError."""
@@ -167,7 +178,12 @@ def decoder_layers(model: Any) -> list[Attention]:
 
 @torch.no_grad()
 def decoder_maps(
-    model: Any, reduce: Callable[[torch.Tensor], Any], name: str, *, keep: int = 1, **batch
+    model: Any,
+    reduce: Callable[[torch.Tensor], Any],
+    name: str,
+    *,
+    keep: int = 1,
+    **batch,
 ) -> tuple[dict[Attention, list], dict[Attention, torch.Tensor], torch.Tensor]:
     """What `reduce` makes of the one or two maps (B, N, Sq, Sk) of each decoder layer, A₁ first, in
     a forward pass; of layers with two the weights (Sq, N) of the second one in the first row; and
@@ -202,7 +218,10 @@ def decoder_maps(
 
 
 def deciding_maps(
-    model: Any, place: int, name: str, **batch
+    model: Any,
+    place: int,
+    name: str,
+    **batch,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The weights (N, S) in fp32 of the query at `place`, by layer: of two maps what is left; and
     the logits, as of `decoder_maps`."""
@@ -271,7 +290,13 @@ def maps_of(model: PaliGemma, said: TokenizedAnswer, name: str) -> Maps:
     *_, last = factors
     mix = last.difference(*map(torch.from_numpy, (factor[..., None], first, second)))
     kinds = {"A1": first, "A2": second, "mix": mix.numpy()}
-    return Maps(kinds, {"A1": share, "A2": second_share}, *known, factor, last.formula)
+    return Maps(
+        kinds,
+        {"A1": share, "A2": second_share},
+        *known,
+        factor,
+        last.formula,
+    )
 
 
 def stacked(maps: Iterable[tuple[np.ndarray, float]]) -> tuple[np.ndarray, np.ndarray]:

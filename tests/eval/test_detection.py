@@ -70,8 +70,8 @@ def shape_of(box):
     return {"segmentation": outline} if outline else {"bbox": sides(box)}
 
 
-def by_pycocotools(truths, found, kind="bbox", side=160):
-    """STATS of boxes, or of masks (segm) in pictures of `side` pixels."""
+def by_pycocotools(truths, found, are_masks=False):
+    """STATS of boxes, or of masks in pictures of 160 pixels."""
     labels = {b.label for part in (*truths, *found) for b in part}
     ids = {label: n for n, label in enumerate(sorted(labels), start=1)}
 
@@ -84,11 +84,13 @@ def by_pycocotools(truths, found, kind="bbox", side=160):
 
     dataset = coco.COCO()
     dataset.dataset = {"annotations": rows(truths, area="area", iscrowd="is_crowd")}
-    size = {"width": side, "height": side}
+    size = {"width": 160, "height": 160}
     dataset.dataset |= {"images": [{"id": n} | size for n in range(len(truths))]}
     dataset.dataset |= {"categories": [{"id": id_} for id_ in ids.values()]}
     dataset.createIndex()
-    evaluation = COCOeval(dataset, dataset.loadRes(rows(found, score="score")), kind)
+    evaluation = COCOeval(
+        dataset, dataset.loadRes(rows(found, score="score")), "segm" if are_masks else "bbox"
+    )
     evaluation.evaluate()
     evaluation.accumulate()
     evaluation.summarize()

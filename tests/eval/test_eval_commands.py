@@ -281,7 +281,7 @@ def test_default_is_the_newest_run_or_the_embedded_base(source, workplace, monke
         adapter.save(model, folder, base=base)
         write_json(folder / "config.json", {"base": base, "data": ["embedded"]})
         (folder / "summary.json").write_text("{}")
-    (folder / "summary.json").unlink()
+    (workplace / "runs/unfinished/summary.json").unlink()
     assert subjects("")[0].title == "old"
     assert subjects("--adapter none")[0].source == "embedded"
     assert subjects(f"--model {source}")[0].run is None

@@ -14,6 +14,7 @@ from eval.data import scenes
 from eval.explore import page
 from eval.explore.__main__ import main
 from eval.explore.record import Case, Maps, TokenizedAnswer, answer, maps_of
+from model.attention import attention_modules
 from model.differential import graft
 from tests.eval.conftest import random_model
 from tests.files import write_lines
@@ -40,7 +41,8 @@ def test_maps_are_what_the_model_computes(processor, kind, options, seeded):
     said = answer(model, processor, PICTURE, PROMPT, 5)
     count = len(said.new)
     values, heads, taps = [], [], []
-    layers = [layer.self_attn for layer in model.language_model.layers]
+    modules = attention_modules(model)
+    layers = [modules[path] for path in modules if path.startswith("language_model.")]
     for layer in layers:
         layer.v_proj.register_forward_hook(lambda _, args, out: values.append(out[0]))
         layer.o_proj.register_forward_pre_hook(lambda _, args: heads.append(args[0][0]))

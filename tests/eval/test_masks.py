@@ -233,7 +233,7 @@ def test_the_measures_are_those_of_coco(printed):
         if any(truths) and any(found):
             ours = detect.score_boxes(truths, iter(found), mask_overlaps)
             named = [-1 if ours[name] is None else ours[name] for name in STATS]
-            theirs = by_pycocotools(truths, found, "segm")
+            theirs = by_pycocotools(truths, found, are_masks=True)
             assert named == pytest.approx(theirs, abs=1e-6), seed
             compared += 0 < (ours["AP"] or 0) < 1
     assert compared > 12
