@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eval.data.files import check
 from eval.progress import Bar
-from eval.question import Answer, Question, certainty_of
+from eval.question import Answer, Question, certainty_of, parts_of
 from lora.adapter import lora_layers
 from model.common import UserError, file_errors, quoted, shown
 from model.compiled import CompiledStep
@@ -70,7 +70,6 @@ def ask_all(
         left = [number for number, answer in enumerate(answers) if answer is None]
         left.sort(key=lambda number: questions[number].key)
         total = len(questions)
-        size = WINDOW * batch_size
         options = left_out, max_new_tokens, batch_size, compiled, sure is not None
         bar = Bar(
             total=total,
@@ -79,8 +78,8 @@ def ask_all(
             disable=progress is None,
         )
         stack.enter_context(bar)
-        for start in range(0, len(left), size):
-            window = {number: questions[number] for number in left[start : start + size]}
+        for numbers in parts_of(left, WINDOW * batch_size):
+            window = {number: questions[number] for number in numbers}
             for number, answer, certainty in answers_to(model, processor, window, *options):
                 answers[number] = answer
                 bar.update()
@@ -121,10 +120,7 @@ def answers_to(
     # 2. batches of rows with as many choices, and of similar length
     ready.sort(key=lambda item: item[:2])
     for choices, group in groupby(ready, key=lambda item: item[0]):
-        ordered = list(group)
-        size = max(1, batch_size // max(1, choices))
-        for start in range(0, len(ordered), size):
-            part = ordered[start : start + size]
+        for part in parts_of(list(group), max(1, batch_size // max(1, choices))):
             _, _, rows, numbers, asked = zip(*part, strict=True)
             batch = processor.pad(rows).to(device)
             seen = [features[q.key] for q in asked if features[q.key] is not None]
@@ -178,7 +174,6 @@ def encode(
     """The features (pictures, I, H) of each key; None without pictures, or why these cannot be
     read."""
     first = {question.key: question for question in reversed(questions)}
-    keys = list(first)
     device = next(model.parameters()).device
     features = {}
 
@@ -190,8 +185,7 @@ def encode(
             return error
 
     with ThreadPoolExecutor() as pool:  # Pillow decodes and scales without Python's global lock
-        for start in range(0, len(keys), batch_size):
-            part = keys[start : start + batch_size]
+        for part in parts_of(list(first), batch_size):
             features |= zip(part, pool.map(prepare, part), strict=True)
             read = [key for key in part if isinstance(features[key], torch.Tensor)]
             if read:

@@ -28,6 +28,7 @@ from eval import figures
 from eval.command import MASKS_HELP, add_flag, add_limit, add_model_flags, command_parser, whole
 from eval.data.record import fill_prompt
 from eval.open import model_of, open_subject, stored_prompt, toy_note, wording_of
+from eval.question import parts_of
 from model.boxes import parse_objects
 from model.common import UserError, run_command, shown
 from model.generate import NonFiniteError, ask, check_options
@@ -50,13 +51,7 @@ def parser_of() -> ArgumentParser:
     add_limit(parser, 64)
     add_flag(parser, "--temperature", "0 is greedy", 0.0, type=float)
     add_flag(parser, "--top-p", "nucleus to sample from", 1.0, type=float)
-    add_flag(
-        parser,
-        "--seed",
-        "of sampling",
-        0,
-        type=whole(0, 2**63 - 1),
-    )
+    add_flag(parser, "--seed", "of sampling", 0, type=whole(0, 2**63 - 1))
     boxes = "draw the boxes of all answers on their pictures"
     add_flag(parser, "--draw", boxes, type=Path, metavar="OUT.png")
     masks = f"draw masks too, with the coder of the model: {MASKS_HELP}"
@@ -138,8 +133,8 @@ def answers_about(
     """The answer to each prompt about each picture, by name, with the boxes in it."""
     answers = []
     asked = list(product(images, prompts))
-    for start in range(0, len(asked), BATCH):
-        names, texts = zip(*asked[start : start + BATCH], strict=True)
+    for part in parts_of(asked, BATCH):
+        names, texts = zip(*part, strict=True)
         pictures = [images[name] for name in names]
         try:
             sure = []

@@ -415,10 +415,9 @@ def values_of(benchmark: Benchmark, results: Results) -> dict[str, dict]:
 def summary_table(values: Mapping[str, Mapping]) -> list[str]:
     """Of `values_of`: a column for each model, or with several measures a table for each model."""
     summaries = {title: of_model["summary"] for title, of_model in values.items()}
-    lines = {}
+    lines = dict.fromkeys(line for summary in summaries.values() for line in summary)
     measures = {}
     for summary in summaries.values():
-        lines |= dict.fromkeys(summary)
         for numbers in summary.values():
             measures |= dict.fromkeys(numbers)
     if len(measures) > 1 and len(values) > 1:
@@ -434,11 +433,9 @@ def summary_table(values: Mapping[str, Mapping]) -> list[str]:
             row += [cell(numbers.get(measure)) for measure in measures]
         cells.append(row)
     for line in (AT_LIMIT, ECE):
-        row = [line]
-        for of_model in values.values():
-            row += [cell(of_model.get(line)), *[""] * (len(measures) - 1)]
-        if any(line in of_model for of_model in values.values()):
-            cells.append(row)
+        found = [of_model.get(line) for of_model in values.values()]
+        if set(found) != {None}:
+            cells.append([line, *map(cell, found), *[""] * (len(measures) - 1)])
     head = [*measures, *summaries]
     if len(summaries) == 1:
         head = [*summaries, *measures]

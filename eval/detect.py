@@ -277,9 +277,9 @@ def draw_row(row: Row, coder: Any = None) -> tuple[Image, str, bool]:
     image = load_image(row.question.images()[0])
     if coder is not None and asks_masks(row.question):
         masks = [mask_of(box.segmentation, size.height, size.width) for box in truths]
-        image = figures.draw_masks(image, masks, [""] * len(masks), [figures.HIT])
+        image = figures.draw_masks(image, masks, [figures.HIT] * len(masks))
         masks = [said.mask for said in masks_of(found, size, coder)]
-        image = figures.draw_masks(image, masks, [""] * len(masks), [figures.MISS])
+        image = figures.draw_masks(image, masks, [figures.MISS] * len(masks))
     true_corners = corners(truths, image, size)
     sheet = figures.draw_boxes(
         image,
@@ -441,16 +441,11 @@ def sides_of(boxes: Sequence[Box | Found]) -> np.ndarray:
 
 def pool(matches: Iterable[Matches]) -> Matches:
     """The detections of all pictures, best first; of equal ones the earlier."""
-    score, rank, hit, ignored, truths = zip(*matches, strict=True)
-    score = np.concatenate(score)
+    *fields, truths = zip(*matches, strict=True)
+    score, *others = [np.concatenate(field, axis=-1) for field in fields]
     order = np.argsort(-score, kind="stable")
-    return Matches(
-        score[order],
-        np.concatenate(rank)[order],
-        np.concatenate(hit, axis=1)[:, order],
-        np.concatenate(ignored, axis=1)[:, order],
-        sum(truths),
-    )
+    best_first = [field[..., order] for field in (score, *others)]
+    return Matches(*best_first, truths=sum(truths))
 
 
 def average_precision(matches: Matches) -> np.ndarray:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 from model.boxes import Said
 from model.common import UserError, atomic_path, shown
@@ -27,16 +27,8 @@ SOFT = (110, 110, 110)
 GRID = (226, 226, 226)
 PAPER = (255, 255, 255)
 # Okabe and Ito's palette, which color-blind readers can distinguish, and a brown
-SERIES = (
-    (0, 114, 178),
-    (213, 94, 0),
-    (0, 158, 115),
-    (204, 121, 167),
-    (86, 180, 233),
-    (230, 159, 0),
-    (90, 90, 90),
-    (120, 66, 18),
-)
+_SERIES = "#0072b2 #d55e00 #009e73 #cc79a7 #56b4e9 #e69f00 #5a5a5a #784212"
+SERIES = tuple(map(ImageColor.getrgb, _SERIES.split()))
 HIT = SERIES[2]
 MISS = SERIES[1]
 # of accuracy 0, 1/2 and 1: ever darker, also without color
@@ -134,15 +126,9 @@ class Canvas:
         x, y = self._px(x, y)
         self.draw.text((x - wide // 2, y - high // 2), printable(text), INK, font)
 
-    def picture(
-        self,
-        left: float,
-        top: float,
-        right: float,
-        bottom: float,
-        image: Image.Image,
-    ) -> None:
-        left, top, right, bottom = self._px(left, top, right, bottom)
+    def picture(self, *sides: float, image: Image.Image) -> None:
+        """sides: as of `box`."""
+        left, top, right, bottom = self._px(*sides)
         size = right - left, bottom - top
         resized = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
         self.image.paste(resized, (left, top))
@@ -327,7 +313,7 @@ def contact_sheet(
                 lower + 4,
                 fill=color,
             )
-        sheet.picture(left, upper, right, lower, image)
+        sheet.picture(left, upper, right, lower, image=image)
         if hit is not None:  # what the color of the frame says, without color
             sheet.box(
                 right - 22,
@@ -348,17 +334,18 @@ def contact_sheet(
     return sheet.finish()
 
 
-def draw_masks(
-    image: Image.Image,
-    masks: Sequence[np.ndarray],
-    labels: Sequence[str],
-    colors=SERIES,
-) -> Image.Image:
-    """A copy of `image` with masks (height, width), which may have another size than it, in
-    half-transparent colors of the labels, in turn."""
+def colors_of(labels: Sequence[str], colors: Sequence[Color] = SERIES) -> list[Color]:
+    """A color for each label, one for equal ones, `colors` in turn."""
     kinds = list(dict.fromkeys(labels))
-    for mask, label in zip(masks, labels, strict=True):
-        color = colors[kinds.index(label) % len(colors)]
+    return [colors[kinds.index(label) % len(colors)] for label in labels]
+
+
+def draw_masks(
+    image: Image.Image, masks: Sequence[np.ndarray], colors: Sequence[Color]
+) -> Image.Image:
+    """A copy of `image` with masks (height, width), which may have another size than it, each in
+    its half-transparent color."""
+    for mask, color in zip(masks, colors, strict=True):
         tinted = Image.blend(image, Image.new("RGB", image.size, color), 0.5)
         image = Image.composite(tinted, image, Image.fromarray(mask).resize(image.size))
     return image
@@ -370,7 +357,7 @@ def draw_objects(image: Image.Image, objects: Sequence[Said], coder: Any = None)
     labels = [said.label for said in objects]
     if coder:
         masks = [coder.to_mask(said.codes, said.box, *image.size) for said in objects]
-        image = draw_masks(image, masks, labels)
+        image = draw_masks(image, masks, colors_of(labels))
     return draw_boxes(image, [said.box for said in objects], labels, least=448)
 
 
@@ -392,11 +379,9 @@ def draw_boxes(
     points = max(image.size) / 640  # a picture of 640 px has one point a pixel
     size = image.width / DENSITY, image.height / DENSITY
     sheet = Canvas(*size)
-    sheet.picture(0, 0, *size, image)
+    sheet.picture(0, 0, *size, image=image)
     labels = labels or [""] * len(boxes)
-    kinds = list(dict.fromkeys(labels))
-    for box, label in zip(boxes, labels, strict=True):
-        color = colors[kinds.index(label) % len(colors)]
+    for box, label, color in zip(boxes, labels, colors_of(labels, colors), strict=True):
         left, top, right, bottom = (value * scale / DENSITY for value in box)
         sheet.box(
             left,

@@ -23,7 +23,7 @@ from lmms_eval.models.registry_v2 import ModelManifest
 from eval.answer import WINDOW, ask_all
 from eval.data.record import check_prompt, fill_prompt
 from eval.open import model_of, open_subject, stored_prompt
-from eval.question import Question
+from eval.question import Question, parts_of
 from model.common import UserError
 
 NAME = "dmt"
@@ -72,15 +72,14 @@ class Model(lmms):
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """The greedy answers, up to the first text of `until`. Raises UserError."""
         texts: list[str] = []
-        size = WINDOW * self.batch_size  # pictures that are in memory together
-        for options, same in groupby(requests, options_of):
+        for options, same in groupby(requests, lambda request: request.args[1]):
             check_greedy(options)
-            left = list(same)
-            for start in range(0, len(left), size):
+            # pictures that are in memory together
+            for part in parts_of(list(same), WINDOW * self.batch_size):
                 answers = ask_all(
                     self.model,
                     self.processor,
-                    [self.question(request) for request in left[start : start + size]],
+                    list(map(self.question, part)),
                     max_new_tokens=options.get("max_new_tokens", MOST_NEW),
                     batch_size=self.batch_size,
                 )
@@ -103,11 +102,6 @@ class Model(lmms):
     def generate_until_multi_round(self, requests: Sequence[Any]) -> list[str]:
         """Refused. Raises UserError."""
         raise UserError(f"--model {NAME} answers one question at a time: leave this task out")
-
-
-def options_of(request: Any) -> dict:
-    """How a request wants its answer to be generated."""
-    return request.args[1]
 
 
 def check_greedy(options: dict) -> None:

@@ -250,7 +250,6 @@ def drawn_tests(
     coco: str | Path,
     captions: str | Path,
     count: int,
-    seed: int = SEED,
 ) -> list[NeedleTest]:
     """`count` tests of one needle in 2×2 pictures, drawn from all captioned ones of a folder:
     needles take all places in turn, no picture occurs twice in a test. Raises UserError if pictures
@@ -263,7 +262,7 @@ def drawn_tests(
     if len(names) < 4:
         problem = f"--captions: {len(names)} of its pictures are in --coco, too few for 2 by 2"
         raise UserError(f"{problem}: give the folder that holds them")
-    draw = random.Random(seed)
+    draw = random.Random(SEED)
     tests = []
     for number in range(count):
         grid = tuple(draw.sample(names, 4))
@@ -292,11 +291,7 @@ def on_pictures(test: NeedleTest, folder: str | Path) -> NeedleTest:
     return replace(test, pictures=tuple(pictures), files=tuple(files))
 
 
-def sampled(
-    tests: Sequence[NeedleTest],
-    count: int,
-    seed: int = SEED,
-) -> list[NeedleTest]:
+def sampled(tests: Sequence[NeedleTest], count: int) -> list[NeedleTest]:
     """`count` tests drawn at random, in the order of their ids; with one needle a test the same
     number for every place, if there are as many. Raises UserError if there are too few."""
     pools = defaultdict(list)
@@ -310,7 +305,7 @@ def sampled(
     if least < each:
         problem = f"{each} tests of a place are asked for, {least} are there"
         raise UserError(f"--limit: {problem}: lower it")
-    draw = random.Random(seed)
+    draw = random.Random(SEED)
     chosen = []
     for places in sorted(pools):
         chosen += draw.sample(pools[places], each)
@@ -453,8 +448,8 @@ def evaluate_embedded(
 def draw_sheet(rows: Sequence[Row], title: str) -> Image.Image:
     """A contact sheet of up to eight hits and eight misses: pictures with a frame around the
     needle, and answers."""
-    hits = [row for row in rows if judge(row.answer)[2]][:8]
-    misses = [row for row in rows if not judge(row.answer)[2]][:8]
+    hits = [row for row in rows if max(row.scores.values())][:8]
+    misses = [row for row in rows if not max(row.scores.values())][:8]
     pictures = []
     captions = []
     for question, record, *_ in hits + misses:

@@ -56,6 +56,11 @@ class Question:
         return replace(self, key=f"gray {count}", picture=(gray_picture,) * count, files=())
 
 
+def parts_of(items: Sequence, size: int) -> list[Sequence]:
+    """The items in parts of this size; the last one may be shorter."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
+
+
 def scored_twins(
     questions: Sequence[Question], choices: Sequence[str], name: str
 ) -> list[Question]:

@@ -45,8 +45,7 @@ GUESS = "text-only guess"
 class Vqa(Benchmark):
     name = "vqa"
     scoring = "official"
-    # questions that the text-only guess learns from (of none: from those asked); or no guess
-    known = None
+    known = ()  # questions that the text-only guess learns from; of none there is no guess
     flags = {
         "--data": dict(
             help="jsonl:FILE, csv:FILE, vqav2:DIR, vqa:FILE or embedded (default: embedded)",
@@ -65,9 +64,6 @@ class Vqa(Benchmark):
             help="scorer (default: the one that fits the annotations); of own data the last three",
             choices=[*SCORERS, *TITLES],
         ),
-        "--guess": dict(
-            help="also guess the most frequent answer of each question type", default=False
-        ),
         "--answerability": dict(
             help="of VizWiz: also average precision and F1 of `unanswerable`", default=False
         ),
@@ -77,7 +73,7 @@ class Vqa(Benchmark):
 
     def questions(self, args):
         """Of one source, each with a method of its own."""
-        self.known = None
+        self.known = ()
         if args.scoring == "cider":
             cider_scorer()  # rather now than when all is answered
         if args.data:
@@ -118,10 +114,10 @@ class Vqa(Benchmark):
 
     def of_examples(self, args):
         """Of a user's examples, with their own prompts."""
-        if args.prompt or args.guess or args.scoring in SCORERS:
+        if args.prompt or args.scoring in SCORERS:
             raise UserError(
-                f"{shown(args.data)} has complete prompts: no --prompt or --guess, and --scoring "
-                f"is one of {', '.join(TITLES)}"
+                f"{shown(args.data)} has complete prompts: no --prompt, and --scoring is one of "
+                f"{', '.join(TITLES)}"
             )
         self.scoring = args.scoring or "official"
         records = read_data(args.data, args.images)[: args.limit]
@@ -136,8 +132,6 @@ class Vqa(Benchmark):
             problem = f"{args.scoring} scoring cannot apply to one answer a question"
             raise UserError(f"{shown(files[1] or files[0])}: {problem}: take --scoring {fitting}")
         self.scoring = args.scoring or fitting
-        if args.guess:
-            self.known = []
         if args.answerability:  # the same ones, for the probability of this answer
             if any(q.truth.answerable is None for q in questions):
                 problem = "no annotation says which questions are answerable"
@@ -189,7 +183,7 @@ class Vqa(Benchmark):
 
     def baselines(self, rows):
         questions = [row.question for row in rows if not row.question.scored]
-        if self.known is None or not questions:
+        if not self.known or not questions:
             return {}
         return {GUESS: self.rows(questions, text_only_guesses(questions, self.known))}
 
@@ -290,16 +284,14 @@ def questions_of(
 def text_only_guesses(test: Sequence[Question], train: Sequence[Question]) -> list[str]:
     """The best guess to each question from its text: the answer most frequent in `train` to the
     same question, else to the same question type, else to any; of equally frequent ones the first
-    in the alphabet. Without `train`, the most frequent answer of each question type in `test`
-    itself: the upper bound of constant ones."""
+    in the alphabet."""
 
     def keys(question: Question) -> list[tuple]:
         truth = question.truth
-        known = [("question", truth.question), ("type", truth.question_type), ()]
-        return known if train else known[1:]
+        return [("question", truth.question), ("type", truth.question_type), ()]
 
     counts = defaultdict(Counter)
-    for question in train or test:
+    for question in train:
         for key in keys(question):
             counts[key][question.truth.answer] += 1
     best = {}
@@ -307,8 +299,8 @@ def text_only_guesses(test: Sequence[Question], train: Sequence[Question]) -> li
         best[key] = min(answers, key=lambda text: (-answers[text], text))
     guesses = []
     for question in test:
-        known = [key for key in keys(question) if key in best]
-        guesses.append(best[known[0]])
+        nearest = next(key for key in keys(question) if key in best)
+        guesses.append(best[nearest])
     return guesses
 
 

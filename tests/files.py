@@ -3,6 +3,7 @@ and a picture."""
 
 import json
 import random
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -24,9 +25,19 @@ def write_lines(path: Path, rows: Iterable) -> Path:
     return path
 
 
+def read_lines(path: Path) -> list:
+    """The values that a file of JSON lines holds."""
+    return list(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
+
+
 def read_json(path: Path):
     """The value that a file of JSON holds."""
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def table(text: str) -> list[list[str]]:
+    """The cells of each line of a text, between bars."""
+    return [re.split(r" *\| *", line.strip()) for line in text.strip().splitlines()]
 
 
 def draw(path: Path, color="black", size=(8, 8)) -> Path:

@@ -51,6 +51,11 @@ def refused(call: Callable[[], object], *parts: str) -> str:
     return message
 
 
+def refuses(command, flags: str, *parts: str) -> None:
+    """A command takes no such flags: its message, one line, holds all parts."""
+    refused(lambda: command.main(words(flags)), *parts)
+
+
 def run(*arguments, out: Path) -> list[dict]:
     """A short run of train.finetune into `out`; its metrics."""
     finetune.main(words(QUICK, *arguments, "--out", out))

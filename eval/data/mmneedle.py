@@ -78,8 +78,9 @@ def read_needle_tests(
         axes = [listed(record[key]) for key in ("index", "row", "col")]
         places = tuple(zip(*axes, strict=True))
         for place, target in zip(places, targets, strict=True):
-            is_whole = {*map(type, place)} == {int}
-            check(is_whole, f"index, row, col are {quoted(place)}, expected whole numbers")
+            numbers = record["id"], *place
+            is_whole = {*map(type, numbers)} == {int}
+            check(is_whole, f"id, index, row, col are {quoted(numbers)}, expected whole numbers")
             if place == ABSENT:
                 is_there = target not in names.values()
             else:
@@ -88,10 +89,8 @@ def read_needle_tests(
             check(is_there, f"{quoted(target)} is not at {place}, {remedy}")
             has_caption = Path(target).name in described
             check(has_caption, f"{shown(captions)} lacks a caption of {quoted(target)}")
-        id_ = record["id"]
-        check(type(id_) is int, f"id is {quoted(id_)}, expected a number")
         of_targets = tuple(described[Path(target).name] for target in targets)
-        return NeedleTest(id_, haystack, places, targets, of_targets)
+        return NeedleTest(record["id"], haystack, places, targets, of_targets)
 
     # 2. the tests, which are to agree with them
     tests = read(annotations, test)

@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 from PIL import ExifTags, Image
 
-from eval.data import files
+from eval.data import files, scenes
 from eval.data.files import Places, check, find_picture, some, text_at
 from eval.data.masks import checked_mask
+from eval.data.pictures import GRID, SIDE, SQUARE
 from eval.data.published import read_vqa
 from eval.data.record import (
     PROMPT,
@@ -114,8 +115,6 @@ def embedded_records(
 ) -> list[Record]:
     """`count` records of the embedded scenes, the tasks in turn; a task that is listed twice comes
     twice as often."""
-    from eval.data import scenes
-
     drawn = Counter()
     records = []
     for task in itertools.islice(itertools.cycle(tasks), count):
@@ -125,29 +124,18 @@ def embedded_records(
     return records
 
 
-def sample_record(s: Any, split: str) -> Record:
+def sample_record(s: scenes.Sample, split: str) -> Record:
     """The record of a `scenes.Sample`, whose picture is rendered when needed. Boxes to `detect` are
     squares."""
-    from eval.data.pictures import GRID, SIDE
-
     truth = None
     if s.task == "detect":
         label = s.prefix.removeprefix("detect ")
-        side = SIDE // GRID
         boxes = []
         for number, name in enumerate(s.scene.squares):
             if name == label:
                 row, column = divmod(number, GRID)
-                boxes.append(
-                    Box(
-                        label,
-                        column * side,
-                        row * side,
-                        side,
-                        side,
-                        side * side,
-                    )
-                )
+                corner = column * SQUARE, row * SQUARE
+                boxes.append(Box(label, *corner, SQUARE, SQUARE, SQUARE**2))
         truth = Detection(SIDE, SIDE, tuple(boxes))
     name = f"{s.task}/{split}/{s.question_id}"
     key = f"{s.task}/{s.image_id}"
@@ -167,8 +155,6 @@ def one_picture_records(
 ) -> list[Record]:
     """The first `limit` records with one picture, in the first turn, the only one that is kept; of
     each embedded scene one. Raises UserError if there are none."""
-    from eval.data import scenes
-
     records = []
     if source == "embedded":
         for number in range(limit):

@@ -48,12 +48,7 @@ def box(square: int) -> str:
 # Dense answers, which teach where things are
 
 
-def dense(
-    task: str,
-    split: str,
-    index: int,
-    seed: int = 0,
-) -> Sample:
+def dense(task: str, split: str, index: int, seed: int) -> Sample:
     """scan: the names of all 16 squares, row-major, of up to 16 objects. caption: "two dogs and a
     cat". detect: PaliGemma's detection, `detect dog` → "<loc…> dog ; <loc…> dog", boxes in raster
     order."""
@@ -83,12 +78,7 @@ def dense(
 PROBES = {"locate": "where", "count": "count", "exist": "object"}
 
 
-def probe(
-    task: str,
-    split: str,
-    index: int,
-    seed: int = 0,
-) -> Sample:
+def probe(task: str, split: str, index: int, seed: int) -> Sample:
     """`locate dog` → "top left", `count dog` → "2", `exist dog` → "no": VQA's facts in two
     words."""
     kind = PROBES[task]

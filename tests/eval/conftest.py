@@ -1,5 +1,6 @@
 """Random tiny models, as folders that the commands open. Session fixtures are read-only."""
 
+import json
 import os
 import shutil
 
@@ -11,6 +12,8 @@ from model.config import PRESETS
 from model.differential import graft
 from model.paligemma import PaliGemma, initialize
 from model.source import BUNDLED_FOLDER
+from tests.files import write_json
+from tests.runs import words
 from weights.export import export_model
 
 TOKENIZER = BUNDLED_FOLDER / "tokenizer.model"
@@ -58,6 +61,39 @@ def workplace(tmp_path, monkeypatch):
     """An empty working directory."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def told(printed):
+    """A function: what a command prints with --json."""
+
+    def run(command, *flags):
+        printed()
+        command.main(words(*flags, "--json"))
+        return json.loads(printed())
+
+    return run
+
+
+@pytest.fixture
+def told_of_one(told):
+    """The same of one model or file, whose name is left out."""
+
+    def run(command, *flags):
+        (values,) = told(command, *flags).values()
+        return values
+
+    return run
+
+
+@pytest.fixture
+def scored(workplace, told_of_one):
+    """A function: what a command prints of a file of answers."""
+
+    def run(command, flags, answers):
+        return told_of_one(command, flags, "--results", write_json(workplace / "R", answers))
+
+    return run
 
 
 @pytest.fixture

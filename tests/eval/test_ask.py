@@ -8,6 +8,7 @@ import re
 from argparse import Namespace
 from io import StringIO
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,50 +26,35 @@ from model.confidence import Certainty
 from model.images import load_image
 from model.masks import MaskCoder
 from tests.files import write_json, write_lines
-from tests.runs import refused
+from tests.runs import refuses
 
 pytestmark = pytest.mark.long
 
 
-def test_many_pictures_are_asked_in_batches(workplace, monkeypatch, printed):
+def test_many_pictures_are_asked_in_batches(workplace, monkeypatch, printed, told):
     """Breaks when `--image *.jpg` fills the memory, or an answer stands at another picture."""
-    rows = []
-    whole = generate.generate
-    monkeypatch.setattr(
-        generate,
-        "generate",
-        lambda *args, **options: rows.append(len(args[1])) or whole(*args, **options),
-    )
+    whole = Mock(wraps=generate.generate)
+    monkeypatch.setattr(generate, "generate", whole)
     names = [f"{number}.png" for number in range(9)]
     for number, name in enumerate(names):
         scenes.sample("vqa", "test", 6 * number).image.save(name)
+    flags = "--model embedded --draw drawn.png --image"
     prompts = ["count dog", "exist cat"]
-    flags = "--model embedded --json --draw drawn.png".split()
-    ask.main([*flags, "--image", *names, "--prompt", *prompts])
+    ask.main([*flags.split(), *names, "--prompt", *prompts, "--json"])
     answers = json.loads(printed())
-    assert rows == [16, 2]
-    assert [(a["image"], a["prompt"]) for a in answers] == [
-        (name, prompt) for name in names for prompt in prompts
-    ]
-    ask.main([*flags, "--image", names[4], "--prompt", *prompts])
+    assert [len(call.args[1]) for call in whole.call_args_list] == [16, 2]
+    asked = [(answer["image"], answer["prompt"]) for answer in answers]
+    assert asked == [*itertools.product(names, prompts)]
+    ask.main([*flags.split(), names[4], "--prompt", *prompts, "--json"])
     assert json.loads(printed()) == answers[8:10]
     sampled = []
     for seed in (0, 0, 1):
-        ask.main(
-            [
-                *flags,
-                "--image",
-                names[4],
-                "--prompt",
-                "caption en",
-                *f"--temperature 3 --seed {seed}".split(),
-            ]
-        )
-        sampled.append(json.loads(printed())[0]["answer"])
+        said = told(ask, flags, names[4], "--prompt caption --temperature 3 --seed", seed)
+        sampled.append(said[0]["answer"])
     assert sampled[0] == sampled[1] != sampled[2]
 
 
-def test_masks_are_drawn_in_their_boxes(workplace, monkeypatch, capsys):
+def test_masks_are_drawn_in_their_boxes(workplace, monkeypatch, told):
     """Breaks when codes are lost, a mask is drawn without being asked for, or outside of its box."""
     coder = MaskCoder(1, 2)
     torch.nn.init.zeros_(coder.decoder[-1].weight)
@@ -80,43 +66,38 @@ def test_masks_are_drawn_in_their_boxes(workplace, monkeypatch, capsys):
     said = place + "".join(f"<seg{code:03}>" for code in codes) + f" cat ; {place}<seg001> dog"
     certain = Certainty(0.5, True, [0.25, 0.125])
     monkeypatch.setattr(ask, "ask", lambda *_, sure, **options: sure.append(certain) or [said])
-    flags = "--model embedded --image black.png --prompt x --json".split()
+    flags = "--model embedded --image black.png --prompt x"
     seen = []
     for more in ("--draw a.png --masks coder.npz", "--draw b.png"):
-        ask.main([*flags, *more.split()])
-        cat, dog = json.loads(capsys.readouterr().out)[0]["boxes"]
+        cat, dog = told(ask, flags, more)[0]["boxes"]
         assert cat["codes"] == codes
         assert (cat["score"], dog["score"]) == (0.25, 0.125)
         assert "codes" not in dog
         drawn = load_image(more.split()[1])
         seen.append([drawn.getpixel((x, 224)) for x in (100, 336)])
     assert seen == [[(0, 0, 0), tuple(side // 2 for side in SERIES[0])], [(0, 0, 0)] * 2]
-    refused(lambda: ask.main([*flags, "--masks", "coder.npz"]), "--draw")
+    refuses(ask, f"{flags} --masks coder.npz", "--draw")
 
 
 def test_the_toy_and_no_other_says_what_it_knows(workplace):
     """Breaks when the embedded base answers a photograph without a warning, or a model of own data
     gets the warning."""
-    for name, base, data in (
-        ("toy", "embedded", "embedded"),
-        ("own", "embedded", "csv:a"),
-        ("big", "a/b", "embedded"),
-    ):
-        Path("runs", name).mkdir(parents=True)
-        write_json(Path("runs", name, "config.json"), {"base": base, "data": [data]})
-        Path("runs", name, "summary.json").write_text("{}")
-    runs = [(run, "embedded", run) for run in "toy toy/best own own/best big".split()]
-    runs += [
-        ("base", "embedded", None),
-        ("full", "runs/toy/model", None),
-        ("full own", "runs/own/model", None),
-    ]
-    noted = {
-        name
-        for name, model, run in runs
-        if toy_note(Subject(model, run and Path("runs", run), name))
-    }
-    assert noted == {"toy", "toy/best", "base", "full"}
+    add_run("toy", "embedded", "embedded")
+    add_run("own", "embedded", "csv:a")
+    add_run("big", "a/b", "embedded")
+    for run in "toy toy/best own own/best big".split():
+        is_noted = bool(toy_note(Subject("embedded", Path("runs", run), run)))
+        assert is_noted == run.startswith("toy")
+    for model, is_noted in {"embedded": 1, "runs/toy/model": 1, "runs/own/model": 0}.items():
+        assert bool(toy_note(Subject(model, None, model))) == is_noted
+
+
+def add_run(name, base, data):
+    """What a finished run has learned, in its folder."""
+    run = Path("runs", name)
+    (run / "model").mkdir(parents=True)
+    write_json(run / "config.json", {"base": base, "data": [data]})
+    (run / "summary.json").write_text("{}")
 
 
 def test_the_toy_s_questions_are_for_the_toy(workplace):
@@ -126,22 +107,16 @@ def test_the_toy_s_questions_are_for_the_toy(workplace):
     picture.save("red.png")
     answers = [{"images": ["gone.png"], "question": "a"}, {"images": ["red.png"], "question": "b"}]
     for name, data in (("toy", "embedded"), ("own", "csv:a")):
-        run = Path("runs", name)
-        (run / "model").mkdir(parents=True)
-        write_json(run / "config.json", {"base": "embedded", "data": [data]})
-        (run / "summary.json").write_text("{}")
-        write_lines(run / "answers.jsonl", answers)
+        add_run(name, "embedded", data)
+        write_lines(Path("runs", name, "answers.jsonl"), answers)
     os.utime("runs/toy/summary.json", (0, 1))
     flags = {"model": None, "adapter": None, "quantize": None}
     for asked, run in (({}, "toy"), ({"data": "embedded"}, "toy"), ({"data": "csv:b"}, "own")):
         (subject,) = models_of(Namespace(**flags, **asked))
         assert subject.source == f"runs/{run}/model"
     subject = model_of(Namespace(**flags))
-    for of in (
-        subject,
-        subject._replace(run=Path("runs/own")),
-        Subject("a", Path("runs/own/best"), ""),
-    ):
+    best = Subject("a", Path("runs/own/best"), "")
+    for of in (subject, subject._replace(run=Path("runs/own")), best):
         assert demo.example_rows(of, workplace) == [[f"{workplace}/0.png", "b"]]
         assert load_image(workplace / "0.png").getpixel((0, 0)) == (255, 0, 0)
     toy = demo.example_rows(subject._replace(source="runs/toy/model"), workplace)

@@ -1,7 +1,5 @@
 """Several models in one call: one table, with intervals and paired differences."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -14,24 +12,24 @@ from lora.adapter import lora_layers
 from tests.eval.test_eval_commands import subjects
 from tests.runs import refused
 
-SMALL = "--limit 6 --max-new-tokens 2 --json".split()
+SMALL = "--limit 6 --max-new-tokens 2"
 
 
 def rows(scores, *measures):
-    return [
-        Row(Question(n, f"picture {n // 2}", (), "?"), "", dict.fromkeys(measures, s))
-        for n, s in scores.items()
-    ]
+    made = []
+    for n, score in scores.items():
+        question = Question(n, f"picture {n // 2}", (), "?")
+        made.append(Row(question, "", dict.fromkeys(measures, score)))
+    return made
 
 
 def test_bootstrap_by_hand():
     """Breaks when a benchmark's interval is of another level, parts a picture's questions, or
     weighs them alike."""
     half = [0.0, 1.0] * 50  # scipy.stats.binom.ppf((0.025, 0.975), 100, 0.5) / 100
-    assert bootstrap(half) == pytest.approx((0.5, 0.4, 0.6))
-    assert bootstrap(np.repeat(half, 3), np.repeat(np.arange(100), 3)) == pytest.approx(
-        (0.5, 0.4, 0.6)
-    )
+    expected = pytest.approx((0.5, 0.4, 0.6))
+    assert bootstrap(half) == expected
+    assert bootstrap(np.repeat(half, 3), np.repeat(np.arange(100), 3)) == expected
     assert bootstrap([1.0, 1, 1, 0], [*"aaab"]) == (0.75, 0, 1)
 
 
@@ -47,16 +45,9 @@ def test_differences_are_paired():
     assert "difference" not in values["a"]["exact"]
     assert values["b"]["exact"]["mean"] == 100
     assert values["b"]["exact"]["questions"] == 20
-    assert values["b"]["exact"]["difference"] == {
-        "mean": 50,
-        "low": 50,
-        "high": 50,
-    }  # each picture: one of two
-    assert values["b, blind"]["exact"]["difference"] == {
-        "mean": -50,
-        "low": -50,
-        "high": -50,
-    }  # to b
+    # each picture: one of two; to b
+    for title, difference in (("b", 50), ("b, blind", -50)):
+        assert {*values[title]["exact"]["difference"].values()} == {difference}
     assert "difference" not in values["b"]["vqa"]  # which a lacks
     head, _, *table = comparison_table(values_of(Benchmark(), results))
     assert head.startswith("40 questions, ")
@@ -66,19 +57,21 @@ def test_differences_are_paired():
 
 
 @pytest.mark.long
-def test_several_models_are_one_table(source, twin, workplace, monkeypatch, capsys):
+def test_several_models_are_one_table(source, twin, workplace, monkeypatch, told):
     """A base and its adapter are asked as one model, or share files; --quantize forgets the
     adapter."""
     opened = []
-    original = open.open_subject
-    monkeypatch.setattr(
-        open, "open_subject", lambda *args, **text: opened.append(original(*args)) or opened[-1]
-    )
-    flags = f"--model {source} --adapter none --adapter {twin} --quantize none --quantize int8 --device cpu --out out"
-    pope.main([*flags.split(), *SMALL])
-    printed = json.loads(capsys.readouterr().out)
+    load = open.load_subject
+
+    def watched(*args):
+        opened.append(load(*args))
+        return opened[-1]
+
+    monkeypatch.setattr(open, "load_subject", watched)
+    flags = f"--model {source} --adapter none --adapter {twin} --device cpu --out out"
+    printed = told(pope, SMALL, flags, "--quantize none --quantize int8")
     assert list(printed) == "random random-int8 twin twin-int8".split()
-    _, _, (whole, _), (small, _) = opened
+    _, _, whole, small = opened
     assert whole.quantized is None
     assert small.quantized == "int8"
     assert small.grafts == whole.grafts
@@ -90,7 +83,6 @@ def test_several_models_are_one_table(source, twin, workplace, monkeypatch, caps
         assert measure["questions"] == 6
         assert ("difference" in measure) == (title != "random")
         assert (workplace / "out" / title / "results.json").is_file()
-    files = [flag for title in printed for flag in ("--results", f"out/{title}/results.json")]
-    pope.main(["--limit", "6", "--json", *files])
-    assert list(json.loads(capsys.readouterr().out).values()) == list(printed.values())
+    files = [f"--results out/{title}/results.json" for title in printed]
+    assert [*told(pope, "--limit 6", *files).values()] == [*printed.values()]
     refused(lambda: subjects("--model a/x --model b/x --model c"), "named x")

@@ -1,7 +1,6 @@
 """How sure a model is of its answers: beside a forward pass over the whole answer, through the log
-and files of results, and its calibration, by hand and by Guo et al.'s definition in NumPy."""
+and files of results, and its calibration, by Guo et al.'s definition in NumPy."""
 
-import json
 import math
 from pathlib import Path
 
@@ -19,8 +18,8 @@ from model.generate import generate
 from tests.eval.conftest import random_model
 from tests.eval.test_detection import by_pycocotools
 from tests.eval.test_eval_commands import FAST, noise
-from tests.files import read_json, write_json, write_lines
-from tests.runs import refused
+from tests.files import read_json, read_lines, write_json, write_lines
+from tests.runs import refused, refuses
 
 # --- one answer ---
 
@@ -75,17 +74,17 @@ def test_confidences_are_those_of_a_forward_pass(processor, tmp_path, monkeypatc
     found = answer.ask_all(*given, sure=sure, **options)
     assert sorted(sure) == list(range(7))  # a choice is not decoded
     assert {certain.ended for certain in sure.values()} == {True, False}
-    for question in asked[:7]:
-        ids, confidence = alone(model, processor, question)
-        assert found[question.id] == processor.decode(ids)
-        assert sure[question.id].confidence == pytest.approx(confidence, abs=1e-5)
-        assert sure[question.id].ended == (ids[-1] == end)
+    for number, certain in sure.items():
+        ids, confidence = alone(model, processor, asked[number])
+        assert found[number] == processor.decode(ids)
+        assert certain.confidence == pytest.approx(confidence, abs=1e-5)
+        assert certain.ended == (ids[-1] == end)
     # from the log
     monkeypatch.setattr(answer, "generate_texts", None)
     again = {}
     assert answer.ask_all(*given, sure=again, **options) == found
     assert again == sure
-    records = [json.loads(line) for line in log.read_text().splitlines()]
+    records = read_lines(log)
 
     def refuse(change, part):
         write_lines(log, [record | change for record in records])
@@ -103,47 +102,31 @@ def test_confidences_are_those_of_a_forward_pass(processor, tmp_path, monkeypatc
 # --- calibration ---
 
 
-def test_calibration_by_hand():
-    """Breaks when an edge is in the wrong bin, an empty bin counts, or bins are not weighed by their
-    answers."""
-    pairs = [(0.0, 0), (0.1, 1), (0.95, 1), (1.0, 0), (0.9, 1), (0.85, 1), (0.3, 0), (0.30001, 1)]
-    error, bins = calibration(pairs)
-    filled = {bin_["up_to"]: bin_ for bin_ in bins if bin_["count"]}
-    assert [bin_["up_to"] for bin_ in bins] == [n / 10 for n in range(1, 11)]
-    assert {end: bin_["count"] for end, bin_ in filled.items()} == {
-        0.1: 2,
-        0.3: 1,
-        0.4: 1,
-        0.9: 2,
-        1.0: 2,
-    }
-    gaps = 2 * abs(0.5 - 0.05) + 0.3 + (1 - 0.30001) + 2 * abs(1 - 0.875) + 2 * abs(0.5 - 0.975)
-    assert error == pytest.approx(gaps / 8, rel=1e-12)
-    assert filled[1.0] == {"up_to": 1.0, "count": 2, "confidence": 0.975, "right": 0.5}
-    assert bins[1] == {"up_to": 0.2, "count": 0, "confidence": None, "right": None}
-
-
 def test_calibration_is_that_of_guo():
-    """Breaks when the error is another than Σ |B_m| / n · |acc(B_m) − conf(B_m)|, M = 10."""
+    """Breaks when the error is another than Σ |B_m| / n · |acc(B_m) − conf(B_m)|, M = 10, an edge is
+    in the wrong bin, or the bins that are shown are others; 0 is in the first one."""
     draw = np.random.default_rng(0)
     for n in (1, 7, 500):
-        confidence = np.concatenate([draw.random(n), draw.integers(1, 11, n) / 10])
-        right = (draw.random(2 * n) < confidence**2).astype(float)
-        expected = 0.0
-        for m in range(1, 11):
-            inside = (confidence > (m - 1) / 10) & (confidence <= m / 10)
-            if inside.any():
-                gap = right[inside].mean() - confidence[inside].mean()
-                expected += inside.sum() / len(right) * abs(gap)
+        confidence = np.concatenate([[0.0], draw.random(n), draw.integers(1, 11, n) / 10])
+        right = (draw.random(2 * n + 1) < confidence**2).astype(float)
         error, bins = calibration(list(zip(confidence.tolist(), right.tolist(), strict=True)))
+        expected = 0.0
+        for m, shown in enumerate(bins, 1):
+            inside = (confidence > (m - 1) / 10) & (confidence <= m / 10)
+            inside[0] = m == 1
+            means = None, None
+            if inside.any():
+                means = confidence[inside].mean(), right[inside].mean()
+                expected += inside.mean() * abs(means[1] - means[0])
+            assert (*shown.values(),) == pytest.approx((m / 10, inside.sum(), *means))
         assert error == pytest.approx(expected, rel=1e-12)
-        assert sum(bin_["count"] for bin_ in bins) == 2 * n
+        assert len(bins) == 10
 
 
 # --- the commands ---
 
 
-def test_own_data_has_a_table_of_calibration(source, workplace, capsys):
+def test_own_data_has_a_table_of_calibration(source, workplace, printed, told_of_one):
     """Breaks when the line or the bins are of other answers, a file of results scores otherwise than
     the run, or one without confidence, or with a part, is taken for whole."""
     lines = []
@@ -151,16 +134,15 @@ def test_own_data_has_a_table_of_calibration(source, workplace, capsys):
         noise(90 + number).save(f"{number}.png")
         lines.append({"image": f"{number}.png", "prefix": "count cat", "suffix": "?"})
     write_lines(workplace / "own.jsonl", lines)
-    flags = [*"--data jsonl:own.jsonl --out".split(), "out"]
-    asked = ["--model", source, *FAST, *flags]
+    asked = ["--model", source, *FAST, *"--data jsonl:own.jsonl --out out".split()]
     vqa.main(asked)
-    first = {r["question_id"]: r["answer"] for r in read_json(workplace / "out/results.json")}
-    for line, said in list(zip(lines, first.values(), strict=True))[:3]:
-        line["suffix"] = said
+    first = read_json(workplace / "out/results.json")[:3]
+    for line, said in zip(lines, first, strict=False):
+        line["suffix"] = said["answer"]
     write_lines(workplace / "own.jsonl", lines)
-    capsys.readouterr()
+    printed()
     vqa.main(asked)
-    table = capsys.readouterr().out
+    table = printed()
     results = read_json(workplace / "out/results.json")
     (scores,) = read_json(workplace / "out/scores.json")["results"].values()
     pairs = [(r["confidence"], r["exact_match"]) for r in results]
@@ -174,33 +156,29 @@ def test_own_data_has_a_table_of_calibration(source, workplace, capsys):
         (line,) = [row for row in table.splitlines() if f"| {name} " in row]
         assert f"{value:.2f}" in line
 
-    def rescored():
-        vqa.main([*flags[:2], "--results", "out/results.json", "--json"])
-        (values,) = json.loads(capsys.readouterr().out).values()
-        return values
-
-    assert rescored() == scores
+    again = "--data jsonl:own.jsonl --results out/results.json"
+    assert told_of_one(vqa, again) == scores
     old = [{"question_id": r["question_id"], "answer": r["answer"]} for r in results]
     for records in (old, [*results[1:], old[0]]):
         write_json(workplace / "out/results.json", records)
-        without = rescored()
+        without = told_of_one(vqa, again)
         assert without["summary"] == scores["summary"]
         assert not {ECE, AT_LIMIT, "calibration"} & without.keys()
     for wrong in ({"confidence": 2}, {"confidence": "much"}, {"ended": None}):
         write_json(workplace / "out/results.json", [results[0] | wrong, *results[1:]])
-        refused(rescored, "out/results.json[0]: ")
+        refuses(vqa, again, "out/results.json[0]: ")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", [vqa, pope, needle, detect])
-def test_every_table_says_how_many_answers_were_cut_off(command, source, workplace, capsys):
+def test_every_table_says_how_many_answers_were_cut_off(command, source, workplace, printed):
     """Breaks when a benchmark's line is missing, or counts other than the answers that were
     decoded."""
     more = "--probability" if command is pope else "--blind"
     command.main(["--model", source, *FAST, "--limit", "6", more])
-    assert f"| {AT_LIMIT} " in capsys.readouterr().out
+    assert f"| {AT_LIMIT} " in printed()
     folder = next(Path("runs/eval/random").iterdir())
-    logged = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    logged = read_lines(folder / "answers.jsonl")
     ended = [record["ended"] for record in logged if "ended" in record]
     results = read_json(folder / "scores.json")["results"]
     shares = [of_model[AT_LIMIT] for of_model in results.values() if AT_LIMIT in of_model]
@@ -217,27 +195,23 @@ def test_a_needle_test_has_all_its_answers():
 
 
 @pytest.mark.long
-def test_boxes_are_ranked_by_their_locations(workplace, capsys):
+def test_boxes_are_ranked_by_their_locations(workplace, told_of_one):
     """Breaks when the score of a box is another's, does not come back from results.json, or COCO's
     own code ranks the boxes otherwise."""
-    detect.main(["--model", "embedded", *"--limit 60 --out out --json".split()])
-    (values,) = json.loads(capsys.readouterr().out).values()
+    values = told_of_one(detect, "--model embedded --limit 60 --out out")
     results = read_json(workplace / "out/results.json")
-    logged = [json.loads(line) for line in Path("out/answers.jsonl").read_text().splitlines()]
-    of_log = {record["id"]: record["scores"] for record in logged}
+    of_log = {record["id"]: record["scores"] for record in read_lines(Path("out/answers.jsonl"))}
     for record in results:
-        assert record["scores"] == of_log[record["question_id"]]
-        assert len(record["scores"]) == record["answer"].count(";") + 1
-        assert all(0 < score <= 1 for score in record["scores"])
-    detect.main("--results out/results.json --json".split())
-    (scored,) = json.loads(capsys.readouterr().out).values()
+        scores = record["scores"]
+        assert scores == of_log[record["question_id"]]
+        assert len(scores) == record["answer"].count(";") + 1
+        assert 0 < min(scores) <= max(scores) <= 1
+    scored = told_of_one(detect, "--results out/results.json")
     assert scored["summary"] == values["summary"]
     rows = read_rows("out/results.json", detect.row_of)
     truths = [row.question.truth.boxes for row in rows]
     found = [detect.boxes_of(row)[0] for row in rows]
     assert scored["summary"]["AP"]["COCO"] == pytest.approx(100 * by_pycocotools(truths, found)[0])
-    capsys.readouterr()
     write_json(Path("ones"), [record | {"scores": []} for record in results])
-    detect.main("--results ones --json".split())
-    (plain,) = json.loads(capsys.readouterr().out).values()
+    plain = told_of_one(detect, "--results ones")
     assert plain["summary"]["AP"] != scored["summary"]["AP"]

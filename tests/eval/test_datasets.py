@@ -9,6 +9,7 @@ import pytest
 from eval.data import mmneedle, published
 from eval.data.files import find_picture
 from eval.data.published import Annotation
+from tests.files import table
 from tests.runs import refused
 
 
@@ -19,18 +20,18 @@ def write(path, value):
     return path
 
 
-NAMES = [
-    ("train2014", 458752, "train2014/COCO_train2014_000000458752.jpg"),
-    ("", 12, "12.jpg"),
-    ("test-dev2015", 1, "test2015/COCO_test2015_000000000001.jpg"),
-    ("", "0f3a", "0f3a.jpg"),
-]
+# COCO's subset, the picture's id, and its name
+NAMES = """
+    train2014 | 458752 | train2014/COCO_train2014_000000458752.jpg
+    | 12 | 12.jpg
+    test-dev2015 | 1 | test2015/COCO_test2015_000000000001.jpg
+    | "0f3a" | 0f3a.jpg"""
 
 
-@pytest.mark.parametrize("subset, image_id, image", NAMES)
+@pytest.mark.parametrize("subset, image_id, image", table(NAMES))
 def test_names_of_pictures(tmp_path, subset, image_id, image):
     """COCO's name has twelve digits, the split twice; test-dev asks about test's pictures."""
-    questions = [{"image_id": image_id, "question": "What?", "question_id": 9}]
+    questions = [{"image_id": json.loads(image_id), "question": "What?", "question_id": 9}]
     path = write(tmp_path / "q.json", {"info": {}, "data_subtype": subset, "questions": questions})
     assert published.read_vqa(path)[1] == [Annotation(9, question="What?", image=image)]
 
@@ -38,12 +39,11 @@ def test_names_of_pictures(tmp_path, subset, image_id, image):
 def test_vqav2_annotations(tmp_path):
     """The ten records stay whole, since the scorer compares them whole; a question without answers
     is named."""
-    answers = [
-        {"answer": "net", "answer_confidence": "maybe", "answer_id": n} for n in range(1, 11)
-    ]
-    full = json.loads("""{"question_id": 9, "question_type": "what is", "answer_type": "other",
-        "multiple_choice_answer": "mesh"}""")
-    bare = {"question_id": 10, "answers": ["x", "net", "net"]}
+    same = {"answer": "net", "answer_confidence": "maybe"}
+    answers = [same | {"answer_id": n} for n in range(10)]
+    full, bare = json.loads("""[{"question_id": 9, "question_type": "what is",
+        "answer_type": "other", "multiple_choice_answer": "mesh"},
+        {"question_id": 10, "answers": ["x", "net", "net"]}]""")
     asked = [{"question_id": n, "image_id": 4, "question": "?"} for n in (9, 10)]
     questions = write(tmp_path / "q.json", {"questions": asked})
 
@@ -119,11 +119,8 @@ def test_coco_s_pictures_may_lie_flat(tmp_path):
     for name in ("val2014/COCO_a.png", "link.png", "../data/c.png"):
         assert find_picture(data, name) == data / name
     assert find_picture(data, "val2014/COCO_b.png") == data / "COCO_b.png"
-    refused(
-        lambda: find_picture(tmp_path, "val2014/c.png"),
-        "'val2014/c.png' is not in",
-        "--images",
-    )
+    lost = "val2014/c.png"
+    refused(lambda: find_picture(tmp_path, lost), f"'{lost}' is not in", "--images")
 
 
 PLACES = ("00", "01", "10", "11")
@@ -132,13 +129,13 @@ for number in range(3):
     cells = {f"{row}_{column}": f"val2014/{number}{row}{column}.jpg" for row, column in PLACES}
     GRIDS[f"s_{number}.jpg"] = cells
 CAPTIONS = {f"{n}{at}.jpg": f"caption {n}{at}" for n in range(4) for at in PLACES}
-TEST = json.loads("""{"id": 0, "image_ids": ["images_stitched/2_2/s_0.jpg", "images_stitched/2_2/s_2.jpg"],
-    "index": 1, "row": 0, "col": 1, "target": "val2014/201.jpg"}""")
-NEGATIVE = TEST | json.loads(
-    '{"id": 5000, "index": -1, "row": -1, "col": -1, "target": "val2014/311.jpg"}'
-)
-TWO = TEST | json.loads("""{"id": 1, "index": [0, 1], "row": [1, 0], "col": [0, 1],
-    "target": ["val2014/010.jpg", "val2014/201.jpg"]}""")
+TEST, NEGATIVE, TWO = json.loads("""[
+    {"id": 0, "index": 1, "row": 0, "col": 1, "target": "val2014/201.jpg"},
+    {"id": 5000, "index": -1, "row": -1, "col": -1, "target": "val2014/311.jpg"},
+    {"id": 1, "index": [0, 1], "row": [1, 0], "col": [0, 1],
+        "target": ["val2014/010.jpg", "val2014/201.jpg"]}]""")
+for test in (TEST, NEGATIVE, TWO):
+    test["image_ids"] = ["images_stitched/2_2/s_0.jpg", "images_stitched/2_2/s_2.jpg"]
 
 
 def read(tmp_path, records, grids=GRIDS):

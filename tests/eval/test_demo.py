@@ -16,7 +16,8 @@ import pytest
 from eval import demo
 from eval.data import scenes
 from eval.open import Subject
-from tests.runs import refused
+from tests.files import table
+from tests.runs import refuses
 from weights.load import load_model
 
 pytestmark = pytest.mark.long
@@ -29,7 +30,7 @@ def test_without_gradio_nothing_is_loaded(monkeypatch):
     """Breaks when a traceback of imports comes after a large model was read."""
     monkeypatch.setitem(sys.modules, "gradio", None)
     monkeypatch.setattr(demo, "open_subject", None)
-    refused(lambda: demo.main(["--model", "embedded"]), "pip install 'gradio")
+    refuses(demo, "--model embedded", "pip install 'gradio")
 
 
 @pytest.fixture
@@ -42,23 +43,24 @@ def served(processor, tmp_path, monkeypatch):
     return demo.serve(subject, load_model("embedded"), processor, tmp_path)
 
 
-@pytest.mark.parametrize(
-    "host, origin, status",
-    [
-        ("127.0.0.1:7860", None, 200),
-        ("LocalHost:8000", "http://LocalHost:8000", 200),  # a port forwarded by ssh
-        ("localhost", "http://localhost", 200),
-        ("evil.example:7860", None, 403),
-        ("evil.example:7860", "http://evil.example:7860", 403),
-        ("localhost.evil.example", None, 403),
-        ("", None, 403),
-        ("127.0.0.1:7860", "http://evil.example", 403),
-        ("127.0.0.1:7860", "http://127.0.0.1:8888", 403),  # another server of this machine
-        ("127.0.0.1:7860", "null", 403),  # a file, or a frame without rights
-    ],
-)
-def test_pages_from_elsewhere_are_refused(host, origin, status):
+# Host, Origin, and the status of the answer
+REQUESTS = """
+    127.0.0.1:7860 | | 200
+    LocalHost:8000 | http://LocalHost:8000 | 200 | a port forwarded by ssh
+    localhost | http://localhost | 200
+    evil.example:7860 | | 403
+    evil.example:7860 | http://evil.example:7860 | 403
+    localhost.evil.example | | 403
+    | | 403
+    127.0.0.1:7860 | http://evil.example | 403
+    127.0.0.1:7860 | http://127.0.0.1:8888 | 403 | another server of this machine
+    127.0.0.1:7860 | null | 403 | a file, or a frame without rights"""
+
+
+@pytest.mark.parametrize("case", table(REQUESTS))
+def test_pages_from_elsewhere_are_refused(case):
     """Breaks when a page elsewhere can ask the model or store a picture, or the own page cannot."""
+    host, origin, status, *_ = case
     headers = [(b"host", host.encode())]
     if origin:
         headers.append((b"origin", origin.encode()))
@@ -72,7 +74,7 @@ def test_pages_from_elsewhere_are_refused(host, origin, status):
 
     scope = {"type": "http", "headers": headers}
     asyncio.run(demo.own_page(app)(scope, None, send))
-    assert sent[0]["status"] == status
+    assert sent[0]["status"] == int(status)
 
 
 def test_no_part_of_the_server_answers_pages_from_elsewhere(served, tmp_path):
@@ -131,6 +133,5 @@ def test_the_page_answers_and_refuses(served, new_page):
     page.get_by_text("cannot be read").first.wait_for()
     served.close(verbose=False)
     page.wait_for_timeout(500)
-    page.problems[:] = [
-        problem for problem in page.problems if problem.startswith("http")
-    ]  # refusals are logged
+    # refusals are logged
+    page.problems[:] = [problem for problem in page.problems if problem.startswith("http")]

@@ -14,18 +14,17 @@ from eval.data.published import Annotation
 from eval.data.records import read_data
 from eval.document_scoring import anls, edit_distance, metric, relaxed
 from eval.question import Question
-from tests.files import read_json, write_json, write_lines
+from tests.files import read_json, table, write_json, write_lines
 from tests.runs import refused
 
 
 @pytest.fixture
-def scores(workplace, printed):
-    """A function that scores answers by id with --json."""
+def scores(scored):
+    """A function that scores answers by id."""
 
     def run(flags, said, key="question_id"):
-        write_json(workplace / "R", [{key: id_, "answer": text} for id_, text in said.items()])
-        vqa.main([*flags.split(), *"--results R --json".split()])
-        return json.loads(printed())["R"]["summary"]
+        answers = [{key: id_, "answer": text} for id_, text in said.items()]
+        return scored(vqa, flags, answers)["summary"]
 
     return run
 
@@ -66,27 +65,29 @@ def published_relaxed(target, prediction):
     return prediction.lower() == target.lower()
 
 
-ANLS = [
-    (["coca cola"], "Coca Cola", 1),
-    (["coca cola"], " coca\n cola ", 1),
-    (["1234"], "1235", 0.75),
-    (["abcd"], "abxx", 0.5),  # ½ counts, other than in the paper
-    (["abcde"], "abxxx", 0),
-    (["no", "yes"], "yes", 1),
-    (["a  bc"], "a bd", 0.8),  # one of five letters as given, of four that are compared
-    (["Straße"], "strase", 6 / 7),  # STRASSE has seven letters
-    (["œuvre"], "oeuvre", 4 / 6),
-    (["日本語"], "日本人", 2 / 3),
-    (["é"], "e\u0301", 0),  # another spelling of é has two letters: one replaced, one inserted
-    (["a"], "", 0),
-    ([""], "", 1),
-    ([], "a", 0),
-]
+# right answers, what was said, its score
+ANLS = json.loads(r"""[
+    [["coca cola"], "Coca Cola", 1],
+    [["coca cola"], " coca\n cola ", 1],
+    [["1234"], "1235", 0.75],
+    [["abcd"], "abxx", 0.5, "½ counts, other than in the paper"],
+    [["abcde"], "abxxx", 0],
+    [["no", "yes"], "yes", 1],
+    [["a  bc"], "a bd", 0.8, "one of five letters as given, of four that are compared"],
+    [["Straße"], "strase", 0.8571428571428571, "STRASSE has seven letters"],
+    [["œuvre"], "oeuvre", 0.6666666666666667],
+    [["日本語"], "日本人", 0.6666666666666667],
+    [["é"], "e\u0301", 0, "another spelling has two letters: one replaced, one inserted"],
+    [["a"], "", 0],
+    [[""], "", 1],
+    [[], "a", 0]
+]""")
 
 
-@pytest.mark.parametrize("truths, answer, score", ANLS)
-def test_anls_by_hand(truths, answer, score):
+@pytest.mark.parametrize("case", ANLS)
+def test_anls_by_hand(case):
     """Case, blanks, the threshold or the length are not those of the challenge's script."""
+    truths, answer, score, *_ = case
     assert anls(truths, answer) == pytest.approx(score, abs=1e-12)
 
 
@@ -113,49 +114,51 @@ def test_long_texts_take_seconds_or_are_refused():
     refused(lambda: anls(["x" * 30_000], "y" * 30_000), "30000", "10000")
 
 
-# by ChartQA's rule; True or False for the published scorer too, 1 or 0 where it says another
-RELAXED = [
-    ("100", "105", True),
-    ("100", "95.0", True),
-    ("100", "105.1", False),
-    ("100", "-100", False),
-    ("-5", "-5.2", True),
-    ("-5", "5", False),
-    ("1", "1.05", False),  # 0.05000000000000004, as upstream
-    ("5%", "0.05", True),
-    ("5%", "5", False),
-    ("0.5", "51%", True),
-    ("0", "0", True),
-    ("0", "0.0", False),  # of 0 the text counts
-    ("0", "0.001", False),
-    ("2010", "2015", True),  # years are numbers
-    ("Yes", "yes", True),
-    ("yes", "yes.", False),
-    ("1,000", "1000", False),
-    ("1,000", "1,000", True),
-    ("", "", True),
-    ("red", "", False),
-    ("1e3", "1000", True),
-    ("7", "nan", False),
-    ("7", "inf", False),
-    ("7", "1e999", False),
-    ("7", "-inf%", False),
-    ("inf", "7", False),
-    ("5e-324", "1e308", False),
-    ("٣", "3", True),  # Python reads every script's digits
-    ("nan", "NaN", 1),
-    ("inf", "INF", 1),
-    ("1e999", "1e999", 1),
-    ("3", " 3%", False),
-    ("red", " red\n", 1),
-    ("5%", "5% ", 1),
-]
+# the right answer, what was said, by ChartQA's rule: true or false for the published scorer too, 1
+# or 0 where it says another
+RELAXED = json.loads(r"""[
+    ["100", "105", true],
+    ["100", "95.0", true],
+    ["100", "105.1", false],
+    ["100", "-100", false],
+    ["-5", "-5.2", true],
+    ["-5", "5", false],
+    ["1", "1.05", false, "0.05000000000000004, as upstream"],
+    ["5%", "0.05", true],
+    ["5%", "5", false],
+    ["0.5", "51%", true],
+    ["0", "0", true],
+    ["0", "0.0", false, "of 0 the text counts"],
+    ["0", "0.001", false],
+    ["2010", "2015", true, "years are numbers"],
+    ["Yes", "yes", true],
+    ["yes", "yes.", false],
+    ["1,000", "1000", false],
+    ["1,000", "1,000", true],
+    ["", "", true],
+    ["red", "", false],
+    ["1e3", "1000", true],
+    ["7", "nan", false],
+    ["7", "inf", false],
+    ["7", "1e999", false],
+    ["7", "-inf%", false],
+    ["inf", "7", false],
+    ["5e-324", "1e308", false],
+    ["٣", "3", true, "Python reads every script's digits"],
+    ["nan", "NaN", 1],
+    ["inf", "INF", 1],
+    ["1e999", "1e999", 1],
+    ["3", " 3%", false],
+    ["red", " red\n", 1],
+    ["5%", "5% ", 1]
+]""")
 
 
-@pytest.mark.parametrize("truth, answer, right", RELAXED)
-def test_relaxed_accuracy_by_hand(truth, answer, right):
+@pytest.mark.parametrize("case", RELAXED)
+def test_relaxed_accuracy_by_hand(case):
     """A tolerance, a percentage, 0, or a number that is none is not as published, or as decided
     here."""
+    truth, answer, right, *_ = case
     assert relaxed([truth], answer) == right
     assert relaxed(["other", truth], answer) == right
     if isinstance(right, bool):
@@ -212,38 +215,23 @@ def test_without_the_package_captions_are_refused_first(workplace, monkeypatch):
     refused(lambda: vqa.main(flags.split()), "pip install pycocoevalcap")
 
 
-# as published: what the file holds, the right answers by question, the default scorer
-DOCVQA = {
-    "dataset_name": "docvqa",
-    "data": [
-        {
-            "questionId": number,
-            "question": f"What is {number}?",
-            "question_types": ["form"],
-            "image": f"documents/{number // 2}.png",
-            "docId": 1,
-            "answers": answers,
-        }
-        for number, answers in ((11, ["Coca Cola", "the coca cola"]), (12, ["0.28"]))
-    ],
-}
-INFOVQA = {
-    "dataset_name": "infographicVQA",
-    "data": [
-        {
-            "questionId": number,
-            "question": "How many?",
-            "image_local_name": "20471.jpeg",
-            "answers": ["5"],
-        }
-        for number in (11, 12)
-    ],
-}
-CHARTQA = [
-    {"imgname": "41.png", "query": "How many?", "label": "14"},
-    {"imgname": "41.png", "query": "Which?", "label": "Inspired"},
-]
-FILES = {"docvqa": DOCVQA, "infovqa": INFOVQA, "chartqa": CHARTQA}
+# as published
+FILES = json.loads("""{
+    "docvqa": {"dataset_name": "docvqa", "data": [
+        {"questionId": 11, "question": "What is 11?", "question_types": ["form"],
+            "image": "documents/5.png", "docId": 1, "answers": ["Coca Cola", "the coca cola"]},
+        {"questionId": 12, "question": "What is 12?", "question_types": ["form"],
+            "image": "documents/6.png", "docId": 1, "answers": ["0.28"]}]},
+    "infovqa": {"dataset_name": "infographicVQA", "data": [
+        {"questionId": 11, "question": "How many?", "image_local_name": "20471.jpeg",
+            "answers": ["5"]},
+        {"questionId": 12, "question": "How many?", "image_local_name": "20471.jpeg",
+            "answers": ["5"]}]},
+    "chartqa": [
+        {"imgname": "41.png", "query": "How many?", "label": "14"},
+        {"imgname": "41.png", "query": "Which?", "label": "Inspired"}]
+}""")
+DOCVQA = FILES["docvqa"]
 
 
 def test_documents_are_scored_by_their_own_rule(scores, workplace):
@@ -278,12 +266,11 @@ def test_documents_are_learned(name, tmp_path):
     as the answer of a test split."""
     write_json(tmp_path / "Q.json", FILES[name])
     first, second = read_data(f"vqa:{tmp_path}/Q.json", None, "{question}")
-    asked, answer, picture = {
-        "docvqa": ("What is 11?", "Coca Cola", "documents/5.png"),
-        "infovqa": ("How many?", "5", "20471.jpeg"),
-        "chartqa": ("How many?", "14", "41.png"),
-    }[name]
-    assert first.turns == ((asked, answer),)
+    known = """What is 11? | Coca Cola | documents/5.png
+        How many? | 5 | 20471.jpeg
+        How many? | 14 | 41.png"""
+    *turn, picture = table(known)[[*FILES].index(name)]
+    assert first.turns == (tuple(turn),)
     assert first.pictures == (tmp_path / picture,)
     assert (first.key == second.key) == (name != "docvqa")
     assert len(first.answers) == (2 if name == "docvqa" else 1)

@@ -6,6 +6,7 @@ from copy import copy
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,8 +23,8 @@ from model.compiled import CompiledStep
 from model.differential import graft
 from model.generate import generate
 from tests.eval.conftest import random_model
-from tests.files import draw, read_json, write_json, write_lines
-from tests.runs import refused
+from tests.files import read_json, read_lines, table, write_json, write_lines
+from tests.runs import refused, refuses
 
 FAST = "--max-new-tokens 3 --batch-size 8".split()
 
@@ -70,9 +71,12 @@ def test_a_small_last_batch_compiles_nothing_anew(model, processor, said_alone, 
     compiled = CompiledStep(model, backend=counter)
     steps = []
     call = CompiledStep.__call__
-    monkeypatch.setattr(
-        CompiledStep, "__call__", lambda *args: steps.append(len(args[1])) or call(*args)
-    )
+
+    def watched(*args):
+        steps.append(len(args[1]))
+        return call(*args)
+
+    monkeypatch.setattr(CompiledStep, "__call__", watched)
     options = {"max_new_tokens": 6, "batch_size": 8, "compiled": compiled}
     assert answer.ask_all(model, processor, asked, **options) == single
     assert set(steps) == {8}
@@ -103,18 +107,11 @@ def test_several_pictures_in_one_prompt(model, processor):
 def test_a_picture_is_encoded_once_for_all_its_questions(model, processor, monkeypatch):
     """Six questions a picture cost six encodings: the vision tower is most of the work of a large
     model."""
-    encoded = []
-    drawn = []
-    encode = model.encode_images
-    monkeypatch.setattr(
-        model, "encode_images", lambda pixels: encoded.append(len(pixels)) or encode(pixels)
-    )
-    asked = [
-        Question(q.id, q.key, lambda q=q: drawn.append(q.key) or q.picture(), q.prefix)
-        for q in vqa.embedded(42)
-    ]
-    answer.ask_all(model, processor, asked, max_new_tokens=1, batch_size=3)
-    assert len(drawn) == sum(encoded) <= 8
+    encode = Mock(wraps=model.encode_images)
+    monkeypatch.setattr(model, "encode_images", encode)
+    answer.ask_all(model, processor, vqa.embedded(42), max_new_tokens=1, batch_size=3)
+    encoded = [len(call.args[0]) for call in encode.call_args_list]
+    assert sum(encoded) <= 8
     assert max(encoded) <= 3  # one is in two windows of 24
 
 
@@ -184,7 +181,7 @@ def test_an_interrupted_run_goes_on(source, workplace, printed, monkeypatch):
         count_asked(patch, 2)
         vqa.main([*flags, "--out", "parts"])
     log = workplace / "parts/answers.jsonl"
-    assert len(log.read_text().splitlines()) == 16
+    assert len(read_lines(log)) == 16
     log.write_bytes(log.read_bytes()[:-7])  # the process was killed while it wrote
     sizes = count_asked(monkeypatch)
     for more, asked in (([], 15), ([], 15), (["--no-resume"], 45)):
@@ -211,34 +208,23 @@ def test_answers_of_another_model_prompt_or_picture_are_not_taken(
     reverse = copy(processor)
     reverse.encode = lambda text: processor.encode(text)[::-1]
     longer = [replace(q, prefix=q.prefix + " now") for q in asked]
-    calls = [
-        (model, processor, asked, 2),
-        (other, processor, asked, 2),
-        (model, processor, longer, 2),
-        (model, processor, asked, 3),
-        (model, reverse, asked, 2),
-    ]
+    models = [model, other]
     for alpha in (4.0, 8.0):
         torch.manual_seed(0)
-        strong = random_model()
-        adapter.inject(strong, adapter.DECODER_TARGETS, 2, alpha)
-        calls.append((strong, processor, asked, 2))
-    for number, (*given, tokens) in enumerate(calls * 2, start=1):
-        answer.ask_all(*given, max_new_tokens=tokens, log=log)
+        models.append(random_model())
+        adapter.inject(models[-1], adapter.DECODER_TARGETS, 2, alpha)
+    calls = [(of, processor, asked) for of in models]
+    calls += [(model, processor, longer), (model, reverse, asked)]
+    for number, given in enumerate(calls * 2, start=1):
+        answer.ask_all(*given, max_new_tokens=2, log=log)
         assert sum(sizes) == 3 * min(number, len(calls))
+    answer.ask_all(*calls[0], max_new_tokens=3, log=log)
     noise(7).save(file)
-    answer.ask_all(model, processor, asked, max_new_tokens=2, log=log)
-    assert sum(sizes) == 3 * len(calls) + 3
-    variants = [
-        replace(asked[0], **change)
-        for change in (
-            {},
-            {"choices": ("a", "b")},
-            {"choices": ("a",)},
-            {"before": (("a", "b"),)},
-            {"scored": True},
-        )
-    ]
+    answer.ask_all(*calls[0], max_new_tokens=2, log=log)
+    assert sum(sizes) == 3 * len(calls) + 6
+    changes = [{}, {"choices": ("a", "b")}, {"choices": ("a",)}, {"before": (("a", "b"),)}]
+    changes.append({"scored": True})
+    variants = [replace(asked[0], **change) for change in changes]
     assert len({*answer.marks_of(model, processor, variants, 2)}) == len(variants)
 
 
@@ -256,10 +242,10 @@ def test_a_log_has_one_writer_and_is_no_other_file(model, processor, source, tmp
     assert ask() == first
     with answer.open_log(log):
         refused(ask, "log.jsonl", "--out")
-    anew = ["--model", source, "--limit", "1", "--no-resume", "--out", str(tmp_path)]
     # nor is it taken away from a command that writes to it
     with answer.open_log(tmp_path / "answers.jsonl"):
-        refused(lambda: vqa.main(anew), "answers.jsonl", "--out")
+        flags = f"--model {source} --limit 1 --no-resume --out {tmp_path}"
+        refuses(vqa, flags, "answers.jsonl", "--out")
     for line in ("7", "{"):
         log.write_text(f'{{"mark": "x", "answer": "y"}}\n{line}\n')
         refused(ask, "log.jsonl:2: ")
@@ -288,13 +274,14 @@ def test_default_is_the_newest_run_or_the_embedded_base(source, workplace, monke
     assert subjects("") == [open.Subject("embedded", None, "embedded")]
     model = random_model()
     adapter.inject(model, adapter.DECODER_TARGETS, 2, 4.0)
-    for name in "first old other unfinished".split():
+    bases = dict.fromkeys(("first", "old", "other", "unfinished"), "embedded")
+    bases["other"] = "somewhere/else"
+    for name, base in bases.items():
         folder = workplace / "runs" / name
-        base = "somewhere/else" if name == "other" else "embedded"
         adapter.save(model, folder, base=base)
         write_json(folder / "config.json", {"base": base, "data": ["embedded"]})
-        if name != "unfinished":
-            (folder / "summary.json").write_text("{}")
+        (folder / "summary.json").write_text("{}")
+    (workplace / "runs/unfinished/summary.json").unlink()
     assert subjects("")[0].title == "old"
     assert subjects("--adapter none")[0].source == "embedded"
     assert subjects(f"--model {source}")[0].run is None
@@ -316,14 +303,13 @@ def test_default_is_the_newest_run_or_the_embedded_base(source, workplace, monke
 def test_bad_input_is_one_line(source, workplace):
     """A mistake ends in a traceback, or in a line that names neither the file nor the remedy."""
     write_json(workplace / "Q", [{"question_id": 1, "image": "gone.jpg", "question": "Is it?"}])
-    for flags, part in {
-        f"--model {source} --questions Q": "--images go together",
-        f"--model {source} --questions Q --images .": "'gone.jpg' is not in .",
-        f"--model {source} --prompt answer --limit 1": "'answer'",
-        f"--model {source} --device nowhere": "--device nowhere",
-        "--adapter gone": "adapter_config.json: not found",
-    }.items():
-        refused(lambda flags=flags: vqa.main(flags.split()), part)
+    wrong = """--questions Q | --images go together
+        --questions Q --images . | 'gone.jpg' is not in .
+        --prompt answer --limit 1 | 'answer'
+        --device nowhere | --device nowhere
+        --adapter gone | adapter_config.json: not found"""
+    for flags, part in table(wrong):
+        refuses(vqa, f"--model {source} {flags}", part)
 
 
 @pytest.mark.parametrize("command", [vqa, pope, needle, shift])
@@ -333,22 +319,4 @@ def test_an_output_that_cannot_be_written_is_refused_at_once(command, workplace,
     Path("dangling").symlink_to("nowhere/at/all")
     monkeypatch.setattr("eval.open.load_model", None)
     for path in ("file/a", "x" * 300, "dangling"):
-        flags = f"--model embedded --limit 2 --out {path}".split()
-        refused(lambda flags=flags: command.main(flags))
-
-
-def test_a_question_that_cannot_be_asked_is_left_out(source, workplace, capsys):
-    """A broken picture ends the evaluation, or counts as wrong without a word; or none is asked,
-    and all is 0 %."""
-    draw("good.png", size=(9, 9))
-    (workplace / "bad.png").write_bytes(b"no picture")
-    good, bad = ({"image": f"{n}.png", "prefix": n, "suffix": "top"} for n in ("good", "bad"))
-    write_lines(workplace / "D", [good, bad])
-    write_lines(workplace / "E", [bad])
-    flags = ["--model", source, *FAST, "--data"]
-    vqa.main([*flags, "jsonl:D", "--out", "D1"])
-    assert "left out 1 of 2 questions: " in capsys.readouterr().err
-    scores = read_json(Path("D1/scores.json"))
-    assert len(scores["left_out"]) == 1
-    assert scores["results"]["random"]["measures"]["exact_match"]["questions"] == 1
-    refused(lambda: vqa.main([*flags, "jsonl:E"]), "bad.png")
+        refuses(command, f"--model embedded --limit 2 --out {path}")

@@ -18,7 +18,7 @@ from model.attention import attention_modules
 from model.differential import graft
 from tests.eval.conftest import random_model
 from tests.files import write_lines
-from tests.runs import refused
+from tests.runs import refused, words
 
 PROMPT = "answer en Where is the dog?"
 HOSTILE = "</script><script>alert(1)</script><!-- %%css%% & \u2028 \" '"
@@ -40,12 +40,9 @@ def test_maps_are_what_the_model_computes(processor, kind, options, seeded):
                 parameter += 0.3 * torch.randn_like(parameter)
     said = answer(model, processor, PICTURE, PROMPT, 5)
     count = len(said.new)
-    values = []
-    heads = []
-    taps = []
-    layers = [
-        m for path, m in attention_modules(model).items() if path.startswith("language_model.")
-    ]
+    values, heads, taps = [], [], []
+    modules = attention_modules(model)
+    layers = [modules[path] for path in modules if path.startswith("language_model.")]
     for layer in layers:
         layer.v_proj.register_forward_hook(lambda _, args, out: values.append(out[0]))
         layer.o_proj.register_forward_pre_hook(lambda _, args: heads.append(args[0][0]))
@@ -62,18 +59,15 @@ def test_maps_are_what_the_model_computes(processor, kind, options, seeded):
         np.testing.assert_allclose(maps.apart[number], lengths / lengths.max(), rtol=1e-3)
         v = v.repeat_interleave(layer.num_heads // layer.num_key_value_heads, dim=1)
         expected = heads[number][-count:].view(count, layer.num_heads, layer.head_dim)
-        torch.testing.assert_close(
-            torch.einsum("tns,snd->tnd", result[:, number], v), expected, rtol=1e-4, atol=1e-4
-        )
+        mixed = torch.einsum("tns,snd->tnd", result[:, number], v)
+        torch.testing.assert_close(mixed, expected, rtol=1e-4, atol=1e-4)
         layer.tap = taps.append
     with torch.no_grad():
         model(**calls[0])
-    for number, weights in enumerate(
-        taps[:: len(taps) // len(layers)]
-    ):  # of two maps in a layer the first
-        np.testing.assert_allclose(
-            maps.kinds[first][:, number], weights[0, :, -count:].transpose(0, 1), atol=1e-6
-        )
+    firsts = taps[:: len(taps) // len(layers)]  # of two maps in a layer
+    for number, weights in enumerate(firsts):
+        rows = weights[0, :, -count:].transpose(0, 1)
+        np.testing.assert_allclose(maps.kinds[first][:, number], rows, atol=1e-6)
         share = weights[0][..., torch.from_numpy(said.slots)].sum() / weights[0].sum()
         assert maps.laws[first][number] == pytest.approx(float(share), rel=1e-4)
 
@@ -100,13 +94,8 @@ def random_case(tokens, models=1, layers=18, heads=8, slots=256):
         kinds = dict(zip(("A1", "A2", "plain"), maps / maps.sum(-1, keepdims=True), strict=True))
         kinds["mix"] = 2 * kinds["A1"] - kinds["A2"]
         words = {place: "word" for place in range(slots, keys + 1)}
-        said = TokenizedAnswer(
-            SimpleNamespace(input_ids=torch.zeros(1, length)),
-            None,
-            "x",
-            words,
-            np.arange(keys) < slots,
-        )
+        batch = SimpleNamespace(input_ids=torch.zeros(1, length))
+        said = TokenizedAnswer(batch, None, "x", words, np.arange(keys) < slots)
         laws = {"A1": np.ones(layers)}
         apart = np.ones((layers, slots))
         case.answers[f"m{number}"] = said, Maps(kinds, laws, np.ones(tokens), apart)
@@ -114,10 +103,8 @@ def random_case(tokens, models=1, layers=18, heads=8, slots=256):
 
 
 def data_of(text):
-    (data,) = re.findall(
-        r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL
-    )
-    return json.loads(data)
+    _, data = text.split('<script type="application/json" id="data">')
+    return json.loads(data.partition("</script>")[0])
 
 
 @pytest.mark.parametrize("kind, dtype, top", [("A1", "u1", 255), ("mix", "i1", 127)])
@@ -132,9 +119,8 @@ def test_quantized_maps_come_back(kind, dtype, top):
     found = np.frombuffer(levels, dtype).reshape(6, -1) / top * numbers[:, :1]
     assert np.abs(found - rows)[:, :16].max() <= np.abs(rows[:, :16]).max() / top * 0.51
     sums = [numbers[:, 2], numbers[:, 3:5].sum(1), numbers[:, 5]]
-    np.testing.assert_allclose(
-        sums, [rows[:, :16].sum(1), rows[:, 16:].sum(1), rows[:, 0]], rtol=1e-5
-    )
+    exact = [rows[:, :16].sum(1), rows[:, 16:].sum(1), rows[:, 0]]
+    np.testing.assert_allclose(sums, exact, rtol=1e-5)
 
 
 def test_a_page_of_3b_is_small_and_safe_and_longer_answers_lose_their_end():
@@ -174,14 +160,11 @@ def test_explore_command(twin, workplace, printed):
     assert [model["kinds"] for model in entry["models"]] == ["A1 A2 mix plain".split()]
     assert set(entry["models"][0]["laws"]) == {"A1", "A2", "plain"}
     assert entry["hit"] is None
-    rows = [
-        {"image": "p.png", "prefix": PROMPT, "suffix": answer}
-        for answer in ("Bottom right", "top left")
-    ]
+    row = {"image": "p.png", "prefix": PROMPT}
+    rows = [row | {"suffix": answer} for answer in ("Bottom right", "top left")]
     write_lines(workplace / "own.jsonl", rows)
     for source, hits in (("jsonl:own.jsonl", [True, False]), ("embedded", [True, True, True])):
-        main(["--model", "embedded", "--data", source, "--limit", "3", "--out", "hits.html"])
-        assert [
-            case["hit"] for case in data_of((workplace / "hits.html").read_text())["cases"]
-        ] == hits
+        main(words("--model embedded --limit 3 --out hits.html --data", source))
+        cases = data_of((workplace / "hits.html").read_text())["cases"]
+        assert [case["hit"] for case in cases] == hits
     refused(lambda: main(["--model", twin, "--image", "p.png"]), "give --image")

@@ -49,9 +49,7 @@ def shown(new_page, tmp_path):
 
 def changes(shown, before="", number=0):
     """The pixels of a map once they differ from those before."""
-    script = (
-        "([number, old]) => document.querySelectorAll('canvas.big')[number].toDataURL() !== old"
-    )
+    script = "([n, old]) => document.querySelectorAll('canvas.big')[n].toDataURL() !== old"
     shown.wait_for_function(script, arg=[number, before])
     return shown.locator("canvas.big").nth(number).evaluate("canvas => canvas.toDataURL()")
 
@@ -85,23 +83,13 @@ def test_the_explorer_shows_what_is_pointed_at(case, shown):
         before = changes(shown, before)
         values = [float(text.split()[0]) for text in twin.locator(".mass dd").all_inner_texts()]
         prompt = said.batch.input_ids.shape[1]
-        row = maps.kinds[kind][0, 0, 1]
-        expected = (
-            row[said.slots].sum(),
-            row[16:prompt].sum(),
-            row[prompt:].sum(),
-            row.sum(),
-            row[0],
-        )
-        assert values == pytest.approx([100 * float(value) for value in expected], abs=0.051)
-    labels = [
-        text.split()[-2]
-        for text in twin.locator("svg text").all_text_contents()
-        if text.endswith("%")
-    ]
-    assert labels == [
-        f"{100 * of_layer[-1]:.0f}" for of_layer in maps.laws.values()
-    ]  # said where the curve ends
+        row = 100 * maps.kinds[kind][0, 0, 1]
+        sums = row[said.slots].sum(), row[16:prompt].sum(), row[prompt:].sum(), row.sum(), row[0]
+        assert values == pytest.approx(sums, abs=0.051)
+    texts = twin.locator("svg text").all_text_contents()
+    labels = [text.split()[-2] for text in texts if text.endswith("%")]
+    # said where the curve ends
+    assert labels == [f"{100 * of_layer[-1]:.0f}" for of_layer in maps.laws.values()]
 
 
 def test_it_opens_beside_the_sink_and_reads_well(case, shown, processor):

@@ -1,7 +1,5 @@
 """Figures: what they say is where it should be, in the color it should have."""
 
-import math
-
 import numpy as np
 import pytest
 from PIL import Image, ImageFont
@@ -18,12 +16,12 @@ def count(image, color):
 
 def test_heatmap_cells():
     """Breaks when a cell has the color of another place, or one without data looks like 0 %."""
-    grid = np.linspace(0, 1, 16).reshape(4, 4).tolist()
-    grid[2][1] = math.nan
+    values = np.linspace(0, 1, 16)
+    colors = list(map(figures.accuracy_color, values))
+    colors[9] = figures.GRID
+    values[9] = np.nan
+    grid = values.reshape(4, 4).tolist()
     sheet = figures.heatmaps({"x": grid, "y": grid})
-    colors = [
-        figures.GRID if math.isnan(v) else figures.accuracy_color(v) for row in grid for v in row
-    ]
     for number, color in enumerate(colors):  # the first cell is at (54, 56), each is 59 points wide
         x = 108 + 118 * (number % 4)
         y = 112 + 118 * (number // 4)
@@ -35,40 +33,29 @@ def test_heatmap_cells():
 def test_contact_sheet_frames_hits_and_misses():
     """Breaks when a hit is framed as a miss, or a picture is lost."""
     sheet = figures.contact_sheet([GREY] * 2, ["one", "two"], [True, False])
-    assert count(sheet, (128, 128, 128)) == pytest.approx(
-        2 * 360 * 180, rel=0.05
-    )  # 180 points wide, half as high
-    left, right = (
-        sheet.crop((x, 0, x + sheet.width // 2, sheet.height)) for x in (0, sheet.width // 2)
-    )
-    assert count(left, figures.HIT) > 500
-    assert not count(left, figures.MISS)
-    assert count(right, figures.MISS) > 500
-    assert not count(right, figures.HIT)
+    # 180 points wide, half as high
+    assert count(sheet, (128, 128, 128)) == pytest.approx(2 * 360 * 180, rel=0.05)
+    middle = sheet.width // 2
+    left, right = sheet.crop((0, 0, middle, sheet.height)), sheet.crop((middle, 0, *sheet.size))
+    assert count(left, figures.HIT) > 500 < count(right, figures.MISS)
+    assert not count(left, figures.MISS) + count(right, figures.HIT)
 
 
-def test_boxes_are_drawn_at_their_pixels():
-    """Breaks when boxes are shifted or swapped, or the picture's size changes."""
-    image = figures.draw_boxes(
-        Image.new("RGB", (640, 480), (128, 128, 128)), [(100, 200, 300, 400)], ["cat"]
-    )
+def test_boxes_are_drawn_at_their_pixels_in_the_color_of_their_class():
+    """Breaks when boxes are shifted or swapped, the picture's size changes, two boxes of a class
+    differ in color, or two classes do not."""
+    grey = 128, 128, 128
+    boxes = [(100, 200, 300, 400), (10, 50, 90, 90), (110, 50, 190, 90), (310, 50, 390, 90)]
+    labels = "cat dog dog cat".split()
+    image = figures.draw_boxes(Image.new("RGB", (640, 480), grey), boxes, labels, width=4)
     assert image.size == (640, 480)
-    assert image.getpixel((200, 300)) == image.getpixel((320, 300)) == (128, 128, 128)
+    assert image.getpixel((200, 300)) == image.getpixel((320, 300)) == grey
     for at in ((100, 300), (299, 300), (200, 200), (200, 399)):
         assert np.abs(np.subtract(image.getpixel(at), figures.SERIES[0])).max() < 90, at
-    assert (
-        count(image.crop((100, 170, 160, 199)), figures.SERIES[0]) > 100
-    )  # the label, above the box
-
-
-def test_boxes_have_the_color_of_their_class():
-    """Breaks when two boxes of a class differ in color, or two classes do not."""
-    boxes = [(40 * n + 4, 4, 40 * n + 36, 36) for n in range(4)]
-    image = figures.draw_boxes(
-        Image.new("RGB", (160, 40)), boxes, "cat dog dog cat".split(), width=8
-    )
-    colors = [image.getpixel((40 * n + 20, 4)) for n in range(4)]
-    assert colors[0] == colors[3] != colors[1] == colors[2]
+    # the label, above the box
+    assert count(image.crop((100, 170, 160, 198)), figures.SERIES[0]) > 100
+    colors = [image.getpixel((left + 40, 89)) for left, *_ in boxes[1:]]
+    assert colors[0] == colors[1] != colors[2]
 
 
 def test_text_is_printable_and_cut_where_it_does_not_fit():
@@ -77,17 +64,11 @@ def test_text_is_printable_and_cut_where_it_does_not_fit():
     text = figures.printable("café – naïve — 4×4, λ ≥ ½ °, 猫 “x”…\n\tÅ−1·±")
     font = ImageFont.load_default(20)
     assert text == "cafe - naive - 4x4, lambda >= 1⁄2 °, ? “x”... A-1·±"
-    assert not any(
-        bytes(font.getmask(letter)) == bytes(font.getmask("\ufff0"))
-        for letter in text
-        if letter != " "
-    )
+    drawn = {bytes(font.getmask(letter)) for letter in text}
+    assert bytes(font.getmask("\ufff0")) not in drawn
     assert figures.wrap("", 100, 12, 3) == [""]
     assert figures.wrap("a short one", 500, 12, 3) == ["a short one"]
-    for text in (
-        "a caption that is much too long for the lines that it is given",
-        "Donaudampfschifffahrt" * 2,
-    ):
+    for text in ("a caption, much too long for the lines that it is given", "Donaudampfer" * 4):
         broken = figures.wrap(text, 80, 12, 2)
         assert broken[-1].endswith("...")
         assert all(figures.text_width(line, 12) <= 80 for line in broken)

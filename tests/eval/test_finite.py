@@ -13,7 +13,7 @@ from eval.systems import shift
 from eval.systems.text import measures
 from model.generate import NonFiniteError, generate
 from model.systems.language import new_model
-from tests.runs import refused
+from tests.runs import refused, refuses
 from weights.export import companions, export_model
 from weights.load import load_model
 
@@ -25,10 +25,11 @@ PICTURE = Image.new("RGB", (112, 112), (10, 200, 90))
 def damage(model, token, value):
     """Make every sequence that reads `token` non-finite: its hidden state, not the tied head, gets
     the value."""
-    embed = model.language_model.embed_tokens
-    embed.register_forward_hook(
-        lambda _, given, out: out.masked_fill((given[0] == token)[..., None], value)
-    )
+
+    def fill(module, given, out):
+        return out.masked_fill((given[0] == token)[..., None], value)
+
+    model.language_model.embed_tokens.register_forward_hook(fill)
 
 
 @pytest.mark.parametrize("choices", [(), ("1", "2")])
@@ -37,18 +38,15 @@ def test_the_question_is_named_and_no_other(processor, choices, value):
     """Breaks when a non-finite row of a batch is answered, or another question of the batch is
     blamed."""
     model = load_model("embedded").eval()
-    asked = [
-        Question(f"of {name}", "one", PICTURE, f"count {name}", choices)
-        for name in ("dog", "cat", "horse")
-    ]
+    asked = []
+    for name in ("dog", "cat", "horse"):
+        asked.append(Question(f"of {name}", "one", PICTURE, f"count {name}", choices))
     damage(model, processor.encode(" cat")[-1], value)
     if value == 1e30:  # large but finite: the norms bring it back
         assert len(ask_all(model, processor, asked)) == 3
         return
-    refused(
-        lambda: ask_all(model, processor, asked, left_out={}),
-        "question of cat: the logits are not finite",
-    )
+    named = "question of cat: the logits are not finite"
+    refused(lambda: ask_all(model, processor, asked, left_out={}), named)
     assert None not in ask_all(model, processor, [asked[0], asked[2]])
 
 
@@ -73,21 +71,14 @@ def test_a_later_token_counts_and_none_after_the_end(processor):
 def test_no_command_scores_it(workplace, corpus):
     """Breaks when an evaluation prints empty answers, 50 % or NaN with exit code 0."""
     model = load_model("embedded")
-    model.language_model.norm.weight.data.fill_(
-        3e38
-    )  # finite weights, as of an adapter with alpha 1e30
+    # finite weights, as of an adapter with alpha 1e30
+    model.language_model.norm.weight.data.fill_(3e38)
     export_model(model, workplace / "large", companions=companions("embedded"))
     PICTURE.save("p.png")
-    commands = (
-        (ask, "--image p.png --prompt caption"),
-        (vqa, "--limit 6"),
-        (pope, "--limit 6 --probability"),
-    )
-    for command, flags in (*commands, (shift, "--limit 2 --slot inside")):
-        refused(
-            partial(command.main, ["--model", "large", *flags.split()]),
-            ": the logits are not finite",
-        )
+    commands = {ask: "--image p.png --prompt caption", vqa: "--limit 6"}
+    commands |= {pope: "--limit 6 --probability", shift: "--limit 2 --slot inside"}
+    for command, flags in commands.items():
+        refuses(command, f"--model large {flags}", ": the logits are not finite")
     assert not [*(workplace / "runs").rglob("*.json")]
     text = new_model("nano", differential=True, seed=0).eval()
     text.language_model.norm.weight.data.fill_(float("inf"))

@@ -2,7 +2,6 @@
 the test that runs its evaluator is skipped."""
 
 import importlib
-import json
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -12,6 +11,7 @@ from PIL import Image
 from eval.answer import ask_all
 from eval.data import scenes
 from eval.question import Question
+from tests.files import write_lines
 from tests.runs import refused
 from weights.load import load_model
 
@@ -68,8 +68,7 @@ def docs(tmp_path):
         sample = scenes.sample("vqa", "test", number)
         path = tmp_path / f"{number}.png"
         sample.image.save(path)
-        question = sample.prefix.removeprefix("answer en ")
-        rows.append({"image": str(path), "question": question, "answer": sample.suffix})
+        rows.append({"image": str(path), "question": sample.question, "answer": sample.suffix})
     return rows
 
 
@@ -79,17 +78,18 @@ def visual(doc):
 
 def requests(docs, **options):
     """The rows as lmms-eval asks them."""
-    return [
-        SimpleNamespace(args=(doc["question"], options, visual, number, "scenes", "test"))
-        for number, doc in enumerate(docs)
-    ]
+    asked = []
+    for number, doc in enumerate(docs):
+        given = doc["question"], options, visual, number, "scenes", "test"
+        asked.append(SimpleNamespace(args=given))
+    return asked
 
 
 def expected(docs, processor, prompt="answer en ", limit=32):
-    questions = [
-        Question(number, doc["image"], Image.open(doc["image"]), prompt + doc["question"])
-        for number, doc in enumerate(docs)
-    ]
+    questions = []
+    for number, doc in enumerate(docs):
+        (picture,) = visual(doc)
+        questions.append(Question(number, doc["image"], picture, prompt + doc["question"]))
     return ask_all(load_model("embedded"), processor, questions, max_new_tokens=limit)
 
 
@@ -148,8 +148,7 @@ def test_its_evaluator_runs_a_task(docs, processor, tmp_path, monkeypatch):
 
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     MODEL_REGISTRY_V2.register_manifest(manifest(), overwrite=True)
-    lines = [json.dumps(doc) for doc in docs]
-    (tmp_path / "scenes.jsonl").write_text("\n".join(lines))
+    write_lines(tmp_path / "scenes.jsonl", docs)
     (tmp_path / "scenes.yaml").write_text(TASK.format(folder=tmp_path))
     (tmp_path / "asked.py").write_text(ASKED)
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False, model_name="dmt")

@@ -4,7 +4,7 @@ big_vision's, and the command."""
 import json
 import random
 import re
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +12,6 @@ import pytest
 import torch
 from PIL import Image, ImageDraw
 from pycocotools import mask as official
-from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
 
 from eval import detect, figures
 from eval.bench import Row
@@ -23,9 +21,10 @@ from eval.data.records import read_coco, read_data
 from eval.masks import FoundMask, mask_overlaps, masks_of
 from eval.question import Question
 from model.masks import MaskCoder, crop
-from tests.eval.test_detection import STATS
-from tests.files import draw, read_json, write_json, write_lines
-from tests.runs import refused
+from tests.eval.test_detection import STATS, by_pycocotools, sides
+from tests.eval.test_detection import drawn_case as drawn_boxes
+from tests.files import draw, table, write_json, write_lines
+from tests.runs import refused, refuses
 
 
 def written(mask, is_text=True):
@@ -36,7 +35,8 @@ def written(mask, is_text=True):
     else:
         flat = mask.T.reshape(-1)
         ends = np.flatnonzero(np.diff(flat.astype(int))) + 1
-        counts = np.diff([0, *([0] if flat[0] else []), *ends, flat.size]).tolist()
+        begin = [0, 0] if flat[0] else [0]
+        counts = np.diff([*begin, *ends, flat.size]).tolist()
     return {"size": [height, width], "counts": counts}
 
 
@@ -90,34 +90,33 @@ def test_run_lengths_are_those_of_pycocotools():
 SQUARE = [2, 2, 6, 2, 6, 6, 2, 6]
 
 
-@pytest.mark.parametrize(
-    "segmentation, part",
-    [
-        ([[3, 4]], "a polygon has 2 numbers"),
-        ([SQUARE, [1, 2, 3, 4, 5, 6, 7]], "a polygon has 7 numbers"),
-        ([[1, 2, 3, 4]], "a polygon has 4 numbers"),
-        ([[SQUARE]], "a polygon has 8 numbers"),
-        ([[1, 2, 900, 4, 5, 6]], "a polygon leaves the picture, 8×10 pixels"),
-        ([[1, 2, float("nan"), 4, 5, 6]], "a polygon leaves the picture"),
-        ([], "segmentation is []"),
-        (None, "segmentation is None"),
-        ("a", "segmentation is 'a'"),
-        ({"size": [8, 10], "counts": [80]}, "the mask's size is [8, 10], expected [10, 8]"),
-        ({"size": [10, 8], "counts": [40, 39]}, "do not sum up to 80 pixels"),
-        ({"size": [10, 8], "counts": [81, -1]}, "do not sum up"),
-        ({"size": [10, 8], "counts": [40.0, 40]}, "do not sum up"),
-        ({"size": [10, 8], "counts": "P3"}, "do not sum up"),
-        ({"size": [10, 8], "counts": "`"}, "counts end within a number"),
-        ({"size": [10, 8], "counts": "1 2"}, "counts hold ' '"),
-        ({"size": [10, 8], "counts": "o" * 99}, "counts hold 'o'"),
-        ({"size": [10, 8]}, "'counts' is missing"),
-        ([[5, 7, 7.9, 7, 7.9, 9.9, 5, 9.9]], "the bbox of cat holds 0 of the 9 pixels"),
-        ([[0.1, 0.1, 0.6, 0.1, 0.6, 0.6]], "the bbox of cat holds 0 of the 0 pixels"),
-    ],
-)
+BAD = """
+    [[3, 4]] | a polygon has 2 numbers
+    [[2, 2, 6, 2, 6, 6, 2, 6], [1, 2, 3, 4, 5, 6, 7]] | a polygon has 7 numbers
+    [[1, 2, 3, 4]] | a polygon has 4 numbers
+    [[[2, 2, 6, 2, 6, 6, 2, 6]]] | a polygon has 8 numbers
+    [[1, 2, 900, 4, 5, 6]] | a polygon leaves the picture, 8×10 pixels
+    [[1, 2, NaN, 4, 5, 6]] | a polygon leaves the picture
+    [] | segmentation is []
+    null | segmentation is None
+    "a" | segmentation is 'a'
+    {"size": [8, 10], "counts": [80]} | the mask's size is [8, 10], expected [10, 8]
+    {"size": [10, 8], "counts": [40, 39]} | do not sum up to 80 pixels
+    {"size": [10, 8], "counts": [81, -1]} | do not sum up
+    {"size": [10, 8], "counts": [40.0, 40]} | do not sum up
+    {"size": [10, 8], "counts": "P3"} | do not sum up
+    {"size": [10, 8], "counts": "`"} | counts end within a number
+    {"size": [10, 8], "counts": "1 2"} | counts hold ' '
+    {"size": [10, 8], "counts": "oooooooooooooooooooo"} | counts hold 'o'
+    {"size": [10, 8]} | 'counts' is missing
+    [[5, 7, 7.9, 7, 7.9, 9.9, 5, 9.9]] | the bbox of cat holds 0 of the 9 pixels
+    [[0.1, 0.1, 0.6, 0.1, 0.6, 0.6]] | the bbox of cat holds 0 of the 0 pixels"""
+
+
+@pytest.mark.parametrize("segmentation, part", table(BAD))
 def test_bad_masks_are_named(segmentation, part, tmp_path):
     """Breaks when a mask that is none is learned or scored, or raises a traceback."""
-    value = layout(tmp_path, segmentation, size=(8, 10), bbox=[2, 2, 3, 3])
+    value = layout(tmp_path, json.loads(segmentation), size=(8, 10), bbox=[2, 2, 3, 3])
     file = write_json(tmp_path / "a.json", value)
     refused(lambda: read_coco(file, coder=MaskCoder(1, 2)), "a.json:images[0] cat: ", part)
 
@@ -164,15 +163,17 @@ def test_answers_are_paligemma_s(tmp_path, coder):
     second = ellipse((20, 15, 35, 28), (40, 30))
     parts = [written(second), [SQUARE], written(first, is_text=False)]
     value = layout(tmp_path, *parts, names=("cat", "dog"))
-    crowd = {"image_id": 1, "bbox": [0, 0, 40, 30], "iscrowd": 1}
-    crowd["segmentation"] = written(np.ones((30, 40), bool))
-    value["annotations"] += [crowd | {"category_id": 0}, crowd | {"category_id": 2}]
+    for category in (0, 2):
+        crowd = {"image_id": 1, "bbox": [0, 0, 40, 30], "iscrowd": 1, "category_id": category}
+        crowd["segmentation"] = written(np.ones((30, 40), bool))
+        value["annotations"].append(crowd)
     value["categories"].append({"id": 2, "name": "cow"})
     file = write_json(tmp_path / "b.json", value)
     cats, dogs = read_coco(file, coder=coder)
-    assert [r.name for r in (cats, dogs)] == ["b.json:images[0] cat", "b.json:images[0] dog"]
-    assert cats.key == dogs.key  # one picture, encoded once
-    assert [r.prefix for r in (cats, dogs)] == ["segment cat", "segment dog"]
+    for record, name in ((cats, "cat"), (dogs, "dog")):
+        assert record.name == f"b.json:images[0] {name}"
+        assert record.prefix == f"segment {name}"
+        assert record.key == cats.key  # one picture, encoded once
     texts = []
     for mask, (x, y, width, height) in ((first, (4, 3, 16, 10)), (second, (20, 15, 16, 14))):
         places = [y / 30, x / 40, (y + height) / 30, (x + width) / 40]
@@ -202,78 +203,38 @@ def test_objects_at_the_edge_have_masks(coder):
 
 
 def drawn_case(seed):
-    """Truths and found masks near them, with few scores, so that overlaps and scores tie."""
+    """Those of boxes as masks in pictures of 160 pixels: truths are two polygons, or run lengths,
+    as all crowds."""
     dice = random.Random(seed)
-    labels = ["a", "b", "c"][: dice.choice((1, 3))]
-    size = dice.choice((40, 130))
-    scores = dice.choice(([1.0], [0.2, 0.5, 0.9]))
-    step = size // 10
-
-    def corners(near=None):
-        if near and dice.random() < 0.7:
-            return [side + dice.choice((-step, 0, 0, step)) for side in near]
-        left, top = dice.randrange(0, size - step, step), dice.randrange(0, size - step, step)
-        return [left, top, left + dice.randrange(step, size), top + dice.randrange(step, size)]
-
-    truths, found = [], []
-    for _ in range(dice.randrange(1, 5)):
-        true, said, known = [], [], []
-        for _ in range(dice.choice((0, 1, 4))):
-            known.append(corners())
-            left, top, right, bottom = known[-1]
-            polygon = [left, top, right, top, right, bottom, left, bottom - step]
-            segmentation = [polygon, [n + 1 for n in polygon]]
-            is_crowd = dice.random() < 0.2
-            if is_crowd or dice.random() < 0.3:
-                segmentation = written(mask_of([[min(n, size) for n in polygon]], size, size))
-            box = [left, top, right - left, bottom - top]
-            area = dice.uniform(0.2, 1.2) * box[2] * box[3]
-            true.append(Box(dice.choice(labels), *box, area, is_crowd, segmentation))
-        for _ in range(dice.choice((0, 2, 6, 120 if seed % 8 == 0 else 9))):
-            left, top, right, bottom = corners(dice.choice(known) if known else None)
-            mask = np.zeros((size, size), bool)
-            mask[max(0, top) : bottom, max(0, left) : right] = True
-            found_as = dice.choice([*labels, "never true"])
-            said.append(FoundMask(found_as, mask, dice.choice(scores)))
-        truths.append(true)
-        found.append(said)
-    return truths, found, size
-
-
-def by_pycocotools(truths, found, size):
-    names = sorted({box.label for part in (*truths, *found) for box in part})
-    annotations, results = [], []
-    for number, (true, said) in enumerate(zip(truths, found, strict=True)):
-        for box in true:
-            entry = {"image_id": number, "category_id": names.index(box.label), "area": box.area}
-            entry |= {"iscrowd": int(box.is_crowd), "segmentation": box.segmentation}
-            annotations.append(entry | {"id": len(annotations) + 1})
-        for mask in said:
-            entry = {"image_id": number, "category_id": names.index(mask.label)}
-            encoded = official.encode(np.asfortranarray(mask.mask.astype(np.uint8)))
-            results.append(entry | {"segmentation": encoded, "score": mask.score})
-    dataset = COCO()
-    images = [{"id": n, "width": size, "height": size} for n in range(len(truths))]
-    categories = [{"id": number} for number in range(len(names))]
-    dataset.dataset = {"images": images, "annotations": annotations, "categories": categories}
-    dataset.createIndex()
-    evaluation = COCOeval(dataset, dataset.loadRes(results), "segm")
-    evaluation.evaluate()
-    evaluation.accumulate()
-    evaluation.summarize()
-    return evaluation.stats.tolist()
+    truths, found = drawn_boxes(seed)
+    for true in truths:
+        for at, box in enumerate(true):
+            left, top, right, bottom = box.x, box.y, box.x + box.width, box.y + box.height
+            polygon = [left, top, right, top, right, bottom, left, bottom - box.height / 10]
+            outline = [polygon, [n + 1 for n in polygon]]
+            if box.is_crowd or dice.random() < 0.3:
+                outline = written(mask_of([polygon], 160, 160))
+            true[at] = replace(box, segmentation=outline)
+    for said in found:
+        for at, box in enumerate(said):
+            mask = np.zeros((160, 160), bool)
+            left, top, width, height = map(int, sides(box))
+            mask[top : top + height, left : left + width] = True
+            said[at] = FoundMask(box.label, mask, box.score)
+    return truths, found
 
 
 @pytest.mark.long
 def test_the_measures_are_those_of_coco(printed):
     """Breaks when masks tie, crowd, have sizes or overlap otherwise than in COCO's scorer."""
     compared = 0
-    for seed in range(40):
-        truths, found, size = drawn_case(seed)
+    for seed in range(30):
+        truths, found = drawn_case(seed)
         if any(truths) and any(found):
             ours = detect.score_boxes(truths, iter(found), mask_overlaps)
             named = [-1 if ours[name] is None else ours[name] for name in STATS]
-            assert named == pytest.approx(by_pycocotools(truths, found, size), abs=1e-6), seed
+            theirs = by_pycocotools(truths, found, are_masks=True)
+            assert named == pytest.approx(theirs, abs=1e-6), seed
             compared += 0 < (ours["AP"] or 0) < 1
     assert compared > 12
 
@@ -286,10 +247,8 @@ def big_vision_iou(answer, true, coder):
     kinds = [kind for kind, _ in tokens]
     if kinds != ["loc"] * 4 + ["seg"] * 16 or max(numbers[:4]) > 1023 or max(numbers[4:]) > 127:
         return 0.0
-    y1, x1, y2, x2 = np.array(numbers[:4]) / 1023
-    if y2 <= y1 or x2 <= x1:
-        return 0.0
-    y1, x1, y2, x2 = map(int, (y1 * height, x1 * width, y2 * height, x2 * width))
+    places = np.array(numbers[:4]) / 1023 * [height, width, height, width]
+    y1, x1, y2, x2 = places.astype(int)
     if x2 <= x1 or y2 <= y1:
         return 0.0
     with torch.no_grad():
@@ -378,7 +337,7 @@ def data(workplace, coder):
     return "--data coco-masks:a.json --masks coder.npz"
 
 
-def test_the_command_scores_masks(data, coder, source, monkeypatch, capsys):
+def test_the_command_scores_masks(data, coder, source, monkeypatch, told_of_one):
     """Breaks when a results file scores otherwise than the command has printed, needs the model, or
     masks are no longer drawn."""
     records = read_coco("a.json", coder=coder)
@@ -389,8 +348,7 @@ def test_the_command_scores_masks(data, coder, source, monkeypatch, capsys):
         return [cat, dog][: len(asks)]
 
     monkeypatch.setattr("eval.answer.ask_all", ask_all)
-    detect.main(["--model", source, *f"{data} --json".split()])
-    (printed,) = json.loads(capsys.readouterr().out).values()
+    printed = told_of_one(detect, "--model", source, data)
     summary = {line: value["COCO"] for line, value in printed["summary"].items()}
     decoded = big_vision_iou(
         cat, mask_of(records[0].detection.boxes[0].segmentation, 30, 40), coder
@@ -403,11 +361,9 @@ def test_the_command_scores_masks(data, coder, source, monkeypatch, capsys):
     out = "runs/eval/random/detect"
     assert has_color(f"{out}/detect.png", figures.HIT)  # the dog is not found
     assert has_color(f"{out}/detect.png", figures.MISS, figures.HIT)
-    detect.main(f"--results {out}/results.json --masks coder.npz --json".split())
-    (scored,) = json.loads(capsys.readouterr().out).values()
-    assert scored == printed
-    detect.main(f"--results {out}/results.json --json".split())
-    (scored,) = json.loads(capsys.readouterr().out).values()
+    results = f"--results {out}/results.json"
+    assert told_of_one(detect, results, "--masks coder.npz") == printed
+    scored = told_of_one(detect, results)
     boxes = {line: value["COCO"] for line, value in scored["summary"].items()}
     assert boxes == {line: value for line, value in summary.items() if "masks" not in line}
     assert not scored["measures"]
@@ -425,19 +381,18 @@ def has_color(path, *colors):
 
 def test_masks_that_cannot_be_scored_are_refused(data, source, workplace):
     """Breaks when boxes are scored as masks, or a results file with another mask is."""
-    refused(lambda: detect.main(["--model", source, "--masks", "coder.npz"]), "--masks", "boxes")
-    refused(lambda: detect.main(["--model", source, *data.split()[:2]]), "a.json", "--masks FILE")
+    refuses(detect, f"--model {source} --masks coder.npz", "--masks", "boxes")
+    refuses(detect, f"--model {source} --data coco-masks:a.json", "a.json", "--masks FILE")
     box = {"label": "cat", "x": 1, "y": 2, "width": 3, "height": 4, "area": 12}
     result = {"question_id": "a", "question": "segment cat", "answer": "", "scores": []}
     result |= {"width": 20, "height": 10}
     for segmentation, part in ((None, "segmentation is None"), ([[1, 2]], "2 numbers")):
         boxes = [box | {"segmentation": segmentation}]
         write_json(workplace / "R", [result | {"boxes": boxes}])
-        refused(partial(detect.main, ["--results", "R"]), "R[0]: ", part)
-    assert read_json(workplace / "R")
+        refuses(detect, "--results R", "R[0]: ", part)
 
 
-def test_boxes_of_roboflow_s_answers_are_those_of_coco(data, source, monkeypatch, capsys):
+def test_boxes_of_roboflow_s_answers_are_those_of_coco(data, source, monkeypatch, told_of_one):
     """Breaks when boxes that an answer names are others than COCO's file has, or one that is none
     is no mistake."""
     (record,) = read_data("coco:a.json")
@@ -448,11 +403,10 @@ def test_boxes_of_roboflow_s_answers_are_those_of_coco(data, source, monkeypatch
     own = write_lines(Path("r.jsonl"), [row])
     summaries = []
     for source_of in ("coco:a.json", "jsonl:r.jsonl"):
-        detect.main(["--model", source, "--data", source_of, "--json"])
-        (printed,) = json.loads(capsys.readouterr().out).values()
+        printed = told_of_one(detect, "--model", source, "--data", source_of)
         summaries.append(printed["summary"])
     assert summaries[0] == summaries[1]
     assert 50 < summaries[0]["AP"]["COCO"] < 100
     for change in ({"suffix": f"{cat} ; none"}, {"prefix": "answer en a"}, {"image": None}):
         write_lines(own, [row | change])
-        refused(lambda: detect.main(["--data", "jsonl:r.jsonl"]), "r.jsonl:1 has no boxes")
+        refuses(detect, "--data jsonl:r.jsonl", "r.jsonl:1 has no boxes")

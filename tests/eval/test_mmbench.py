@@ -4,7 +4,6 @@ are broken."""
 import base64
 import csv
 import io
-import json
 from argparse import Namespace
 from unittest.mock import Mock
 
@@ -13,8 +12,8 @@ from PIL import Image
 
 from eval import answer, mmbench
 from eval.bench import AT_LIMIT
-from tests.files import read_json, write_json
-from tests.runs import refused
+from tests.files import read_json, table, write_json
+from tests.runs import refuses
 
 FOUR = ("cat", "dog", "a red bus", "hat")
 HEAD = "index question hint A B C D answer category image l2-category split".split()
@@ -35,7 +34,6 @@ RULES = {
         Z → Z | Z dog → Z | B Z → B | Cannot determine the answer: B → Z
         I'm sorry, but without the image provided, dog → Z""",
 }
-# first answer, options, what it names, the answer to the last rotation if it is wrong
 # first answer, options, what it names, the answer to the last rotation if it is wrong
 BY_HAND = []
 for case in "|".join(RULES.values()).replace("\n", "|").split("|"):
@@ -68,21 +66,11 @@ def rows_of(questions=BY_HAND):
         for turn in range(len(options)):
             order = options[turn:] + options[:turn]
             image = red if number == turn == 0 else blue
-            row = {
-                "index": number + turn * mmbench.BASE,
-                "question": f"what, {number}?",
-                "hint": "look" if number == 1 else "nan",
-                "A": "",
-                "B": "",
-                "C": "",
-                "D": "",
-                "answer": "ABCD"[order.index(options[1])],
-                "category": f"l3-{number % 3}",
-                "image": "0" if number == 1 else image,
-                "l2-category": f"l2-{number % 2}",
-                "split": "dev" if number < 20 else "test",
-            }
-            rows.append([*(row | dict(zip("ABCD", order, strict=False))).values()])
+            row = [number + turn * mmbench.BASE, f"what, {number}?"]
+            row += ["look" if number == 1 else "nan", *order, *[""] * (4 - len(order))]
+            row += ["ABCD"[order.index(options[1])], f"l3-{number % 3}"]
+            row += ["0" if number == 1 else image, f"l2-{number % 2}"]
+            rows.append([*row, "dev" if number < 20 else "test"])
     return rows
 
 
@@ -92,13 +80,12 @@ def write(path, rows, head=HEAD):
     return str(path)
 
 
-def test_thirty_questions_by_hand(workplace, printed):
+def test_thirty_questions_by_hand(workplace, scored):
     """Breaks when an answer names another option than VLMEvalKit's rules say, or one rotation is
     enough."""
     for text, options, named, _ in BY_HAND:
-        assert (mmbench.letter_of(text, dict(zip("ABCD", options, strict=False))) or "") == named, (
-            text
-        )
+        letters = dict(zip("ABCD", options, strict=False))
+        assert (mmbench.letter_of(text, letters) or "") == named, text
     said = []
     for index, *_, right, _, _, _, _ in rows_of():
         turn, number = divmod(index, mmbench.BASE)
@@ -109,9 +96,7 @@ def test_thirty_questions_by_hand(workplace, printed):
             text = wrong
         said.append({"question_id": index, "answer": text})
     write(workplace / "T", rows_of())
-    write_json(workplace / "R", said)
-    mmbench.main("--tsv T --results R --json".split())
-    found = json.loads(printed())["R"]
+    found = scored(mmbench, "--tsv T", said)
     hits = [named == "B" and not wrong for *_, named, wrong in BY_HAND]
     lines = {name: of["CircularEval"] for name, of in found["summary"].items()}
     assert found["measures"]["CircularEval"]["questions"] == len(hits) == 30
@@ -147,20 +132,18 @@ def test_an_answer_in_words_names_the_option_of_these_words():
             assert mmbench.letter_of(said, options, "paligemma") is None, said
 
 
-def test_a_file_of_answers_in_words(workplace, printed):
+def test_a_file_of_answers_in_words(workplace, scored):
     """Breaks when right answers of a PaliGemma do not score 100, or a file is scored in another
     wording than it was asked in."""
     texts = "A cat|A dog|no, 1|10|left|upper left|man|woman|A|B|yes|no|Dog|A dog".split("|")
     rows = rows_of([("", (texts[n], texts[n + 1]), "", "") for n in range(0, 14, 2)])
     write(workplace / "T", rows)
     said = [{"index": row[0], "prediction": row["ABCD".index(row[7]) + 3]} for row in rows]
-    write_json(workplace / "R", said[::-1])
-    mmbench.main("--tsv T --results R --wording paligemma --json".split())
-    found = json.loads(printed())["R"]["summary"]["overall"]
-    assert found == {"CircularEval": 100, "undecided": 0}
+    found = scored(mmbench, "--tsv T --wording paligemma", said[::-1])["summary"]
+    assert found["overall"] == {"CircularEval": 100, "undecided": 0}
     said[1]["question"] = "answer en  what, 1? choose from: A dog \t A cat"
     write_json(workplace / "R", said)
-    refused(lambda: mmbench.main("--tsv T --results R".split()), "R[1]: ", "--wording")
+    refuses(mmbench, "--tsv T --results R", "R[1]: ", "--wording")
 
 
 def test_questions_on_one_picture_belong_together(workplace):
@@ -202,7 +185,7 @@ def test_prompts_by_hand():
 
 
 @pytest.mark.long
-def test_a_model_is_asked(source, workplace, capsys, monkeypatch):
+def test_a_model_is_asked(source, workplace, told_of_one, monkeypatch):
     """Breaks when a picture is not the row's, the submission lacks a row, or a row without an
     answer has one."""
     ask_all = Mock(wraps=answer.ask_all)
@@ -210,12 +193,10 @@ def test_a_model_is_asked(source, workplace, capsys, monkeypatch):
     rows = rows_of(BY_HAND[:3])
     rows[5][HEAD.index("image")] = "no picture"
     write(workplace / "T", rows)
-    flags = ["--model", source, *"--tsv T --max-new-tokens 2 --json --out".split()]
-    mmbench.main([*flags, "free"])
-    printed, report = capsys.readouterr()
-    scored = json.loads(printed)["random"]
-    assert scored["measures"]["CircularEval"]["questions"] == 2  # that of rows[5] is not scored
-    assert "left out 1 of 12 questions: index 1000001: image" in report
+    found = told_of_one(mmbench, "--model", source, "--tsv T --max-new-tokens 2 --out free")
+    assert found["measures"]["CircularEval"]["questions"] == 2  # that of rows[5] is not scored
+    left_out = read_json(workplace / "free/scores.json")["left_out"]
+    assert left_out == {"1000001": "index 1000001: image is no base64: download the file again"}
     asked = [q for q in ask_all.call_args.args[2] if q.id != 1000001]
     colors = [Image.open(q.images()[0]).getpixel((0, 0)) for q in asked]
     red = (255, 0, 0)
@@ -227,25 +208,22 @@ def test_a_model_is_asked(source, workplace, capsys, monkeypatch):
     assert sorted(row[0] for row in cells) == sorted(str(row[0]) for row in rows)
     assert cells[1][:6] == ["1000000", "what, 0?", "dog", "a red bus", "hat", "cat"]
     results = read_json(workplace / "free/results.json")
-    assert scored[AT_LIMIT] == 100 * sum(not result["ended"] for result in results) / 11
+    assert found[AT_LIMIT] == 100 * sum(not result["ended"] for result in results) / 11
     said = {result["question_id"]: result["answer"] for result in results}
     assert said.keys() == {q.id for q in asked}
     assert None not in said.values()
-    refused(lambda: mmbench.main("--tsv T --results free/results.json".split()), "--wording")
+    refuses(mmbench, "--tsv T --results free/results.json", "--wording")
 
 
 def test_bad_files_are_named(workplace):
     """A wrong file is scored, or its user is left without the file, the line and the remedy."""
-    for place, value, expected in (
-        (0, "x", "T:3: expected an index"),
-        (0, "4000000", "T: question 0 lacks some of its 4 rotations"),
-        (7, "E", "T:3: answer is 'E', not one of A, B, C, D"),
-        (2, "look", "T: 1 duplicate id(s) ('index')"),  # a column twice
-    ):
+    wrong = """0 | x | T:3: expected an index
+        0 | 4000000 | T: question 0 lacks some of its 4 rotations
+        7 | E | T:3: answer is 'E', not one of A, B, C, D"""
+    for place, value, expected in table(wrong):
         rows = rows_of(BY_HAND[:1])
-        rows[1][place] = value
-        head = HEAD.copy()
-        if place == 2:
-            head[2] = "index"
-        write(workplace / "T", rows, head)
-        refused(lambda: mmbench.main("--tsv T --model embedded".split()), expected)
+        rows[1][int(place)] = value
+        write(workplace / "T", rows)
+        refuses(mmbench, "--tsv T --model embedded", expected)
+    write(workplace / "T", rows, ["index" if name == "hint" else name for name in HEAD])
+    refuses(mmbench, "--tsv T --model embedded", "T: 1 duplicate id(s) ('index')")

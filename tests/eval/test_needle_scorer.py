@@ -10,7 +10,7 @@ from eval import needle
 from eval.data.haystacks import place_questions
 from eval.data.mmneedle import ABSENT, NeedleTest
 from tests.files import draw, write_json
-from tests.runs import refused
+from tests.runs import refused, refuses
 
 
 def record(truth, response, id_=0):
@@ -114,13 +114,10 @@ def test_prompts():
     assert one.endswith("If no match is found, respond only with '-1'.\nCaption: A dog.")
     assert "divided into 1*1 subimage," in needle.official_prompt(["A dog."], 10, 1)
     two = needle.official_prompt(["A dog.", "A cat."], 10, 8)
-    assert two.startswith(
-        "Given 10 images indexed from 1 to 10, each divided into 8*8 subimages, identify the "
-    )
-    assert (
-        "provided 2 captions. Respond in the format: index_1, row_1, column_1; index_2, row_2, "
-        "column_2. Only" in two
-    )
+    begin = "Given 10 images indexed from 1 to 10, each divided into 8*8 subimages, identify the "
+    form = "Respond in the format: index_1, row_1, column_1; index_2, row_2, column_2. Only"
+    assert two.startswith(begin)
+    assert f"provided 2 captions. {form}" in two
     assert two.endswith("respond with '-1' for that caption.\nCaption_1: A dog.\nCaption_2: A cat.")
 
 
@@ -142,19 +139,18 @@ def test_stitch_is_row_major_and_square(tmp_path):
 def test_sample_has_each_place_equally_often():
     """The paper draws 50 of each quadrant with a seed; of larger grids, and of negatives, a plain
     sample."""
-    tests = [
-        NeedleTest(n, (tuple("abcd"),), ((0, n // 2 % 2, n % 2),), ("a",), ("x",))
-        for n in range(80)
-    ]
-    chosen = needle.sampled(tests, 20, 42)
+    tests = []
+    for n in range(80):
+        place = 0, n // 2 % 2, n % 2
+        tests.append(NeedleTest(n, (tuple("abcd"),), (place,), ("a",), ("x",)))
+    chosen = needle.sampled(tests, 20)
     counts = Counter(test.places[0] for test in chosen)
     assert [*counts.values()] == [5] * 4
-    assert chosen == needle.sampled(tests, 22, 42) != needle.sampled(tests, 20, 43)
+    assert chosen == needle.sampled(tests, 22)
     assert [t.id for t in chosen] == sorted(t.id for t in chosen)
-    assert len(needle.sampled(tests, 3, 42)) == 3
-    refused(
-        lambda: needle.sampled(tests, 84, 42), "21 tests of a place are asked for, 20 are there"
-    )
+    assert len(needle.sampled(tests, 3)) == 3
+    few = "21 tests of a place are asked for, 20 are there"
+    refused(lambda: needle.sampled(tests, 84), few)
 
 
 def test_drawn_tests_are_true(tmp_path):
@@ -164,13 +160,10 @@ def test_drawn_tests_are_true(tmp_path):
     (tmp_path / "val2014").mkdir()
     for name in captions:
         (tmp_path / "val2014" / name).touch()
-    write_json(tmp_path / "C", captions)
-    write_json(tmp_path / "D", dict(reversed(captions.items())))
-    tests = needle.drawn_tests(tmp_path, tmp_path / "C", 20, 1)
-    drawn = [(test.haystack, test.places) for test in tests]
-    for name, seed, is_same in (("D", 1, True), ("C", 2, False)):
-        others = needle.drawn_tests(tmp_path, tmp_path / name, 20, seed)
-        assert ([(test.haystack, test.places) for test in others] == drawn) == is_same
+    tests, others = [], []
+    for drawn, listed in ((tests, captions), (others, dict(reversed(captions.items())))):
+        drawn += needle.drawn_tests(tmp_path, write_json(tmp_path / "C", listed), 20)
+    assert [test.haystack for test in tests] == [test.haystack for test in others]
     for number, test in enumerate(tests):
         row = number // 2 % 2
         column = number % 2
@@ -188,34 +181,21 @@ def test_response_records_are_mmneedles_own():
     read."""
     abcd = (tuple("abcd"),)
     one = NeedleTest(7, abcd, ((0, 1, 0),), ("val2014/c.jpg",), ("a cat",))
-    assert needle.response_record(one, "1, 2, 1") == {
-        "id": 7,
-        "response": "1, 2, 1",
-        "ground_truth": "1, 2, 1",
-        "target_path": "c.jpg",
-        "caption": "a cat",
-    }
     two = NeedleTest(5001, abcd, (ABSENT, ABSENT), ("v/c.jpg", "v/e.jpg"), ("a cat", "an eel"))
-    assert needle.response_record(two, None) == {
-        "id": 5001,
-        "response": None,
-        "ground_truth": "0, 0, 0; 0, 0, 0",
-        "target_path": ["c.jpg", "e.jpg"],
-        "caption": ["a cat", "an eel"],
-    }
+    records = [needle.response_record(one, "1, 2, 1"), needle.response_record(two, None)]
+    assert records == json.loads("""[
+        {"id": 7, "response": "1, 2, 1", "ground_truth": "1, 2, 1",
+            "target_path": "c.jpg", "caption": "a cat"},
+        {"id": 5001, "response": null, "ground_truth": "0, 0, 0; 0, 0, 0",
+            "target_path": ["c.jpg", "e.jpg"], "caption": ["a cat", "an eel"]}]""")
 
 
-def test_a_response_file_is_scored(tmp_path, printed):
+def test_a_response_file_is_scored(tmp_path, told_of_one):
     """The accuracies, the grid or the JSON-only stdout that other programs read have changed."""
-    rows = [
-        ("1, 1, 1", "1, 1, 1", 0),
-        ("1, 2, 2", "1, 1, 2", 1),
-        ("1, 1, 2", None, 2),
-        ("0, 0, 0", "1, 1, 1", 5000),
-    ]
-    file = write_json(tmp_path / "F.json", [record(*row) for row in rows])
-    needle.main(["--results", str(file), "--json"])
-    (values,) = json.loads(printed()).values()
+    rows = [("1, 1, 1", "1, 1, 1"), ("1, 2, 2", "1, 1, 2"), ("1, 1, 2", None)]
+    rows.append(("0, 0, 0", "1, 1, 1"))
+    records = [record(*row, number) for number, row in enumerate(rows)]
+    values = told_of_one(needle, "--results", write_json(tmp_path / "F.json", records))
     expected = {"existence": 200 / 3, "index": 200 / 3, "exact": 100 / 3}
     expected["exact, mean over places"] = 50
     assert values["summary"]["F"] == pytest.approx(expected)
@@ -228,5 +208,4 @@ def test_bad_response_files_are_named(tmp_path):
     truths = ["1,1,1", "1, 1", "1, 0, 0", "0, 0, 1", "-1", "1, 1, 99999999", ""]
     wrong = [[record(truth, "1")] for truth in truths]
     for records in ([record("1, 1, 1", "1")] * 2, [record("1, 1, 1", 1)], *wrong):
-        file = write_json(tmp_path / "F.json", records)
-        refused(lambda file=file: needle.main(["--results", str(file)]), "F.json")
+        refuses(needle, f"--results {write_json(tmp_path / 'F.json', records)}", "F.json")

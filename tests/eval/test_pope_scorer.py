@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from eval import pope
 from eval.bench import parser_of
 from eval.question import Question
 from model.device import DTYPES
-from tests.files import write_json, write_lines
-from tests.runs import refused
+from tests.files import table, write_json, write_lines
+from tests.runs import refused, refuses, words
 from weights.quantize import KINDS
 
 # only the first sentence counts; "noyes" is a word, since the comma goes; three spellings; words
@@ -37,21 +36,23 @@ def test_answers_by_hand():
             assert pope.is_neither(text) == (said == "neither"), text
 
 
-@pytest.mark.parametrize(
-    "counts, measures",
-    [
-        # true yes, false yes, true no, false no: accuracy, precision, recall, F1, share of yes
-        ((3, 1, 4, 2), (70, 75, 60, 200 / 3, 40)),
-        ((0, 0, 5, 5), (50, 0, 0, 0, 0)),  # never yes: precision is 0/0
-        ((5, 5, 0, 0), (50, 50, 100, 200 / 3, 100)),  # always yes
-        ((0, 0, 4, 0), (100, 0, 0, 0, 0)),  # nothing to find: recall is 0/0
-    ],
-)
-def test_measures_by_hand(counts, measures):
+# true yes, false yes, true no, false no: accuracy, precision, recall, F1, share of yes
+MEASURES = """
+    3 1 4 2 | 70 75 60 66.667 40
+    0 0 5 5 | 50 0 0 0 0             | never yes: precision is 0/0
+    5 5 0 0 | 50 50 100 66.667 100   | always yes
+    0 0 4 0 | 100 0 0 0 0            | nothing to find: recall is 0/0"""
+
+
+def test_measures_by_hand():
     """A measure mixes up its denominator, or an empty one ends in a ZeroDivisionError."""
     kinds = [("yes", "yes"), ("no", "yes"), ("no", "no"), ("yes", "no")]
-    pairs = [kind for kind, count in zip(kinds, counts, strict=True) for _ in range(count)]
-    assert tuple(pope.score_answers(pairs).values()) == pytest.approx(measures)
+    for counts, measures, *_ in table(MEASURES):
+        pairs = []
+        for kind, count in zip(kinds, counts.split(), strict=True):
+            pairs += [kind] * int(count)
+        found = list(pope.score_answers(pairs).values())
+        assert found == pytest.approx(list(map(float, measures.split())), abs=1e-3)
 
 
 QUESTIONS = json.loads("""[
@@ -64,17 +65,17 @@ ANSWERS = [{"question_id": n, "answer": text} for n, text in SAID.items()]
 
 
 @pytest.fixture
-def score(workplace, printed):
+def score(workplace, told_of_one):
     """A function that scores a file of answers to QUESTIONS."""
     (workplace / "P").mkdir()
     for number in range(2):
         Image.effect_noise((40, 30), 90 + number).save(f"P/{number}.jpg")
-    (workplace / "Q").write_bytes("".join(json.dumps(q) + "\r\n" for q in QUESTIONS).encode())
+    lines = write_lines(workplace / "Q", QUESTIONS)
+    lines.write_bytes(lines.read_bytes().replace(b"\n", b"\r\n"))
 
     def run(answers):
         write_lines(workplace / "A", answers)
-        pope.main("--questions Q --results A --json".split())
-        return json.loads(printed())["A"]
+        return told_of_one(pope, "--questions Q --results A")
 
     return run
 
@@ -97,9 +98,12 @@ def test_a_file_of_answers(score):
 
 
 def test_a_file_is_scored_without_torch(score):
-    """Breaks when a file of answers waits for torch, or a flag lacks a kind of weights."""
+    """Breaks when a file of answers waits for torch, of any benchmark whose scorer is used so, or a
+    flag lacks a kind of weights."""
     score(ANSWERS)
-    without = "import sys; sys.modules['torch'] = None; from eval import pope; pope.main()"
+    without = (
+        "import sys; sys.modules['torch'] = None; from eval import mmbench, pope, vqa; pope.main()"
+    )
     flags = "--questions Q --results A".split()
     root = os.environ | {"PYTHONPATH": str(Path(pope.__file__).parents[1])}
     subprocess.run([sys.executable, "-c", without, *flags], env=root, check=True)
@@ -113,44 +117,36 @@ def test_probabilities_sets_and_limits_by_hand(score):
     is not of each."""
     benchmark = pope.Pope()
     likely = Question("q", "k", (), "p", ("yes", "no"), scored=True, kind="A")
-    for truth, scores, right in (
-        ("yes", (-1, -2), 1),
-        ("yes", (-2, -1), 0),
-        ("yes", (-1, -1), 1),
-        ("no", (-1, -1), 0),
-    ):
-        assert benchmark.score(replace(likely, truth=truth), scores) == {"P(yes), A": right}
+    for yes, said in ((-1, "yes"), (-2, "yes"), (-3, "no")):
+        for truth in ("yes", "no"):
+            scores = benchmark.score(replace(likely, truth=truth), (yes, -2))
+            assert scores == {"P(yes), A": truth == said}
     said = [("A", "yes", "yes"), ("A", "no", None), ("B", "yes", "no"), ("B", "no", "no")]
     asked = [Question("q", "k", (), "p", truth=truth, kind=kind) for kind, truth, _ in said]
     benchmark.kinds = ["A", "B"]
     summary = benchmark.summary(benchmark.rows(asked, [answer for *_, answer in said]))
     accuracies = {kind: line["accuracy"] for kind, line in summary.items()}
     assert accuracies == {"A": 100, "B": 50, "mean": 75}
-    for questions, images, count in ((["Q"], "P", 3), (None, None, 9)):
-        given = Namespace(
-            questions=questions, images=images, limit=3, probability=False, template="{question}"
-        )
+    for flags, count in (("--questions Q --images P", 3), ("", 9)):
+        given = parser_of(benchmark).parse_args(words("--limit 3", flags))
+        given.template = "{question}"
         assert len(benchmark.questions(given)) == count
 
 
 @pytest.mark.long
-def test_the_embedded_scenes_and_files(score, source, workplace, capsys):
+def test_the_embedded_scenes_and_files(score, source, workplace, told_of_one):
     """A strategy is missing, the results are not those that were printed, or two files of a name
     become one set."""
-    flags = ["--model", source, *"--max-new-tokens 2 --json --probability".split()]
-    pope.main([*flags, *"--limit 18".split()])
-    printed = json.loads(capsys.readouterr().out)["random"]
-    assert (*printed["summary"],) == ("random", "popular", "adversarial", "mean")
-    pope.main(
-        "--limit 18 --json --probability --results runs/eval/random/pope/results.json".split()
-    )
-    assert next(iter(json.loads(capsys.readouterr().out).values())) == printed
+    flags = f"--model {source} --max-new-tokens 2 --probability"
+    asked = told_of_one(pope, flags, "--limit 18")
+    assert (*asked["summary"],) == ("random", "popular", "adversarial", "mean")
+    file = "runs/eval/random/pope/results.json"
+    assert told_of_one(pope, "--limit 18 --probability --results", file) == asked
     write_json(workplace / "R", QUESTIONS[0])
-    pope.main([*flags, *"--images P --questions Q R".split()])
-    printed = json.loads(capsys.readouterr().out)["random"]["summary"]
-    assert list(printed) == ["Q", "R", "mean"]
-    assert 0 <= printed["Q"]["P(yes)"] <= 100
-    refused(lambda: pope.main([*flags, *"--images P --questions Q ./Q".split()]), "4 duplicate")
-    refused(lambda: pope.main("--results A --blind".split()), "--results", "leave --model")
+    summary = told_of_one(pope, flags, "--images P --questions Q R")["summary"]
+    assert list(summary) == ["Q", "R", "mean"]
+    assert 0 <= summary["Q"]["P(yes)"] <= 100
+    refuses(pope, f"{flags} --images P --questions Q ./Q", "4 duplicate")
+    refuses(pope, "--results A --blind", "--results", "leave --model")
     for given in ("--questions Q", "--images .", "--results A --images ."):
-        refused(lambda given=given: pope.main(given.split()), "--images go together")
+        refuses(pope, given, "--images go together")

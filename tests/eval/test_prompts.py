@@ -1,55 +1,55 @@
 """Prompt templates are filled literally, and a model is asked with the prompt that it was trained
 with."""
 
+import json
+
 import pytest
 
 from eval import ask, vqa
 from eval.data.record import check_prompt, fill_prompt
 from lora import adapter
 from model.processor import Processor
-from tests.files import draw, read_json, write_json
-from tests.runs import refused
+from tests.files import draw, read_json, table, write_json
+from tests.runs import refused, refuses, words
 from weights.export import companions, export_model
 from weights.load import load_model
 
-RUNS = [
-    ("vqav2:folder", {}, "answer {question}"),
-    ("jsonl:file", {}, "answer en {question}"),
-]  # complete prompts
-RUNS += [
-    ("vqa:file", {}, "answer {question}"),
-    ("", {"prompt": "say {question}"}, "say {question}"),
-    ("", {"prompt": 7}, None),
-    ("", {}, RUNS[1][2]),
-]
+# the data of a run, what its adapter's config says, and how it is asked
+RUNS = """
+    vqav2:folder | {} | answer {question}
+    jsonl:file | {} | answer en {question} | complete prompts
+    vqa:file | {} | answer {question}
+    | {"prompt": "say {question}"} | say {question}
+    | {"prompt": 7} | | refused
+    | {} | answer en {question}"""
 FAST = "--limit 1 --max-new-tokens 1 --json".split()
 
 
 def test_templates_are_filled_literally(processor):
     """Breaks when a template reads attributes, takes 4 GiB, or without {question} makes all prompts
     one, or a byte that is not UTF-8 ends in the tokenizer's traceback."""
-    template = check_prompt("{question} {question.__class__} { {0} {question:>10000000000}")
-    assert (
-        fill_prompt(template, "Is {it}?")
-        == "Is {it}? {question.__class__} { {0} {question:>10000000000}"
-    )
+    rest = " {question.__class__} { {0} {question:>10000000000}"
+    template = check_prompt("{question}" + rest)
+    assert fill_prompt(template, "Is {it}?") == "Is {it}?" + rest
     refused(lambda: check_prompt("{ question }"), "{question}")
     refused(lambda: check_prompt("caf\udce9 {question}"), "UTF-8")
     refused(lambda: processor.row_of(1, [("caf\udce9", None)]), "udce9", "UTF-8")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("data, stored, prompt", RUNS)
-def test_a_run_is_asked_as_it_was_trained(data, stored, prompt, workplace, monkeypatch):
+@pytest.mark.parametrize("case", table(RUNS))
+def test_a_run_is_asked_as_it_was_trained(case, workplace, monkeypatch):
     """Breaks when a run is asked in other words than it learned, by a benchmark, a question, or as
     a whole model."""
+    data, stored, prompt, *_ = case
     asked = set()
     layout = Processor.layout
-    monkeypatch.setattr(
-        Processor,
-        "layout",
-        lambda self, n, turns, marks: asked.add(turns[-1][0]) or layout(self, n, turns, marks),
-    )
+
+    def watched(self, n, turns, marks):
+        asked.add(turns[-1][0])
+        return layout(self, n, turns, marks)
+
+    monkeypatch.setattr(Processor, "layout", watched)
     model = load_model("embedded")
     run = workplace / "run"
     file = workplace / "run/adapter_config.json"
@@ -58,26 +58,19 @@ def test_a_run_is_asked_as_it_was_trained(data, stored, prompt, workplace, monke
     if data:
         settings = {"base": "embedded", "data": [data], "prompt": "answer {question}"}
         write_json(run / "config.json", settings)
-    write_json(file, read_json(file) | stored)
-    flags = "--adapter run".split()
+    write_json(file, read_json(file) | json.loads(stored))
+    flags = ["--adapter", "run"]
     question = vqa.embedded(1, template="{question}")[0].prefix
-    if prompt is None:
-        refused(lambda: vqa.main([*flags, *FAST]), "prompt")
+    if not prompt:
+        refuses(vqa, "--adapter run", "prompt")
         return
     vqa.main([*flags, *FAST])
     assert asked == {fill_prompt(prompt, question)}
     vqa.main([*flags, *FAST, "--prompt", "{question}"])
     assert question in asked
     draw("p.png", size=(9, 9))
-    ask.main(
-        [
-            *flags,
-            *"--image p.png --max-new-tokens 1 --question Really?".split(),
-            "--prompt",
-            "caption en",
-        ]
-    )
-    assert asked >= {"caption en", fill_prompt(prompt, "Really?")}
+    ask.main(words("--adapter run --image p.png --question Really? --prompt caption"))
+    assert asked >= {"caption", fill_prompt(prompt, "Really?")}
     asked.clear()
     export_model(load_model("embedded"), run / "model", companions=companions("embedded"))
     vqa.main(["--model", "run/model", *FAST])

@@ -1,34 +1,16 @@
 """`eval.vqa` on official files and on a user's own: what is asked, scored, left out, resumed, and
 asked blind."""
 
-import json
-
-import pytest
-
 from eval import answer, vqa
-from eval.data.records import Record, read_data
+from eval.data.records import read_data
 from eval.question import question_of
 from tests.eval.test_eval_commands import FAST, count_asked, noise
-from tests.files import read_json, write_json, write_lines
-from tests.runs import refused
+from tests.files import read_json, read_lines, table, write_json, write_lines
+from tests.runs import refuses
 
 
-def test_every_question_is_scored_by_what_its_data_has(tmp_path):
-    """Questions with one truth and with ten are averaged in one measure, or an empty answer is
-    right."""
-
-    def score(said, suffix, answers=()):
-        record = Record("a", "a", (), (("what?", suffix),), answers)
-        return vqa.Vqa().score(question_of(record, truth=record), said)
-
-    assert score("red ", "Red") == {"exact_match": 1}
-    assert score("blue", "Red") == {"exact_match": 0}
-    assert score("TWO", "x", ("one", "two")) == {"exact_match": 1}
-    scores = score("no", "yes", ("yes",) * 9 + ("no",))
-    assert scores == {"exact_match": 1, "vqa_accuracy": pytest.approx(0.3)}
-    # of two spellings the rarer one would count 0.3
-    assert score("x", "x", ("x",) * 3) == {"exact_match": 1}
-    assert score("x", "x", ("x",) * 4) == {"exact_match": 1, "vqa_accuracy": 1}
+def test_an_empty_answer_is_never_right(tmp_path):
+    """Breaks when a model that says nothing is right, or a record without an answer is asked."""
     (tmp_path / "own.jsonl").write_text("""{"prefix": "what", "suffix": " "}
 {"prefix": "what", "answers": ["", ""]}
 {"prefix": "what", "answers": ["a", ""]}""")
@@ -37,7 +19,7 @@ def test_every_question_is_scored_by_what_its_data_has(tmp_path):
     assert vqa.Vqa().score(question_of(records[0], truth=records[0]), "") == {"exact_match": 0}
 
 
-def test_own_examples(source, workplace, monkeypatch, capsys):
+def test_own_examples(source, workplace, monkeypatch, told):
     """The pictures, prompts and truths of a JSONL file are mixed up, or blind answers depend on the
     picture."""
     lines = []
@@ -49,17 +31,12 @@ def test_own_examples(source, workplace, monkeypatch, capsys):
     (workplace / "link.png").symlink_to("2.png")
     own = workplace / "own.jsonl"
     write_lines(own, (line | {"suffix": "?"} for line in lines))
-    flags = ["--model", source, *FAST, *"--data jsonl:own.jsonl --blind --json".split()]
-
-    def measured(*more):
-        vqa.main([*flags, *more])
-        return json.loads(capsys.readouterr().out)
-
-    printed = measured()
+    flags = f"--model {source} --data jsonl:own.jsonl --blind", *FAST
+    printed = told(vqa, *flags)
     out = workplace / "runs/eval/random/vqa"
     results = read_json(out / "results.json")
     assert [r["question"] for r in results] == [line["prefix"] for line in lines]
-    logged = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
+    logged = read_lines(out / "answers.jsonl")
     pairs = [(entry["answer"], int(entry["id"][-1]) % 2) for entry in logged]
     said, gray = {*pairs[:6]}, {*pairs[6:]}
     assert len(logged) == 12
@@ -71,8 +48,8 @@ def test_own_examples(source, workplace, monkeypatch, capsys):
     right = [f" {result['answer'].upper()}\n" for result in results]
     write_lines(own, (line | {"suffix": said} for line, said in zip(lines, right, strict=True)))
     monkeypatch.setattr(answer, "generate_texts", None)  # all is in the log
-    assert measured()["random"]["measures"]["exact_match"]["mean"] == 100
-    (of_four,) = measured("--limit", "4")["random"]["measures"].values()
+    assert told(vqa, *flags)["random"]["measures"]["exact_match"]["mean"] == 100
+    (of_four,) = told(vqa, *flags, "--limit 4")["random"]["measures"].values()
     assert of_four["questions"] == 4
 
 
@@ -102,21 +79,24 @@ def test_official_files_without_annotations_and_with_a_broken_picture(
     assert "nothing is scored" in printed
     assert "left out 2 of 6 questions" in report
     assert paths[1].name in report
+    assert [*read_json(out / "scores.json")["left_out"]] == ["2", "3"]
     assert ids() == [0, 1, 4, 5]
     paths[1].write_bytes(whole)
     sizes = count_asked(monkeypatch)
     vqa.main([*flags, *FAST])
     assert sum(sizes) == 2
     assert len(ids()) == 6
+    for path in paths:
+        path.write_bytes(whole[:300])
+    refuses(vqa, " ".join(flags), "none of 6 questions could be asked", "COCO_val2014")
 
 
 def test_what_cannot_be_asked(workplace):
     """A mistake is reported after the model was read, or guessed at."""
-    for flags, message in (
-        ("--data own.jsonl", "does not say what kind"),
-        ("--data jsonl:own.jsonl --questions Q", "leave --data out"),
-        ("--data jsonl:own.jsonl --guess", "no --prompt or --guess"),
-        ("--images .", "--images go together"),
-        ("--annotations A", "give both"),
-    ):
-        refused(lambda flags=flags: vqa.main(["--model", "nowhere", *flags.split()]), message)
+    wrong = """--data own.jsonl | does not say what kind
+        --data jsonl:own.jsonl --questions Q | leave --data out
+        --data jsonl:own.jsonl --prompt {question} | no --prompt
+        --images . | --images go together
+        --annotations A | give both"""
+    for flags, message in table(wrong):
+        refuses(vqa, f"--model nowhere {flags}", message)

@@ -1,23 +1,18 @@
 """The VQA scorers against cases worked out by hand from the published rules, and the files they
 read and refuse."""
 
-import json
-import subprocess
-import sys
-from argparse import Namespace
+from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from eval import vqa, vqa_scoring
+from eval.bench import parser_of
 from eval.data.published import Annotation
 from eval.data.records import Record
 from eval.question import Question
-from tests.files import write_json
-from tests.runs import refused
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.files import table, write_json
+from tests.runs import refuses
 
 
 def annotation(answers, ids=True, **fields):
@@ -78,15 +73,13 @@ def check(scorer, answers, said, ids=True):
         ), case
 
 
-@pytest.mark.parametrize(
-    "matches, accuracy", [(0, 0), (1, 0.3), (2, 0.6), (3, 0.9), (4, 1), (9, 1)]
-)
-def test_leave_one_out(matches, accuracy):
+def test_leave_one_out():
     """Accuracy is min(1, matches / 3) without leaving annotators out: 3 of 10 would count 1 instead
     of 0.9."""
-    answers = {"red": matches, "blue": 9 - matches, "green": 1}
-    given = annotation({name: count for name, count in answers.items() if count})
-    assert vqa_scoring.official(given, "red") == pytest.approx(accuracy, abs=1e-12)
+    for matches in range(10):
+        given = annotation({"red": matches, "blue": 9 - matches, "green": 1})
+        accuracy = min(1, 0.3 * matches)
+        assert vqa_scoring.official(given, "red") == pytest.approx(accuracy, abs=1e-12)
 
 
 def test_unanimous_answers_are_not_normalised():
@@ -208,44 +201,37 @@ SAID = {
     71: ("number", "how many", ["2"] * 3 + ["3"] * 7),
     80: ("other", "what is", ["dog"] * 2 + ["cat"] * 8),
 }
-ASKED = [
-    {"image_id": id_ // 10, "question": f"{first}?", "question_id": id_}
-    for id_, (_, first, _) in SAID.items()
-]
-ANSWERS = {80: "A dog.", 70: "yes", 71: "two"}
-RESULTS = [{"question_id": n, "answer": text} for n, text in ANSWERS.items()]
+RESULTS = [{"question_id": n, "answer": a} for n, a in {80: "A dog.", 70: "yes", 71: "two"}.items()]
 
 
-def annotations(most=10):
-    """VQAv2's file of annotations, with the first `most` of what is SAID to each question."""
-    listed = []
+def files(most=10):
+    """VQAv2's files of questions and annotations, with the first `most` of what is SAID to each
+    question."""
+    asked, listed = [], []
     for id_, (kind, first, answers) in SAID.items():
-        records = [
-            {"answer": a, "answer_confidence": "yes", "answer_id": n}
-            for n, a in enumerate(answers[:most], start=1)
-        ]
+        about = {"question_id": id_, "image_id": id_ // 10}
+        asked.append(about | {"question": f"{first}?"})
+        given = annotation(Counter(answers[:most])).answers
         types = {"answer_type": kind, "question_type": first, "multiple_choice_answer": answers[0]}
-        one = {"question_id": id_, "image_id": id_ // 10, "answers": records}
-        listed.append(one | types)
-    return {"annotations": listed}
+        listed.append(about | {"answers": given} | types)
+    return {"data_subtype": "val2014", "questions": asked}, {"annotations": listed}
 
 
 @pytest.fixture
-def scores(workplace, printed):
-    """A function that scores RESULTS, or others, with --json."""
-    write_json(workplace / "Q", {"data_subtype": "val2014", "questions": ASKED})
-    write_json(workplace / "A", annotations())
+def scores(workplace, told):
+    """A function that scores RESULTS, or others."""
+    for name, value in zip("QA", files(), strict=True):
+        write_json(workplace / name, value)
 
-    def run(*more, results=RESULTS, files="--questions Q --annotations A"):
+    def run(*more, results=RESULTS, source="--questions Q --annotations A"):
         write_json(workplace / "R", results)
-        vqa.main([*files.split(), *"--results R --json".split(), *more])
-        return json.loads(printed())
+        return told(vqa, source, "--results R", *more)
 
     return run
 
 
-def values(found, title="R"):
-    return {line: of["VQA accuracy"] for line, of in found[title]["summary"].items()}
+def values(found):
+    return {line: of["VQA accuracy"] for line, of in found["R"]["summary"].items()}
 
 
 def test_a_results_file(scores, workplace):
@@ -262,7 +248,7 @@ def test_a_results_file(scores, workplace):
     overall = {"paper": 33.33, "textvqa": 83.33, "vizwiz": 83.33, "gqa": 33.33}
     for scoring, percent in overall.items():
         assert values(scores("--scoring", scoring))["overall"] == percent
-    write_json(workplace / "A", annotations(most=1))
+    write_json(workplace / "A", files(most=1)[1])
     assert list(scores()["R"]["measures"]) == ["VQA accuracy, gqa scoring"]
 
 
@@ -270,9 +256,9 @@ def test_own_examples_are_scored_without_their_pictures(scores, workplace):
     """Breaks when a file of answers to own examples asks for the pictures."""
     (workplace / "own.jsonl").write_text('{"image": "gone.png", "prefix": "a", "suffix": "b"}\n')
     said = [{"question_id": "own.jsonl:1", "answer": "b"}]
-    found = scores(results=said, files="--data jsonl:own.jsonl")["R"]
+    found = scores(results=said, source="--data jsonl:own.jsonl")["R"]
     assert found["summary"] == {"overall": {"exact_match": 100}}
-    refused(lambda: vqa.main("--data jsonl:own.jsonl --model embedded".split()), "'gone.png'")
+    refuses(vqa, "--data jsonl:own.jsonl --model embedded", "'gone.png'")
 
 
 def test_gqa_in_its_own_layouts(scores, workplace):
@@ -286,28 +272,21 @@ def test_gqa_in_its_own_layouts(scores, workplace):
             "imageId": "7"}}""")
     said = {"1": "Yes.", "2": "cat", "3": "cat"}
     results = [{"questionId": n, "prediction": text} for n, text in said.items()]
-    found = scores(results=results, files="--questions Q --guess")
+    found = scores(results=results, source="--questions Q")
     expected = {"overall": 50.0, "binary": 100.0, "open": 0.0, "  verify": 100.0, "  query": 0.0}
     assert values(found) == expected
-    assert vqa.GUESS in found
     assert list(found["R"]["measures"]) == ["VQA accuracy, gqa scoring"]
 
 
-def test_scoring_does_not_load_torch():
-    """What scores needs the model's library: a scorer is read, and reused, without it."""
-    code = "import sys, eval.vqa, eval.mmbench, eval.pope; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
-
-
-def test_text_only_guesses_by_hand(scores, workplace):
+def test_text_only_guesses_by_hand():
     """The baseline knows more than the training questions, or less than their words."""
 
     def questions(text):
-        rows = [row.strip().split(" | ") for row in text.splitlines()]
-        return [
-            Question(n, "", (), "", truth=Annotation(n, (), answer, "", kind, question=asked))
-            for n, (asked, kind, answer) in enumerate(rows)
-        ]
+        made = []
+        for n, (asked, kind, answer) in enumerate(table(text)):
+            truth = Annotation(n, (), answer, "", kind, question=asked)
+            made.append(Question(n, "", (), "", truth=truth))
+        return made
 
     train = questions("""Is it? | is | yes
         Is it? | is | yes
@@ -323,8 +302,6 @@ def test_text_only_guesses_by_hand(scores, workplace):
     # the question; its type (no 3, yes 2); a tie goes to the first in the alphabet; all (no 3, yes
     # 2, …)
     assert vqa.text_only_guesses(test, train) == "yes no 1 no".split()
-    # without training questions the best constant of each type
-    assert vqa.text_only_guesses(train, []) == ["no"] * 5 + ["1"] * 2
     asked = vqa.embedded(600)
     accuracy = vqa.guess_accuracy(asked)
     guesses = vqa.text_only_guesses(asked, vqa.embedded(vqa.TRAIN_QUESTIONS, "train"))
@@ -333,13 +310,10 @@ def test_text_only_guesses_by_hand(scores, workplace):
     assert 25 < accuracy["overall"] == round(hits / 6, 2) < 45
     # of models that are asked in other words it is the same
     benchmark = vqa.Vqa()
-    names = "data questions annotations images answerability scoring guess"
-    flags = dict.fromkeys(names.split()) | {"limit": 300}
+    flags = parser_of(benchmark).parse_args(["--limit", "300"])
     for words in ("Q: {question}", vqa.PROMPT):
-        asked = benchmark.questions(Namespace(**flags, template=words))
+        flags.template = words
+        asked = benchmark.questions(flags)
         guessed = benchmark.baselines(benchmark.rows(asked, [""] * 300))[vqa.GUESS]
         assert [row.answer for row in guessed] == guesses[:300]
     assert len(set(guesses[:300])) > 10
-    found = scores("--guess")  # of one question a type its answer is always guessed
-    assert values(found, vqa.GUESS)["yes/no"] == 100
-    assert values(found)["overall"] == 83.33
