@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from model.common import Parser, UserError, file_errors, quoted, run_command, shown
 from model.config import config_errors, require
@@ -186,7 +187,7 @@ class GgufFile:
         names.pop(ROPE_FACTORS, None)
         return names
 
-    def value(self, name: str) -> torch.Tensor:
+    def value(self, name: str) -> Tensor:
         """A tensor in fp32."""
         stored = self.tensors[name]
         try:
@@ -195,7 +196,7 @@ class GgufFile:
             problem = f"{name} is held as {stored.tensor_type.name}, which `gguf` does not read"
             raise UserError(f"{self.path}: {problem}: take a file of another kind") from None
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> Tensor:
         """A tensor as transformers has it."""
         tensor = self.value(name)
         if self.kind.startswith("gemma") and name.endswith("norm.weight"):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from model.common import UserError, file_errors, shown
 from model.masks import CODES, MaskCoder
@@ -39,7 +40,7 @@ def load_mask_coder(path: str | Path | None) -> MaskCoder | None:
     return coder.eval()
 
 
-def read_arrays(path: Path) -> dict[str, torch.Tensor]:
+def read_arrays(path: Path) -> dict[str, Tensor]:
     """All arrays of a file, in fp32."""
     if path.suffix != ".npz":
         tensors = open_tensors(path)
