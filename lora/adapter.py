@@ -114,15 +114,12 @@ def matching(targets: str | list[str], paths: Mapping[str, str]) -> list[str]:
     A string is a regular expression for whole paths, a list names their endings, at dots. paths:
     {transformers' path: ours}.
     """
+    pattern = targets
+    if not isinstance(targets, str):
+        pattern = rf"(.*\.)?({'|'.join(map(re.escape, targets))})"
     found = []
-    endings = tuple(f".{ending}" for ending in targets)
     for theirs, ours in paths.items():
-        spellings = (theirs, ours, OLD + ours)
-        if isinstance(targets, str):
-            is_named = any(re.fullmatch(targets, path) for path in spellings)
-        else:
-            is_named = any(f".{path}".endswith(endings) for path in spellings)
-        if is_named:
+        if any(re.fullmatch(pattern, path) for path in (theirs, ours, OLD + ours)):
             found.append(ours)
     return found
 
@@ -130,18 +127,17 @@ def matching(targets: str | list[str], paths: Mapping[str, str]) -> list[str]:
 def free_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Every linear layer that may carry LoRA, by its path: part neither of an adapter nor of a
     graft."""
-    modules, grafted = dict(model.named_modules()), new_parameters(model)
-    taken = tuple(
-        f"{path}." for path, module in modules.items() if isinstance(module, LoRALinear | LowRank)
-    )
-    linear = {
-        path: m
-        for path, m in modules.items()
-        if isinstance(m, nn.Linear) and type(m) is not Int8Embedding
-    }
-    return {
-        p: m for p, m in linear.items() if not p.startswith(taken) and f"{p}.weight" not in grafted
-    }
+    grafted = new_parameters(model)
+    layers = {}
+    taken = ()  # the beginnings of paths below adapters
+    for path, module in model.named_modules():
+        if isinstance(module, LoRALinear | LowRank):
+            taken += (f"{path}.",)
+        elif isinstance(module, Int8Embedding) or path.startswith(taken):
+            continue
+        elif isinstance(module, nn.Linear) and f"{path}.weight" not in grafted:
+            layers[path] = module
+    return layers
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
@@ -335,9 +331,8 @@ def save(
     layers = published_layers(model)
     sizes = [(layer.lora.r, layer.alpha, layer.lora.dropout) for layer in layers.values()]
     r, alpha, dropout = sizes[0] if sizes else (1, 1, 0.0)
-    grafts = [record.arguments() for record in model.grafts]
     config = {
-        "peft_type": GRAFTED if grafts else "LORA",
+        "peft_type": GRAFTED if model.grafts else "LORA",
         "base_model_name_or_path": base,
         "r": r,
         "lora_alpha": alpha,
@@ -348,7 +343,7 @@ def save(
         "rank_pattern": {p: layer.lora.r for p, layer in layers.items() if layer.lora.r != r},
         "alpha_pattern": {p: layer.alpha for p, layer in layers.items() if layer.alpha != alpha},
     }
-    added = {"prompt": prompt, "quantized": model.quantized, "differential": grafts or None}
+    added = {"prompt": prompt, "quantized": model.quantized, "differential": model.grafts or None}
     config |= {key: value for key, value in added.items() if value is not None}
     if write:
         with atomic_path(Path(folder) / TENSOR_FILE) as temporary:

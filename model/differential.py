@@ -25,7 +25,7 @@ casts all of them.
 
 import inspect
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -437,30 +437,6 @@ class SwiGLU(nn.Module):
         return self.w_2(F.silu(self.w_g(h)) * self.w_1(h)).to(x.dtype)
 
 
-@dataclass(frozen=True)
-class Graft:
-    """One call of `graft`: its arguments, with all of the variant's options.
-
-    `model.grafts` has every call.
-    """
-
-    attention: str
-    diff_in: str
-    feed_forward: str
-    seed: int
-    options: dict[str, Any]
-
-    def arguments(self) -> dict[str, Any]:
-        """What repeats the call, as JSON can hold it: the format of adapters."""
-        return {
-            "kind": self.attention,
-            "where": self.diff_in,
-            "feed_forward": self.feed_forward,
-            "seed": self.seed,
-            **self.options,
-        }
-
-
 def graft(
     model: Adaptable,
     attention: str,
@@ -500,7 +476,7 @@ def graft(
             )
     options = defaults | options
     # 2. the new modules, drawn on the CPU: a seed gives the same numbers on every device
-    before = set(dict(model.named_parameters()))
+    before = new_parameters(model)
     device = model.language_model.embed_tokens.weight.device
     drawn_on = "meta" if device.type == "meta" else "cpu"
     new: list[tuple[nn.Module, str, nn.Module]] = []
@@ -522,8 +498,9 @@ def graft(
     for module in model.language_model.modules() if feed_forward == "swiglu" else ():
         if isinstance(module, GemmaMLP):
             module.activation = "silu"
-    model.grafts = (*model.grafts, Graft(attention, diff_in, feed_forward, seed, options))
-    return [name for name, _ in model.named_parameters() if name not in before]
+    call = {"kind": attention, "where": diff_in, "feed_forward": feed_forward, "seed": seed}
+    model.grafts = (*model.grafts, call | options)
+    return [name for name in new_parameters(model) if name not in before]
 
 
 def variants_of(model: nn.Module) -> dict[str, Differential]:
@@ -555,7 +532,7 @@ def fold(model: Adaptable) -> None:
     """
     # 1. whether it can be done
     variants = variants_of(model)
-    feed_forwards = {record.feed_forward for record in model.grafts}
+    feed_forwards = {call["feed_forward"] for call in model.grafts}
     for path, module in variants.items():
         if not module.foldable or "swiglu-new" in feed_forwards:
             what = f"{module.kind!r} with {', '.join(feed_forwards)}"

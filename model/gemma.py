@@ -230,7 +230,8 @@ class Adaptable(nn.Module):
     language_model: Gemma
     # {beginning of a module's path: transformers'}, the first that fits
     published: Mapping[str, str] = {"": "model."}
-    grafts: tuple = ()  # of `model.differential.Graft`, in the order of the calls
+    # what repeats each call of `model.differential.graft`, as adapters hold it, in their order
+    grafts: tuple[dict[str, Any], ...] = ()
     # of the frozen weights, before they were quantized; None: not known yet
     base_fingerprint: str | None = None
     # how the frozen weights are held, of `weights.quantize.KINDS`; None: as they are
