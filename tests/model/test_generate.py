@@ -71,17 +71,6 @@ def test_greedy_equals_transformers(generation, rows):
         )  # the pictures and prompts matter
 
 
-def test_what_is_generated_can_be_trained_on():
-    """Breaks when the new tokens carry the mark of inference mode: then no backward pass may meet
-    them."""
-    hf = hf_model(1)
-    model = ours(hf)
-    (ids,) = generate(model, **batch(hf, ((4, 0),)), max_new_tokens=3)
-    assert not ids.is_inference()
-    model(ids[None], None, torch.ones_like(ids)[None]).square().sum().backward()
-    assert model.language_model.embed_tokens.weight.grad.abs().sum() > 0
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("generation", [1, 2])
 def test_log_probabilities_are_those_of_transformers(generation):
@@ -136,7 +125,8 @@ def test_log_probabilities_of_a_sample_are_the_model_s_own():
     own = torch.stack(raw, dim=1).log_softmax(-1)
     assert len({tuple(row.tolist()) for row in rows}) == 3
     for number, (row, found) in enumerate(zip(rows, log_probs, strict=True)):
-        assert found.dtype == torch.float32 and not found.is_inference()
+        assert found.dtype == torch.float32
+        assert not found.is_inference() and not row.is_inference()  # autograd refuses what is
         expected = own[number, range(len(row)), row].float()
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     rounded = torch.randn(3, 50).bfloat16()
