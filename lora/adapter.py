@@ -234,8 +234,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
     """Within the block, every low-rank update is off, merged ones and those of grafts included.
     Blocks may nest."""
     merged = [layer for layer in lora_layers(model).values() if layer.merged]
-    updates = [module for module in model.modules() if isinstance(module, LowRank)]
-    enabled = [update for update in updates if update.enabled]
+    enabled = [m for m in model.modules() if isinstance(m, LowRank) and m.enabled]
     try:
         unmerge(model)
         for module in enabled:
@@ -316,8 +315,7 @@ def save(
     if not parameters:
         raise UserError("the model has no adapter to save: inject LoRA, or graft a variant, first")
     held = set(parameters.values())
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if other := [name for name, parameter in trained.items() if parameter not in held]:
+    if other := [n for n, p in model.named_parameters() if p.requires_grad and p not in held]:
         raise UserError(
             f"{len(other)} parameters outside the adapter are trained ({other[0]}, …): freeze them"
         )

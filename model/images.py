@@ -73,6 +73,21 @@ def to_pixels(source: Picture, size: int) -> Tensor:
     return torch.from_numpy(pixels * np.float32(2) - np.float32(1))
 
 
+def preprocessing(size: int) -> dict[str, Any]:
+    """What `to_pixels` does, by the names of transformers' image processors."""
+    return {
+        "size": {"height": size, "width": size},
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "resample": 3,  # bicubic
+        "rescale_factor": 1 / 255,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+
+
 def pad_to_square(image: Image.Image) -> Image.Image:
     """The picture in the middle of a gray square of its longer side, as LLaVA trains.
     Raises UserError."""

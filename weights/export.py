@@ -34,6 +34,7 @@ from model.common import (
 from model.config import PaliGemmaConfig
 from model.device import DTYPES
 from model.differential import fold
+from model.images import preprocessing
 from model.paligemma import PaliGemma
 from model.source import EMBEDDED, local_path, own_file, preset_of, resolve
 from model.turns import SLOT
@@ -219,21 +220,12 @@ def locate(source: str, update: Path | None = None) -> Origin:
 def processor_files(config: PaliGemmaConfig) -> dict[str, str]:
     """What transformers' AutoProcessor and `generate` read beside weights and tokenizer.json: texts
     by file name."""
-    size = config.vision.image_size
     files = {
         "preprocessor_config.json": {
             "image_processor_type": "SiglipImageProcessor",
             "processor_class": "PaliGemmaProcessor",
             "image_seq_length": config.num_image_tokens,
-            "size": {"height": size, "width": size},
-            "do_convert_rgb": True,
-            "do_resize": True,
-            "do_rescale": True,
-            "do_normalize": True,
-            "resample": 3,  # bicubic
-            "rescale_factor": 1 / 255,
-            "image_mean": [0.5] * 3,
-            "image_std": [0.5] * 3,
+            **preprocessing(config.vision.image_size),
         },
         "tokenizer_config.json": {
             "tokenizer_class": "GemmaTokenizer",
