@@ -114,12 +114,11 @@ def matching(targets: str | list[str], paths: Mapping[str, str]) -> list[str]:
     A string is a regular expression for whole paths, a list names their endings, at dots. paths:
     {transformers' path: ours}.
     """
-    pattern = targets
-    if not isinstance(targets, str):
-        pattern = rf"(.*\.)?({'|'.join(map(re.escape, targets))})"
+    if isinstance(targets, list):
+        targets = rf"(.*\.)?({'|'.join(map(re.escape, targets))})"
     found = []
     for theirs, ours in paths.items():
-        if any(re.fullmatch(pattern, path) for path in (theirs, ours, OLD + ours)):
+        if any(re.fullmatch(targets, path) for path in (theirs, ours, OLD + ours)):
             found.append(ours)
     return found
 

@@ -10,7 +10,6 @@ norms, to which it adds 1.
 """
 
 import json
-import math
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -156,15 +155,11 @@ class GgufFile:
         raw["tie_word_embeddings"] = "output.weight" not in self.tensors
         raw["attention_bias"] = "blk.0.attn_output.bias" in self.tensors
         raw["mlp_bias"] = "blk.0.ffn_up.bias" in self.tensors
-        for name, number in self.control().items():
-            raw[f"{name}_token_id"] = number
-        scaling = self.told(f"{self.kind}.rope.scaling.type")
-        if scaling not in (None, "none"):
-            raw["rope_scaling"] = {"rope_type": scaling}
-        for key in ("scaling.factor", "scale_linear"):  # which llama.cpp takes as linear
-            factor = self.told(f"{self.kind}.rope.{key}")
-            if scaling is None and factor not in (None, 0, 1):
-                raw["rope_scaling"] = {"rope_type": "linear"}
+        raw |= {f"{name}_token_id": number for name, number in self.control().items()}
+        for key in ("scaling.type", "scaling.factor", "scale_linear"):
+            scaling = self.told(f"{self.kind}.rope.{key}")
+            is_plain = scaling in (None, "none", 0, 1)
+            require(is_plain, f"its RoPE is not computed here: {key} {quoted(scaling)}")
         if self.factors is not None:
             require(self.factors.numel(), f"{ROPE_FACTORS} is empty")
             raw["rope_scaling"] = LLAMA3_ROPE | {"factor": self.factors.max().item()}
@@ -335,10 +330,10 @@ def field(number: int, value: bytes | float | int) -> bytes:
 
 def varint(value: int) -> bytes:
     """Seven bits a byte, the lowest first."""
-    size = max(1, math.ceil(value.bit_length() / 7))
-    parts = [value >> 7 * place & 127 | 128 for place in range(size)]
-    parts[-1] &= 127
-    return bytes(parts)
+    low = value & 127
+    if value == low:
+        return bytes([low])
+    return bytes([low | 128]) + varint(value >> 7)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -29,13 +29,9 @@ def _opened(path: Path) -> Iterator[tuple[zipfile.ZipFile, dict[str, zipfile.Zip
     """The archive, and the arrays of its weights by key, without "params/" and ".npy"."""
     try:
         with zipfile.ZipFile(path) as archive:
-            members, weights = {}, {}
-            for info in archive.infolist():
-                key = info.filename.removesuffix(".npy")
-                members[key] = info
-                if key.startswith(_TREE):
-                    weights[key.removeprefix(_TREE)] = info
-            yield archive, weights or members
+            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            weights = [key for key in members if key.startswith(_TREE)]
+            yield archive, {key.removeprefix(_TREE): members[key] for key in weights or members}
     # a damaged archive makes zipfile and numpy raise errors of many classes
     except Exception as error:
         raise UserError(

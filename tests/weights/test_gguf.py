@@ -317,6 +317,6 @@ def test_damaged_and_foreign_files(bpe, tmp_path):
     write_file(file, hf, bpe, pre="default")  # llama.cpp's own, by four expressions
     said("tokenizer.ggml.pre is 'default'")
     write_file(file, hf, bpe, scaling="yarn")
-    said("rope type 'yarn'")
+    said("scaling.type 'yarn'")
     write_file(file, hf, bpe, scaling=4.0)
-    said("rope type 'linear'")
+    said("scaling.factor 4.0")
