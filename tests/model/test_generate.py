@@ -136,26 +136,6 @@ def test_log_probabilities_of_a_sample_are_the_model_s_own():
     torch.testing.assert_close(known[0], exact, rtol=0, atol=1e-6)
 
 
-def test_it_stops_when_every_row_has_ended(monkeypatch):
-    """Breaks when decoding goes on after the last row's end token, or stops before every row has
-    ended."""
-    hf = hf_model(1)
-    model = ours(hf)
-    inputs = prompt(hf, PROMPTS[:2])
-    eos = model.config.eos_token_id
-    calls = []
-    script = iter([[5, 7], [eos, 9], [6, eos], [8, 8]])
-
-    def scripted(logits, *args):
-        calls.append(1)
-        return torch.tensor(next(script))
-
-    monkeypatch.setattr("model.generate.pick", scripted)
-    rows = generate(model, **inputs, max_new_tokens=10)
-    assert [row.tolist() for row in rows] == [[5, eos], [7, 9, eos]]
-    assert len(calls) == 3
-
-
 def test_memory_grows_with_what_is_generated(monkeypatch):
     """Breaks when a limit that is never reached takes its memory, or a token is lost as the cache
     grows."""

@@ -24,7 +24,7 @@ from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.tokenizer import load_tokenizer
-from tests.files import read_json, write_json, write_lines
+from tests.files import read_json, write_json
 from tests.pieces import texts
 from tests.runs import refused
 from weights.card import model_card
@@ -32,21 +32,15 @@ from weights.export import Origin, companions, export_model, locate, plain_tenso
 from weights.load import load_model
 
 PROMPTS = ["answer en Where is the dog?", "detect dog", "caption en  \tétang 日本 🐮"]
-SUMMARY = {
-    "before": {"vqa": 12.5, "needle": None, "vqa_details": {"per_answer_type": {"number": 7.5}}},
+SUMMARY = """{
+    "before": {"vqa": 12.5, "needle": null, "vqa_details": {"per_answer_type": {"number": 7.5}}},
     "start": {"vqa": 12.5, "vqa_details": {"per_answer_type": {"number": 7.5}}},
-    "held_out": {
-        "examples": 40,
-        "before": {"loss": 2.25},
-        "start": {"loss": 2.25},
-        "best": {"loss": 0.5},
-        "over_blind": {"low": 3.0},
-    },
-}
-ANSWERS = [
-    {"question": "What is\n it?", "right": False},
-    {"question": 'Is it "red"?<image>', "right": True},
-]
+    "held_out": {"examples": 40, "before": {"loss": 2.25}, "start": {"loss": 2.25},
+        "best": {"loss": 0.5}, "over_blind": {"low": 3.0}}
+}"""
+ANSWERS = r"""{"question": "What is\n it?", "right": false}
+{"question": "Is it \"red\"?<image>", "right": true}
+"""
 
 
 def learned(model, folder, kind):
@@ -62,8 +56,8 @@ def learned(model, folder, kind):
     adapter.save(model, folder, "embedded")
     data = {"data": ["jsonl:/home/me and/a|b.jsonl"], "tasks": "vqa"}
     write_json(folder / "config.json", {"base": "embedded", "r": 4, "workers": 2, **data})
-    write_lines(folder / "answers.jsonl", ANSWERS)
-    write_json(folder / "summary.json", SUMMARY)
+    (folder / "answers.jsonl").write_text(ANSWERS)
+    (folder / "summary.json").write_text(SUMMARY)
     return folder
 
 
@@ -186,8 +180,8 @@ def test_the_best_step_of_whole_weights_has_its_run(tmp_path):
 
 
 def test_the_card_says_what_it_was_made_of(tmp_path):
-    """Breaks when a card loses base, data or scores, tells paths or an untrained prompt, or a merge
-    rounds twice."""
+    """Breaks when a card loses base, data, scores or the prompt of published questions, tells paths
+    or an untrained prompt, or a merge rounds twice."""
     model = load_model("embedded")
     learned(model, tmp_path / "run", "softmax")
     (tmp_path / "run/best").mkdir()
@@ -213,27 +207,13 @@ def test_the_card_says_what_it_was_made_of(tmp_path):
     assert not re.search(r"home|tasks|workers|dog|\| start", card)
     assert "base_model: google/x\n" in model_card(model.config, 7, "x", "google/x")
     adapter.merge(model)  # in fp32, although the base is stored in bf16
-    weights.export.main(
-        f"embedded {tmp_path}/flags --adapter {tmp_path}/run/best --merge --dtype fp32".split()
-    )
-    for merged in (
-        load_model(tmp_path / name).language_model.layers[1].self_attn.q_proj
-        for name in ("out", "flags")
-    ):
-        assert torch.equal(
-            merged.weight, model.language_model.layers[1].self_attn.q_proj.base_layer.weight
-        )
-
-
-def test_the_card_has_the_prompt_of_published_questions(tmp_path):
-    """Breaks when a reader of the card cannot ask as the run has learned."""
-    run = learned(load_model("embedded"), tmp_path / "run", "softmax")
-    settings = read_json(run / "config.json")
-    settings |= {"data": ["vqa:train.json"], "prompt": "{question}"}
-    write_json(run / "config.json", settings)
-    weights.export.main([str(run), str(tmp_path / "out")])
-    card = (tmp_path / "out/README.md").read_text(encoding="utf-8")
-    assert re.search(r"\| prompt \| .*question.* \|", card)
+    merged = load_model(tmp_path / "out").state_dict()
+    path = "language_model.layers.1.self_attn.q_proj"
+    assert torch.equal(merged[f"{path}.weight"], model.state_dict()[f"{path}.base_layer.weight"])
+    settings = {"data": ["vqa:train.json"], "prompt": "{question}"}
+    write_json(tmp_path / "run/config.json", settings)
+    card = model_card(model.config, 7, "x", "embedded", tmp_path / "run")
+    assert "\n| prompt | {question} |\n" in card
 
 
 EVIL = "a`b\n# head|[x](//y)<script>\u2028license: mit\x85---\r- x\u202e"
