@@ -35,7 +35,7 @@ OLD = "model."  # before every path of ours, in earlier files of language models
 DECODER_TARGETS = r"language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 # Keys of PEFT that are read, or that change nothing of what the saved tensors compute. A value
 # under any other is a feature that would be lost without notice.
-_TEXTS = {"base_model_name_or_path", "prompt", "quantized", "peft_version", "revision", "task_type"}
+_TEXTS = set("base_model_name_or_path prompt quantized peft_version revision task_type".split())
 # null is none of them; for other keys it means the default
 _NUMBERS = {"r", "lora_alpha", "lora_dropout"}
 GRAFTED = "DIFFERENTIAL_LORA"  # the peft_type beside a graft; earlier files have LORA there too

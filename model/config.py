@@ -14,6 +14,7 @@ pixels.
 """
 
 import contextlib
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,12 +26,8 @@ from model.common import UserError, quoted, read_json, read_json_if, shown
 
 # Gemma's, where a file says nothing
 CONTROL_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
-GEMMA2_ONLY = (
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "sliding_window",
-)
+GEMMA2_ONLY = """query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
+    sliding_window""".split()
 # sizes that every published file of Gemma 1 has
 _SIZES = (
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
@@ -66,7 +63,7 @@ def config_errors(path: str | Path) -> Iterator[None]:
 
 
 # Keys of generation_config.json that change greedy decoding, with the values that do not
-_NEUTRAL = {
+_NEUTRAL = json.loads("""{
     "repetition_penalty": 1,
     "encoder_repetition_penalty": 1,
     "num_beams": 1,
@@ -79,10 +76,10 @@ _NEUTRAL = {
     "sequence_bias": [],
     "stop_strings": [],
     "guidance_scale": 1,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "exponential_decay_length_penalty": None,
-}
+    "forced_bos_token_id": null,
+    "forced_eos_token_id": null,
+    "exponential_decay_length_penalty": null
+}""")
 
 
 def read_generation(

@@ -29,7 +29,7 @@ from weights.export import export_model
 from weights.load import compare
 from weights.mapping import Entry, dialect_names
 
-ARCHITECTURES = ("gemma", "gemma2", "llama", "qwen2")
+ARCHITECTURES = "gemma gemma2 llama qwen2".split()
 # config.json's name of a size, and the file's
 SIZES = {
     "hidden_size": "embedding_length",

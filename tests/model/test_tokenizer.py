@@ -182,13 +182,16 @@ def test_tokens_that_only_a_file_beside_names_are_refused(tmp_path):
 
 
 REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
-BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-# a thousand and 256 times: enough to be refused, too little to harm where they are not
-LONGER = {
-    "normalizer": {"type": "Sequence", "normalizers": [REPLACE] * 3},
-    "decoder": {"type": "Sequence", "decoders": [REPLACE] * 3},
-    "pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES] * 8},
-}
+# of a tokenizer.json. A thousand and 256 times longer: too little to harm where it is not refused
+PARTS = """{
+    "normalizer": {"type": "Sequence", "normalizers": [REPLACE, REPLACE, REPLACE]},
+    "decoder": {"type": "Sequence", "decoders": [REPLACE, REPLACE, REPLACE]},
+    "pre_tokenizer": {"type": "Sequence",
+        "pretokenizers": [BYTES, BYTES, BYTES, BYTES, BYTES, BYTES, BYTES, BYTES]}
+}"""
+BYTES = """{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false,
+    "use_regex": false}"""
+LONGER = json.loads(PARTS.replace("REPLACE", json.dumps(REPLACE)).replace("BYTES", BYTES))
 TEMPLATE = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}
 WORDS = {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100, "unk_token": "[UNK]"}
 
