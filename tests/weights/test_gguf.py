@@ -23,18 +23,36 @@ gguf = pytest.importorskip("gguf")
 
 KINDS = ("gemma", "gemma2", "llama", "qwen2")
 # llama.cpp's names, the rarest first
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "model.layers": "blk",
-    "input_layernorm": "attn_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-    "self_attn.o_proj": "attn_output",
-    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
-    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
-}
+NAMES = """model.embed_tokens token_embd
+model.norm output_norm
+lm_head output
+model.layers blk
+input_layernorm attn_norm
+pre_feedforward_layernorm ffn_norm
+post_feedforward_layernorm post_ffw_norm
+self_attn.o_proj attn_output
+self_attn.q_proj attn_q
+self_attn.k_proj attn_k
+self_attn.v_proj attn_v
+mlp.gate_proj ffn_gate
+mlp.up_proj ffn_up
+mlp.down_proj ffn_down"""
+# the writer's names of sizes, and transformers'
+SIZES = """context_length max_position_embeddings
+embedding_length hidden_size
+feed_forward_length intermediate_size
+block_count num_hidden_layers
+head_count num_attention_heads
+head_count_kv num_key_value_heads
+layer_norm_rms_eps rms_norm_eps
+"""
+WIDTHS = """key_length head_dim
+value_length head_dim
+"""
+CAPS = """sliding_window sliding_window
+attn_logit_softcapping attn_logit_softcapping
+final_logit_softcapping final_logit_softcapping
+"""
 TEXTS = ["Is there a dog?", "  two  spaces", "naïve 北京 🦒", "a\n\nb\t", "1,234.5 it's", "we'll  "]
 
 
@@ -88,21 +106,14 @@ def write_file(
     config, kind = hf.config, hf.config.model_type
     writer = gguf.GGUFWriter(path, kind)
     # 1. sizes
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(10000.0)
+    sizes = SIZES
     if kind != "qwen2":
-        writer.add_key_length(config.head_dim)
-        writer.add_value_length(config.head_dim)
+        sizes += WIDTHS
     if kind == "gemma2":
-        writer.add_sliding_window(config.sliding_window)
-        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
-        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+        sizes += CAPS
+    for name, ours in map(str.split, sizes.splitlines()):
+        getattr(writer, f"add_{name}")(getattr(config, ours))
     # 2. the tokenizer
     writer.add_bos_token_id(2)
     writer.add_eos_token_id(1)
@@ -129,7 +140,7 @@ def write_file(
         if name in tied:
             continue
         theirs = name
-        for ours, other in NAMES.items():
+        for ours, other in map(str.split, NAMES.splitlines()):
             theirs = theirs.replace(ours, other)
         post = "post_attention_norm" if kind == "gemma2" else "ffn_norm"
         theirs = theirs.replace("post_attention_layernorm", post)
