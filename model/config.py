@@ -227,25 +227,19 @@ def rope_of(raw: dict) -> tuple[dict, Any]:
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """What no size of a decoder says. Defaults: Gemma's."""
-
-    norm_offset: int = 1  # the factor of a norm is its weight and this
-    scales_embeddings: bool = True  # by √H
-    # biases of q, k and v, of the attention's output, and of the three products of the MLP
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    # of RoPE's frequencies (D/2,), for longer texts than those of the first training
-    stretch: Callable[[Any], Any] | None = None
-
-
-@dataclass(frozen=True)
 class TextConfig(Config):
     """Gemma's decoder, generation 1 or 2. Defaults: the 2B of PaliGemma 1."""
 
     fixed = {"attention_bias": False}
     rope_types: ClassVar[tuple[str, ...]] = ("default",)
+    # what no size says; in another family some of it is read
+    norm_offset: ClassVar[int] = 1  # the factor of a norm is its weight and this
+    scales_embeddings: ClassVar[bool] = True  # by √H
+    qkv_bias: ClassVar[Any] = False
+    attention_bias: ClassVar[Any] = False  # of the attention's output
+    mlp_bias: ClassVar[Any] = False  # of its three products
+    # of RoPE's frequencies (D/2,), for longer texts than those of the first training
+    stretch: ClassVar[Callable[[Any], Any] | None] = None
     model_type: Literal["gemma", "gemma2"] = "gemma"
     vocab_size: int = 257152
     hidden_size: int = 2048
@@ -270,11 +264,6 @@ class TextConfig(Config):
         require(heads % shared == 0, f"{heads} heads are no multiple of {shared} key/value heads")
         # RoPE turns pairs
         require(self.head_dim % 2 == 0, f"head_dim {self.head_dim} is odd, expected an even number")
-
-    @property
-    def architecture(self) -> Architecture:
-        """What is computed, beside the sizes."""
-        return Architecture()
 
     @property
     def is_gemma2(self) -> bool:
