@@ -161,11 +161,6 @@ def test_a_coder_is_read(coder, arrays, tmp_path):
         np.savez(tmp_path / f"{number}.npz", **given)
         with pytest.raises(UserError, match=f"{number}.npz"):
             load_mask_coder(tmp_path / f"{number}.npz")
-    (tmp_path / "cut.npz").write_bytes((tmp_path / "vae-oid.npz").read_bytes()[:999])
-    np.savez_compressed(tmp_path / "packed.npz", **arrays)
-    packed = bytearray((tmp_path / "packed.npz").read_bytes())
-    packed[200:1200] = b"\xff" * 1000
-    (tmp_path / "broken.npz").write_bytes(packed)
-    for name in ("broken.npz", "cut.npz", "missing.npz", "missing.safetensors"):
+    for name in ("missing.npz", "missing.safetensors"):
         with pytest.raises(UserError, match=name):
             load_mask_coder(tmp_path / name)
