@@ -20,7 +20,7 @@ from model.gemma import RMSNorm
 from model.generate import generate
 from model.linear import ACTIVATIONS, Linear, activated, linear
 from tests.model.test_differential import TARGETS, sibling
-from tests.reference import batch, hf_model, ours, relative_error, right_padded
+from tests.reference import batch, relative_error, right_padded, set_attention_backend, twins
 from tests.runs import refused
 from train.data.batches import collate
 from train.model import supervised_loss
@@ -72,31 +72,26 @@ def test_bf16_where_the_processor_cannot_multiply_it(monkeypatch):
     """Breaks when a block of the weight is left out or rounded, or the sum is rounded twice."""
     torch.manual_seed(0)
     monkeypatch.setattr("model.linear.BLOCK_ELEMENTS", 1 << 15)
-    for rows, width, out, with_bias in (
-        (16, 512, 200, True),
-        (40, 96, 1000, False),
-        (300, 64, 64, True),
-    ):
+    for rows, width, out in ((16, 512, 200), (40, 96, 1000), (300, 64, 64)):
         x = torch.randn(2, rows // 2, width).bfloat16()
         weight = torch.randn(out, width).bfloat16()
-        bias = torch.randn(out).mul(30).bfloat16() if with_bias else None
-        exact = F.linear(*(None if t is None else t.double() for t in (x, weight, bias)))
-        with torch.no_grad(), cpu.using("torch"):
-            plain = linear(x, weight, bias)
-        assert torch.equal(plain, F.linear(x, weight, bias))
-        with cpu.using("bf16"):
-            with torch.no_grad():
-                wide = linear(x, weight, bias)
-                few = linear(x[:1, :7], weight, bias)
-            assert torch.equal(linear(x, weight.requires_grad_(), bias), plain), (
-                "gradients are those of bf16"
-            )
-        assert wide.dtype == torch.bfloat16
-        assert torch.equal(few, F.linear(x[:1, :7], weight, bias))
-        # rounded once, so that nothing but a sum in the middle of two numbers of bf16 may differ
-        assert (wide.double() - exact).norm() <= (1 + 1e-5) * (
-            exact.bfloat16().double() - exact
-        ).norm()
+        bias = torch.randn(out).mul(30).bfloat16()
+        for given in ((weight, bias), (weight,)):
+            exact = F.linear(x.double(), *(t.double() for t in given))
+            with torch.no_grad(), cpu.using("torch"):
+                plain = linear(x, *given)
+            assert torch.equal(plain, F.linear(x, *given))
+            with cpu.using("bf16"):
+                with torch.no_grad():
+                    wide = linear(x, *given)
+                    few = linear(x[:1, :7], *given)
+                learned = linear(x.clone().requires_grad_(), *given)
+            assert torch.equal(learned, plain), "gradients are those of bf16"
+            assert wide.dtype == torch.bfloat16
+            assert torch.equal(few, F.linear(x[:1, :7], *given))
+            # rounded once, so that nothing but a sum in the middle of two numbers of bf16 may differ
+            once = (exact.bfloat16().double() - exact).norm()
+            assert (wide.double() - exact).norm() <= (1 + 1e-5) * once
 
 
 @pytest.mark.parametrize("shape, out", [((7, 24), 40), ((2, 5, 40), 24), ((1, 3, 2, 8), 8)])
@@ -258,19 +253,16 @@ def test_a_compiled_training_step_learns_the_same(processor):
     called = torch.compile(model, backend="aot_eager", fullgraph=True)
     for count in (4, 3):  # of different lengths, numbers of rows and pictures
         micro = collate(embedded_records(("caption",), count=count), processor)
-        results = []
+        losses, gradients = [], []
         for either in (model, called):
             model.zero_grad()
             loss = supervised_loss(either, micro)
             loss.backward()
-            results.append(
-                (loss.item(), {name: p.grad.clone() for name, p in trainable(model).items()})
-            )
-        assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
-        for name, gradient in results[0][1].items():
-            assert (
-                relative_error(results[1][1][name], gradient) < 1e-4 or gradient.abs().max() < 1e-5
-            ), name
+            losses.append(loss.item())
+            gradients.append({name: p.grad.clone() for name, p in trainable(model).items()})
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        for name, plain in gradients[0].items():
+            assert plain.abs().max() < 1e-5 or relative_error(gradients[1][name], plain) < 1e-4
 
 
 @pytest.mark.long
@@ -279,20 +271,18 @@ def test_compiled_decoding_equals_the_plain_one_and_compiles_once(generation):
     """Breaks when the static cache shows what is not written yet, keeps an old prompt, or a length
     compiles anew."""
     torch._dynamo.reset()
-    hf = hf_model(generation, num_hidden_layers=2)
     counter = CompileCounter()
-    model = ours(hf, "sdpa")
+    hf, model, _ = twins(generation, num_hidden_layers=2)
+    set_attention_backend(model, "sdpa")
     with torch._dynamo.config.patch(recompile_limit=1):
         compiled = CompiledStep(model, bucket=64, backend=counter)
         assert torch._dynamo.config.recompile_limit == 64
-    for seed, rows in enumerate(
-        (((6, 0), (2, 0), (4, 0)), ((9, 0), (9, 0), (1, 0)), ((3, 0), (2, 0), (2, 0)))
-    ):
-        prompt = batch(hf, rows, seed)
+    for seed, sizes in enumerate(((6, 2, 4), (9, 9, 1), (3, 2, 2))):
+        prompt = batch(hf, [(size, 0) for size in sizes], seed)
         prompt = right_padded(prompt) if seed == 1 else prompt
         plain = generate(model, **prompt, max_new_tokens=12)
         fast = generate(model, **prompt, max_new_tokens=12, compiled=compiled)
-        assert [row.tolist() for row in fast] == [row.tolist() for row in plain]
+        assert all(map(torch.equal, fast, plain))
     assert counter.frame_count == 1
     cache = compiled.cache[0].keys
     generate(model, **batch(hf, ((4, 0), (4, 0), (4, 0))), max_new_tokens=50, compiled=compiled)
@@ -310,13 +300,7 @@ def test_a_compiler_that_cannot_work_is_one_line():
         raise OSError("no working C++ compiler")
 
     torch._dynamo.reset()
-    model = ours(hf_model(1))
-    refused(
-        lambda: generate(
-            model,
-            **batch(hf_model(1)),
-            max_new_tokens=2,
-            compiled=CompiledStep(model, backend=fails),
-        ),
-        *("torch.compile: ", "no working C++ compiler", ": install ", " --compile"),
-    )
+    _, model, inputs = twins()
+    compiled = CompiledStep(model, backend=fails)
+    says = "torch.compile: ", "no working C++ compiler", ": install ", " --compile"
+    refused(lambda: generate(model, **inputs, max_new_tokens=2, compiled=compiled), *says)

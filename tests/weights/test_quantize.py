@@ -85,12 +85,13 @@ def test_products_are_those_of_the_stored_weights(kind, dtype, monkeypatch):
         linear = Linear(width, out, bias=dtype == torch.float32).requires_grad_(False)
         linear.weight *= torch.linspace(1, 4, out)[:, None]
         linear.weight[5] = 0
-        linear.weight[7, 3] = -linear.weight[7].abs().max() - 1  # the largest, and negative
+        if kind == "int8":  # a value that towers above its channel, and is negative
+            linear.weight[7, 3] = -linear.weight[7].abs().max() - 1
         layer = packing.KINDS[kind](linear)
         weight = layer.put_back().weight.double()
         error = (weight - linear.weight.double()).abs().amax(1)
-        # half a step of 8 bits; the largest may be off by the rounding of its scale to bf16, 2⁻⁹
-        share = {"int8": 0.501 / 127, "nf4": 0.2}[kind]
+        # of 8 bits half a step, whose scale is rounded to bf16 by up to 2⁻⁸
+        share = {"int8": 0.502 / 127, "nf4": 0.2}[kind]
         assert (error <= share * linear.weight.abs().amax(1)).all()
         if kind == "int8":
             assert layer.scale.bfloat16().float().equal(layer.scale)
