@@ -442,8 +442,7 @@ def _put_lora(
         if match := re.fullmatch(rf"{re.escape(PEFT)}(.+)\.(lora_[AB])\.weight", name):
             path = names.get(match[1], match[1].removeprefix(OLD))
             # before transformers 4.52 below the decoder and the tower, not above
-            path = re.sub(r"^(language_model)\.model\.", r"\1.", path)
-            path = re.sub(r"^(vision_tower)\.vision_model\.", r"\1.", path)
+            path = re.sub(r"^(language_model|vision_tower)\.(vision_)?model\.", r"\1.", path)
             if path in layers:
                 spelt[path], name = match[1], f"{PEFT}{theirs[path]}.{match[2]}.weight"
         if name in renamed:

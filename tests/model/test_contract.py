@@ -118,13 +118,11 @@ def test_cached_is_uncached(model):
         at = 0
         read = []
         for size in (width - 4, *parts):
-            seen = {
-                "token_type_ids": types[:, : at + size],
-                "attention_mask": inputs["attention_mask"][:, : at + size],
-            }
+            end = at + size
+            seen = types[:, :end], inputs["attention_mask"][:, :end]
             pixels = None if at else inputs["pixel_values"]
-            read.append(model(ids[:, at : at + size], pixel_values=pixels, cache=cache, **seen))
-            at += size
+            read.append(model(ids[:, at:end], pixels, *seen, cache=cache))
+            at = end
         assert relative_error(torch.cat(read, dim=1)[valid], logits[valid]) <= 2e-6, parts
 
 
@@ -145,13 +143,13 @@ def test_a_row_depends_on_nothing_but_itself(model):
 def test_answers_alone_together_and_padded_on_the_right(model):
     """Breaks when an answer depends on the other rows, or on the padding's side."""
     inputs = batch(model)
-    together = [row.tolist() for row in generate(model, **inputs, max_new_tokens=10)]
-    assert len({tuple(row) for row in together}) > 1
-    assert [
-        row.tolist() for row in generate(model, **right_padded(inputs), max_new_tokens=10)
-    ] == together
+    together = generate(model, **inputs, max_new_tokens=10)
+    assert len({tuple(row.tolist()) for row in together}) > 1
+    right = generate(model, **right_padded(inputs), max_new_tokens=10)
+    assert all(map(torch.equal, right, together))
     for row in range(len(ROWS)):
-        assert generate(model, **alone(inputs, row), max_new_tokens=10)[0].tolist() == together[row]
+        (answer,) = generate(model, **alone(inputs, row), max_new_tokens=10)
+        assert torch.equal(answer, together[row])
 
 
 @pytest.mark.long
@@ -164,22 +162,15 @@ def test_choices_are_weighed_as_if_each_were_read_alone(model):
     pictures = ()
     if inputs["pixel_values"] is not None:
         pictures = model.encode_images(inputs["pixel_values"]), torch.arange(len(ROWS))
-    for row, found in enumerate(
-        log_likelihoods(model, SimpleNamespace(**inputs), choices, *pictures)
-    ):
+    of_rows = log_likelihoods(model, SimpleNamespace(**inputs), choices, *pictures)
+    for row, found in enumerate(of_rows):
         given = alone(inputs, row)
         for choice, likelihood in zip(choices[row], found, strict=True):
             ids = torch.cat((given["input_ids"], torch.tensor([choice])), dim=1)
             types = F.pad(given["token_type_ids"], (0, len(choice)), value=1)
-            whole = given | {
-                "input_ids": ids,
-                "token_type_ids": types,
-                "attention_mask": torch.ones_like(ids),
-            }
-            log_p = model(**whole)[0, -len(choice) - 1 : -1].log_softmax(-1)
-            torch.testing.assert_close(
-                likelihood, log_p[range(len(choice)), choice].sum(), atol=1e-4, rtol=1e-4
-            )
+            log_p = model(ids, given["pixel_values"], types)[0].log_softmax(-1)
+            expected = log_p[-len(choice) - 1 : -1][range(len(choice)), choice].sum()
+            torch.testing.assert_close(likelihood, expected, atol=1e-4, rtol=1e-4)
 
 
 def checkpoint(model, on):

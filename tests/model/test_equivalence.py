@@ -15,6 +15,7 @@ from tests.reference import (
     outputs_by_layer,
     relative_error,
     reload_hf,
+    set_attention_backend,
     twins,
 )
 
@@ -137,14 +138,13 @@ def test_bf16_is_equal_to_the_bit(generation, backend, monkeypatch):
 def test_no_position_to_keep_is_no_error(generation, learns, monkeypatch):
     """Breaks when a batch without supervised tokens raises; its loss and its gradients are zero."""
     monkeypatch.setattr(cpu, "MIN_WEIGHT_ELEMENTS", 0)
-    hf = hf_model(generation)
-    model, inputs = ours(hf, "sdpa"), batch(hf)
-    for positions, shape in ((0, (2, 0)), (torch.zeros(2, 0, dtype=torch.long), (2, 0))):
+    _, model, inputs = twins(generation)
+    set_attention_backend(model, "sdpa")
+    none = torch.zeros(2, 0, dtype=torch.long)
+    for positions in (0, none):
         with torch.set_grad_enabled(learns):
-            assert model(**inputs, positions_to_keep=positions).shape == (*shape, 128)
-            loss = model(
-                **inputs, positions_to_keep=positions, targets=torch.zeros(shape, dtype=torch.long)
-            )
+            assert model(**inputs, positions_to_keep=positions).shape == (2, 0, 128)
+            loss = model(**inputs, positions_to_keep=positions, targets=none)
         assert loss == 0
         if learns:
             loss.backward()
