@@ -283,6 +283,16 @@ def test_a_llama_3(bpe, tmp_path):
         refused(lambda: main([str(tmp_path / "a.gguf"), str(tmp_path / "b")]), "rope_freqs.weight")
 
 
+# what is in a file | what is there instead | what is said
+CHANGES = """layer_norm_rms_epsilon | layer_norm_rms_epsilo# | lacks qwen2.attention.layer_norm_rms_epsilon
+context_length | context_lengt# | lacks qwen2.context_length
+embedding_length | embedding_lengt# | lacks qwen2.embedding_length
+tokenizer.ggml.pre | tokenizer.ggml.per | tokenizer.ggml.pre is None
+qwen2 | qwen9 | 'qwen9', expected one of gemma
+smollm | rollms | 'rollms'
+blk.1.attn_q.w | blk.1.attn_z.w | missing language_model.layers.1.self_attn.q_proj.weight"""
+
+
 @pytest.mark.long
 def test_damaged_and_foreign_files(bpe, tmp_path):
     """Breaks when a bad file has a traceback, or leaves a folder."""
@@ -294,11 +304,9 @@ def test_damaged_and_foreign_files(bpe, tmp_path):
         assert not out.exists()
 
     said("not found")
-    file.write_bytes(b"")
-    said("no whole GGUF file")
     write_file(file, hf, bpe)
     whole = file.read_bytes()
-    for size in (3, 20, 400, len(whole) // 2, len(whole) - 100):
+    for size in (0, 3, 20, 400, len(whole) // 2, len(whole) - 100):
         file.write_bytes(whole[:size])
         said("no whole GGUF file")
     for place in range(8, 20000, 499):  # whatever is damaged, it is one line or a model
@@ -311,20 +319,13 @@ def test_damaged_and_foreign_files(bpe, tmp_path):
     endless = struct.pack("<IQ", gguf.GGUFValueType.UINT8, 2**60)
     file.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + key + endless)
     said("no whole GGUF file", "ends before byte")
-    for key in ("attention.layer_norm_rms_epsilon", "context_length", "embedding_length"):
-        file.write_bytes(whole.replace(key.encode(), key[:-1].encode() + b"#"))
-        said(f"lacks qwen2.{key}")
-    file.write_bytes(whole.replace(b"tokenizer.ggml.pre", b"tokenizer.ggml.per"))
-    said("tokenizer.ggml.pre is None")
+    for change in CHANGES.splitlines():
+        old, new, told = change.split(" | ")
+        file.write_bytes(whole.replace(old.encode(), new.encode()))
+        said(told)
     head = torch.zeros(rows_of("qwen2", bpe), hf.config.hidden_size)
     write_file(file, hf, bpe, more={"lm_head.weight": head})
     said("GGUF's lm_head.weight")
-    file.write_bytes(whole.replace(b"qwen2", b"qwen9"))
-    said("'qwen9'", "expected one of gemma")
-    file.write_bytes(whole.replace(b"smollm", b"rollms"))
-    said("'rollms'")
-    file.write_bytes(whole.replace(b"blk.1.attn_q.w", b"blk.1.attn_z.w"))
-    said("missing language_model.layers.1.self_attn.q_proj.weight")
     write_file(file, hf, bpe, pre="default")  # llama.cpp's own, by four expressions
     said("tokenizer.ggml.pre is 'default'")
     write_file(file, hf, bpe, scaling="yarn")

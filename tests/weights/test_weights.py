@@ -80,7 +80,7 @@ def save(folder, hf, tensors, shards=1):
         save_file(part, folder / file)
         weight_map |= dict.fromkeys(part, file)
     if shards > 1:
-        write_json(folder / INDEX_FILE, {"metadata": {}, "weight_map": weight_map})
+        write_json(folder / INDEX_FILE, {"weight_map": weight_map})
     return folder
 
 
@@ -497,12 +497,8 @@ CHANGES = {
     "layers.1.mlp: is GemmaMLP": lambda model: setattr(
         model.language_model.layers[1].mlp, "activation", "silu"
     ),
-    "language_model.model.norm.weight holds": lambda model: (
-        model.language_model.norm.weight.data.fill_(1e5)
-    ),
-    "q_proj: carries an unmerged adapter": lambda model: adapter.inject(
-        model, adapter.DECODER_TARGETS, 4, 8
-    ),
+    "model.norm.weight holds": lambda model: model.language_model.norm.weight.data.fill_(1e5),
+    "q_proj: carries an unmerged": lambda model: adapter.inject(model, ["q_proj"], 4, 8),
 }
 
 
