@@ -270,7 +270,7 @@ def byte_level(file: GgufFile) -> dict[str, Any]:
             continue
         vocab[token] = number
         if kinds[number] in (SPECIAL, NAMED):
-            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            flags = dict.fromkeys("single_word lstrip rstrip normalized".split(), False)
             known = {"id": number, "content": token, "special": kinds[number] == SPECIAL}
             added.append(known | flags)
     model = {"type": "BPE", "vocab": vocab, "merges": file.vocabulary("merges")}

@@ -72,12 +72,8 @@ class Names:
 PALIGEMMA_NAMES = Names(DIALECTS, dict.fromkeys(HEADS, EMBEDDING))
 # the text tower and the pooling head are left out; transformers 5 saves a tower by itself without a
 # prefix
-_NO_TOWER = (
-    "text_model.",
-    "logit_",
-    "head.",
-    "vision_model.head.",
-    "vision_model.embeddings.position_ids",
+_NO_TOWER = tuple(
+    "text_model. logit_ head. vision_model.head. vision_model.embeddings.position_ids".split()
 )
 SIGLIP_NAMES = Names({"siglip": {"": "vision_model."}, OWN: SAME}, ignored=_NO_TOWER)
 

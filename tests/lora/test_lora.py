@@ -208,7 +208,7 @@ def test_what_is_saved_here_computes_the_same_in_peft(tmp_path, generation):
     assert config.lora_dropout == 0.1
 
 
-@pytest.mark.parametrize("kind", ["gemma", "gemma2", "llama", "qwen2"])
+@pytest.mark.parametrize("kind", "gemma gemma2 llama qwen2".split())
 @torch.no_grad()
 def test_a_language_models_adapter_goes_both_ways(tmp_path, kind):
     """Breaks when a layer of a language model has another path than in transformers' own, or an
@@ -506,7 +506,7 @@ PATTERNS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["target_modules", "exclude_modules", "layers_pattern", "rank"])
+@pytest.mark.parametrize("name", "target_modules exclude_modules layers_pattern rank".split())
 def test_a_regular_expression_in_an_adapter_ends(tmp_path, hf, inputs, model, name):
     """Breaks when somebody's adapter takes hours to be opened, or what PEFT writes is refused."""
     theirs = peft_adapter(hf, tmp_path, target_modules=["q_proj"], rank_pattern={"q_proj": 4})

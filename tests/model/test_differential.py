@@ -58,7 +58,7 @@ def parsed(options):
 
 LINES = map(str.split, VARIANTS.splitlines())
 VARIANTS = {variant: (kind, parsed(options)) for variant, kind, *options in LINES}
-EXACT = ("softmax", "twin", "v2", "dex", "dex-heads", "mean", "gate", "temperature")
+EXACT = "softmax twin v2 dex dex-heads mean gate temperature".split()
 THETA = 10000.0
 IMAGE = 127
 TARGETS = r"language_model\..*\.(self_attn|mlp)\.\w+_proj"

@@ -33,7 +33,7 @@ ROWS = {
 def layers_of(model) -> list[str]:
     """Every module whose output has a meaning of its own: each block, attention, MLP, norm, tower
     and the projector."""
-    leaves = ("self_attn", "mlp", "multi_modal_projector", "norm", "post_layernorm", "embeddings")
+    leaves = tuple("self_attn mlp multi_modal_projector norm post_layernorm embeddings".split())
     return [
         name
         for name, _ in model.named_modules()

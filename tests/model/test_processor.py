@@ -49,17 +49,9 @@ def folder(tmp_path_factory):
     train_pieces(folder / "tokenizer", SENTENCES * 3, 1600, SYMBOLS)
     pieces = load_tokenizer(folder / "tokenizer.model").vocab_size()
     config = PaliGemmaConfig(
-        VisionConfig(
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            image_size=SIDE,
-        ),
-        TextConfig(
-            "gemma", pieces + 8, 24, 32, num_hidden_layers=1, num_attention_heads=2, head_dim=8
-        ),
-        image_token_id=pieces,
+        VisionConfig(16, 24, 1, 2, 14, SIDE),
+        TextConfig("gemma", pieces + 8, 24, 32, 1, 2, 1, 8),
+        pieces,
     )
     write_json(folder / "config.json", config.to_dict())
     return folder

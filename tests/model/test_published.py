@@ -24,8 +24,8 @@ from weights.load import load_model, load_text
 
 FOLDER = os.environ.get("LANGUAGE_WEIGHTS", "")
 TEXT = Path(__file__).parents[2] / "LICENSE"
-EXACT = ("softmax", "twin", "dex", "v2")
-PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+EXACT = "softmax twin dex v2".split()
+PARTS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 pytestmark = [
     pytest.mark.weights,
     pytest.mark.skipif(not FOLDER, reason="needs LANGUAGE_WEIGHTS: a language model's folder"),
@@ -108,7 +108,7 @@ def test_lora_trains_as_in_peft_and_is_whole_after_export(hf, ids, tmp_path):
     """Breaks when ten steps of LoRA leave PEFT's way, or merging, exporting and reopening change
     what was learned."""
     options = {"r": 8, "lora_alpha": 16}
-    config = peft.LoraConfig(**options, target_modules=list(PARTS))
+    config = peft.LoraConfig(**options, target_modules=PARTS)
     theirs = peft.get_peft_model(
         transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32), config
     )

@@ -21,7 +21,7 @@ from weights.load import load_text
 
 gguf = pytest.importorskip("gguf")
 
-KINDS = ("gemma", "gemma2", "llama", "qwen2")
+KINDS = "gemma gemma2 llama qwen2".split()
 # llama.cpp's names, the rarest first
 NAMES = """model.embed_tokens token_embd
 model.norm output_norm
@@ -199,7 +199,7 @@ def rows_of(kind: str, bpe: Path) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("packed", ["F32", "F16", "Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("packed", "F32 F16 Q8_0 Q4_0 Q4_1".split())
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_weights_are_the_files(kind, packed, bpe, tmp_path):
     """Breaks when a tensor is of another place, order, offset or value than the file means, or the

@@ -3,6 +3,7 @@ line when damaged."""
 
 import pickle
 import re
+from dataclasses import replace
 from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
@@ -181,12 +182,8 @@ def test_published_geometries(name, count, parameters, learned):
 
 
 def small(**text):
-    sizes = {"vocab_size": 96, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 2, "head_dim": 8}
-    vision = VisionConfig(
-        16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, image_size=28
-    )
-    return PaliGemmaConfig(vision, TextConfig(**(sizes | text)), image_token_id=95)
+    decoder = replace(TextConfig("gemma", 96, 24, 40, 2, 2, 1, 8), **text)
+    return PaliGemmaConfig(VisionConfig(16, 24, 2, 2, 14, 28), decoder, 95)
 
 
 @pytest.mark.long
