@@ -21,7 +21,7 @@ from model.common import UserError, shown
 Picture = Image.Image | np.ndarray | str | os.PathLike | BinaryIO | Callable[[], Any]
 
 # Formats that Pillow decodes by itself; other readers of it start programs (EPS: Ghostscript).
-FORMATS = "JPEG PNG WEBP GIF BMP TIFF PPM JPEG2000".split()
+FORMATS = tuple("JPEG PNG WEBP GIF BMP TIFF PPM JPEG2000".split())
 # of a picture, 1.4 GB with alpha, whose copies take 16 bytes each; above this Pillow warns
 MOST_PIXELS = 89_000_000
 

@@ -43,7 +43,7 @@ from weights.load import INDEX_FILE, empty_model, examine, kind_of, read_model, 
 from weights.mapping import DIALECTS, STORED_DTYPES, dialect_names
 
 # files of the tokenizer, the processor and generation, copied unchanged
-COMPANIONS: list[str] = """tokenizer.model tokenizer.json tokenizer_config.json chat_template.jinja
+COMPANIONS = """tokenizer.model tokenizer.json tokenizer_config.json chat_template.jinja
     special_tokens_map.json added_tokens.json
     preprocessor_config.json processor_config.json generation_config.json""".split()
 
