@@ -288,22 +288,15 @@ def test_how_far_each_variant_starts():
     """Breaks when the column "at step 0" of the variants' table is no longer true."""
     x, rope, mask = inputs()
 
-    def shift(kind, silence=False, **options):
+    def shift(kind, **options):
         plain = plain_attention()
         module = KINDS[kind](plain, 1, **options)
-        if silence:  # λ = 0
-            module.lambda_q1.data.zero_()
-            module.lambda_q2.data.zero_()
         return relative_error(module(x, rope, mask), plain(x, rope, mask))
 
     assert shift("difflora") == pytest.approx(0.1, abs=1e-6)
     assert 0 < shift("sink") < 0.02 < shift("sink", start=0.0)
     assert shift("v2", exact=False) == pytest.approx(0.018, abs=1e-4)  # σ(−4)
-    assert shift("shared", norm=False, lambda_init=0.0, silence=True) < 1e-6
-    half = shift("split", norm=False, lambda_init=0.0, silence=True)
-    assert 0.2 < half < 0.9  # one half of the width is still a guess at the map
-    assert shift("split", rope_pairs="fresh") > half
-    assert shift("shared") > 0.1
+    assert min(shift("shared"), shift("split")) > 0.1
 
 
 def test_shared_is_one_scaled_attention(monkeypatch):
