@@ -93,10 +93,7 @@ def read_npz(
     The embedding in the file lacks rows that no text uses, as of `<image>`: here they are the mean
     of the others.
     """
-    filled = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        for name, tensor in wanted.items()
-    }
+    filled = {name: torch.empty_like(like, device=device) for name, like in wanted.items()}
     with _opened(path) as (archive, members):
         for key, (rule, names) in big_vision_rules(members).items():
             with archive.open(members[key]) as array:

@@ -65,6 +65,11 @@ def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:-1], ids[0, 1:])
 
 
+def apart(logits: torch.Tensor, others: torch.Tensor) -> float:
+    """Their largest difference."""
+    return (logits - others).abs().max().item()
+
+
 def agreement(logits: torch.Tensor, others: torch.Tensor) -> float:
     """Share of the positions whose likeliest token is the same."""
     return float((logits.argmax(-1) == others.argmax(-1)).float().mean())
@@ -75,7 +80,7 @@ def test_logits_loss_and_answers_are_transformers(model, hf, ids, logits):
     """Breaks when a real model differs from transformers', which a random one hides: large norms,
     sinks, long texts."""
     theirs = hf(ids).logits[0]
-    worst = (logits - theirs).abs().max().item()
+    worst = apart(logits, theirs)
     losses = [loss_of(each, ids).item() for each in (logits, theirs)]
     print(f"\nlogits within {worst:.1e} of {theirs.abs().max():.1f}; loss {losses[0]:.5f}")
     assert worst < 1e-3
@@ -95,7 +100,7 @@ def test_how_far_a_graft_starts(kind, ids, logits):
     model = opened()
     graft(model, kind)
     changed = model(ids)[0]
-    worst = (changed - logits).abs().max().item()
+    worst = apart(changed, logits)
     pair = changed.log_softmax(-1), logits.log_softmax(-1)
     kl = F.kl_div(*pair, reduction="batchmean", log_target=True).item()
     loss, same = loss_of(changed, ids).item(), agreement(changed, logits)
@@ -146,7 +151,7 @@ def test_lora_trains_as_in_peft_and_is_whole_after_export(hf, ids, tmp_path):
         export_model(ours, tmp_path / "merged", companions=companions(FOLDER))
         again = load_text(tmp_path / "merged")(rows)
         reopened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-        error = (again - learned).abs().max().item()
+        error = apart(again, learned)
         print(f"merged, exported, reopened: within {error:.1e}")
         assert error < 2e-3
         assert torch.allclose(reopened(rows).logits, again, atol=1e-3)
@@ -168,6 +173,6 @@ def test_a_long_text_token_by_token(model, ids, logits):
     cache = model.new_cache(1024)
     steps = [model(ids[:, :512], cache=cache)[0]]
     steps += [model(ids[:, place, None], cache=cache)[0] for place in range(512, 1024)]
-    worst = (torch.cat(steps) - logits[:1024]).abs().max().item()
+    worst = apart(torch.cat(steps), logits)
     print(f"\ncached and uncached within {worst:.1e}")
     assert worst < 1e-3
