@@ -127,10 +127,9 @@ def keep_positions(x: Tensor, positions: Positions, dim: int = 1) -> Tensor:
         return x
     if isinstance(positions, int):
         return x.narrow(dim, x.shape[dim] - positions, positions)
+    index = torch.atleast_2d(positions)  # (1 or B, T)
     shape = [1] * x.dim()
-    shape[0] = len(x)
-    shape[dim] = -1
-    index = positions.expand(len(x), -1)  # (B, T)
+    shape[0], shape[dim] = index.shape
     return torch.take_along_dim(x, index.reshape(shape), dim)
 
 
@@ -245,15 +244,13 @@ class Attention(nn.Module):
         q, k, v = self.project(x, rope)
         if cache is not None:
             k, v = cache.extend(k, v)
-        if self.tap is not None:  # it needs the weights of all queries
-            out = self.join_heads(self.mix(x, q, k, v, mask))
-            return keep_positions(out, positions)
-        # queries that nobody needs are dropped before the products
-        x = keep_positions(x, positions)
-        q = keep_positions(q, positions, dim=2)
-        if mask is not None and positions is not None:
-            mask = keep_positions(mask.expand(len(x), -1, -1, -1), positions, dim=2)
-        return self.join_heads(self.mix(x, q, k, v, mask))
+        # queries that nobody needs are dropped before the products, unless a tap looks at all
+        if self.tap is None:
+            x = keep_positions(x, positions)
+            q = keep_positions(q, positions, dim=2)
+            mask = mask if mask is None else keep_positions(mask, positions, dim=2)
+            positions = None
+        return keep_positions(self.join_heads(self.mix(x, q, k, v, mask)), positions)
 
     def project(
         self,
