@@ -170,10 +170,10 @@ class LayerCache:
             self.keys = F.pad(self.keys, more)
             self.values = F.pad(self.values, more)
             self.room = room
-        self.keys.narrow(2, self.length, k.shape[2]).copy_(k)
-        self.values.narrow(2, self.length, k.shape[2]).copy_(v)
+        self.keys[:, :, self.length : end] = k
+        self.values[:, :, self.length : end] = v
         self.length = end
-        return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
+        return self.keys[:, :, :end], self.values[:, :, :end]
 
 
 # called with the weights (B, N, Sq, Sk) of an attention

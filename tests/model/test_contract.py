@@ -16,11 +16,9 @@ from model.differential import KINDS, graft
 from model.generate import generate
 from model.paligemma import PaliGemma
 from model.systems import configs
-from model.systems.language import LanguageModel, TextModel
 from model.systems.mamba import MambaLM
-from model.systems.qmamba import QMamba
-from model.systems.wings import Wings
 from tests.reference import left_padded, randomize, relative_error, right_padded
+from weights.load import kind_of
 
 IMAGE = 63
 SLOTS = 4  # a picture takes four tokens
@@ -46,45 +44,37 @@ PROJECTOR = configs.ProjectorConfig(
     queries=4, hidden_size=24, num_blocks=2, num_attention_heads=4, state_size=6
 )
 WIDE = replace(VISION, image_size=42, feature_layer=-2)  # nine features for four queries
+BASE2 = replace(BASE, text=GEMMA2)
+TEXT = replace(GEMMA2, model_type="gemma")
 MODELS = {
-    "paligemma 1": lambda: PaliGemma(BASE),
-    "paligemma 2": lambda: PaliGemma(replace(BASE, text=GEMMA2)),
-    **{kind: lambda kind=kind: grafted(kind) for kind in KINDS},
-    "wings 1": lambda: Wings(configs.WingsConfig(**vars(BASE), rank=5, routed=False)),
-    "wings 2": lambda: Wings(configs.WingsConfig(**vars(BASE), rank=5)),
-    "wings on gemma 2": lambda: Wings(
-        configs.WingsConfig(**vars(replace(BASE, text=GEMMA2)), rank=5)
-    ),
-    "wings on llama": lambda: Wings(configs.LanguageWingsConfig(VISION, LLAMA, IMAGE, rank=5)),
-    "wings on qwen": lambda: Wings(configs.LanguageWingsConfig(VISION, QWEN, IMAGE, rank=5)),
-    "gemma": lambda: LanguageModel(configs.LanguageConfig(GEMMA, (1,), 0)),
-    "gemma 2": lambda: LanguageModel(configs.LanguageConfig(GEMMA2, (1,), 0)),
-    "llama": lambda: LanguageModel(configs.LanguageConfig(LLAMA, (1, 2))),
-    "qwen": lambda: LanguageModel(configs.LanguageConfig(QWEN, (1, 2))),
-    "plain transformer": lambda: text_model(False),
-    "differential transformer": lambda: text_model(True),
-    "mamba": lambda: MambaLM(MAMBA),
-    "q-mamba": lambda: QMamba(configs.QMambaConfig(WIDE, PROJECTOR, MAMBA, IMAGE)),
+    "paligemma 1": BASE,
+    "paligemma 2": BASE2,
+    **dict.fromkeys(KINDS, BASE2),
+    "wings 1": configs.WingsConfig(**vars(BASE), rank=5, routed=False),
+    "wings 2": configs.WingsConfig(**vars(BASE), rank=5),
+    "wings on gemma 2": configs.WingsConfig(**vars(BASE2), rank=5),
+    "wings on llama": configs.LanguageWingsConfig(VISION, LLAMA, IMAGE, rank=5),
+    "wings on qwen": configs.LanguageWingsConfig(VISION, QWEN, IMAGE, rank=5),
+    "gemma": configs.LanguageConfig(GEMMA, (1,), 0),
+    "gemma 2": configs.LanguageConfig(GEMMA2, (1,), 0),
+    "llama": configs.LanguageConfig(LLAMA, (1, 2)),
+    "qwen": configs.LanguageConfig(QWEN, (1, 2)),
+    "plain transformer": configs.TextModelConfig.of(TEXT, False),
+    "differential transformer": configs.TextModelConfig.of(TEXT, True),
+    "mamba": MAMBA,
+    "q-mamba": configs.QMambaConfig(WIDE, PROJECTOR, MAMBA, IMAGE),
 }
-
-
-def grafted(kind):
-    model = PaliGemma(replace(BASE, text=GEMMA2))
-    graft(model, kind)
-    return model
-
-
-def text_model(differential):
-    config = configs.TextModelConfig.of(replace(GEMMA2, model_type="gemma"), differential)
-    model = TextModel(config)
-    model.config = configs.LanguageConfig(config.text, (1,), 0)  # it has no tokens of its own
-    return model
 
 
 @pytest.fixture(params=MODELS)
 def model(request):
     torch.manual_seed(0)
-    model = MODELS[request.param]().eval()
+    config = MODELS[request.param]
+    model = kind_of(config)[0](config).eval()
+    if request.param in KINDS:
+        graft(model, request.param)
+    if isinstance(config, configs.TextModelConfig):  # it has no tokens of its own
+        model.config = configs.LanguageConfig(config.text, (1,), 0)
     randomize(model)
     return model
 
