@@ -243,7 +243,8 @@ def processor_files(config: PaliGemmaConfig) -> dict[str, str]:
     }
 
 
-def main(argv: list[str] | None = None) -> None:
+def parser_of() -> Parser:
+    """The flags of the command."""
     parser = Parser(description="Write a model as safetensors that transformers opens.")
     add = parser.add_argument
     add("source", metavar="SRC", help="a run, folder, hub id, .npz, or 'embedded'")
@@ -256,7 +257,11 @@ def main(argv: list[str] | None = None) -> None:
     update = "adapter folder to load onto SRC (default: none)"
     add("--adapter", metavar="RUN", type=Path, help=update)
     add("--merge", action="store_true", help="merge the adapter, the only way to export it")
-    args = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parser_of().parse_args(argv)
     if not 0 < args.max_shard_gb < 1e9:
         raise UserError(f"--max-shard-gb {args.max_shard_gb}: expected a size above 0, such as 5")
     if args.merge != (args.adapter is not None):

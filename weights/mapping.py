@@ -162,7 +162,8 @@ def big_vision_rules(keys: Collection[str]) -> dict[str, tuple[Rule, list[str]]]
     ):
         for line in table.splitlines():
             key, rule, *names = line.split()
-            rules[below + key] = RULES[rule], [above + name for name in names]
+            ours = [above + name for name in names]
+            rules[below + key] = RULES[rule], ours
     return rules
 
 
