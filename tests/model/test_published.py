@@ -24,8 +24,8 @@ from weights.load import load_model, load_text
 
 FOLDER = os.environ.get("LANGUAGE_WEIGHTS", "")
 TEXT = Path(__file__).parents[2] / "LICENSE"
-EXACT = "softmax twin dex v2".split()
-PARTS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
+EXACT = ("softmax", "twin", "dex", "v2")
+PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 pytestmark = [
     pytest.mark.weights,
     pytest.mark.skipif(not FOLDER, reason="needs LANGUAGE_WEIGHTS: a language model's folder"),
@@ -65,11 +65,6 @@ def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:-1], ids[0, 1:])
 
 
-def apart(logits: torch.Tensor, others: torch.Tensor) -> float:
-    """Their largest difference."""
-    return (logits - others).abs().max().item()
-
-
 def agreement(logits: torch.Tensor, others: torch.Tensor) -> float:
     """Share of the positions whose likeliest token is the same."""
     return float((logits.argmax(-1) == others.argmax(-1)).float().mean())
@@ -80,7 +75,7 @@ def test_logits_loss_and_answers_are_transformers(model, hf, ids, logits):
     """Breaks when a real model differs from transformers', which a random one hides: large norms,
     sinks, long texts."""
     theirs = hf(ids).logits[0]
-    worst = apart(logits, theirs)
+    worst = (logits - theirs).abs().max().item()
     losses = [loss_of(each, ids).item() for each in (logits, theirs)]
     print(f"\nlogits within {worst:.1e} of {theirs.abs().max():.1f}; loss {losses[0]:.5f}")
     assert worst < 1e-3
@@ -100,7 +95,7 @@ def test_how_far_a_graft_starts(kind, ids, logits):
     model = opened()
     graft(model, kind)
     changed = model(ids)[0]
-    worst = apart(changed, logits)
+    worst = (changed - logits).abs().max().item()
     pair = changed.log_softmax(-1), logits.log_softmax(-1)
     kl = F.kl_div(*pair, reduction="batchmean", log_target=True).item()
     loss, same = loss_of(changed, ids).item(), agreement(changed, logits)
@@ -113,7 +108,7 @@ def test_lora_trains_as_in_peft_and_is_whole_after_export(hf, ids, tmp_path):
     """Breaks when ten steps of LoRA leave PEFT's way, or merging, exporting and reopening change
     what was learned."""
     options = {"r": 8, "lora_alpha": 16}
-    config = peft.LoraConfig(**options, target_modules=PARTS)
+    config = peft.LoraConfig(**options, target_modules=list(PARTS))
     theirs = peft.get_peft_model(
         transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32), config
     )
@@ -151,7 +146,7 @@ def test_lora_trains_as_in_peft_and_is_whole_after_export(hf, ids, tmp_path):
         export_model(ours, tmp_path / "merged", companions=companions(FOLDER))
         again = load_text(tmp_path / "merged")(rows)
         reopened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-        error = apart(again, learned)
+        error = (again - learned).abs().max().item()
         print(f"merged, exported, reopened: within {error:.1e}")
         assert error < 2e-3
         assert torch.allclose(reopened(rows).logits, again, atol=1e-3)
@@ -173,6 +168,6 @@ def test_a_long_text_token_by_token(model, ids, logits):
     cache = model.new_cache(1024)
     steps = [model(ids[:, :512], cache=cache)[0]]
     steps += [model(ids[:, place, None], cache=cache)[0] for place in range(512, 1024)]
-    worst = apart(torch.cat(steps), logits)
+    worst = (torch.cat(steps) - logits[:1024]).abs().max().item()
     print(f"\ncached and uncached within {worst:.1e}")
     assert worst < 1e-3
