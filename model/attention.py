@@ -248,7 +248,8 @@ class Attention(nn.Module):
         if self.tap is None:
             x = keep_positions(x, positions)
             q = keep_positions(q, positions, dim=2)
-            mask = mask if mask is None else keep_positions(mask, positions, dim=2)
+            if mask is not None:
+                mask = keep_positions(mask, positions, dim=2)
             positions = None
         return keep_positions(self.join_heads(self.mix(x, q, k, v, mask)), positions)
 
