@@ -101,7 +101,6 @@ def test_cached_is_uncached(model):
     valid = inputs["attention_mask"].bool()
     checkpoint(model, True)
     ids = inputs["input_ids"]
-    types = inputs["token_type_ids"]
     width = valid.shape[1]
     for parts in ((1, 1, 1, 1), (1, 3), (2, 2)):
         cache = model.new_cache(width)
@@ -109,9 +108,9 @@ def test_cached_is_uncached(model):
         read = []
         for size in (width - 4, *parts):
             end = at + size
-            seen = types[:, :end], inputs["attention_mask"][:, :end]
+            seen = {name: inputs[name][:, :end] for name in ("token_type_ids", "attention_mask")}
             pixels = None if at else inputs["pixel_values"]
-            read.append(model(ids[:, at:end], pixels, *seen, cache=cache))
+            read.append(model(ids[:, at:end], pixel_values=pixels, cache=cache, **seen))
             at = end
         assert relative_error(torch.cat(read, dim=1)[valid], logits[valid]) <= 2e-6, parts
 
@@ -158,7 +157,8 @@ def test_choices_are_weighed_as_if_each_were_read_alone(model):
         for choice, likelihood in zip(choices[row], found, strict=True):
             ids = torch.cat((given["input_ids"], torch.tensor([choice])), dim=1)
             types = F.pad(given["token_type_ids"], (0, len(choice)), value=1)
-            log_p = model(ids, given["pixel_values"], types)[0].log_softmax(-1)
+            more = {"token_type_ids": types, "attention_mask": torch.ones_like(ids)}
+            log_p = model(**given | more | {"input_ids": ids})[0].log_softmax(-1)
             expected = log_p[-len(choice) - 1 : -1][range(len(choice)), choice].sum()
             torch.testing.assert_close(likelihood, expected, atol=1e-4, rtol=1e-4)
 
