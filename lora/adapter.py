@@ -35,7 +35,7 @@ OLD = "model."  # before every path of ours, in earlier files of language models
 DECODER_TARGETS = r"language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 # Keys of PEFT that are read, or that change nothing of what the saved tensors compute. A value
 # under any other is a feature that would be lost without notice.
-_TEXTS = {"base_model_name_or_path", "prompt", "quantized", "peft_version", "revision", "task_type"}
+_TEXTS = set("base_model_name_or_path prompt quantized peft_version revision task_type".split())
 # null is none of them; for other keys it means the default
 _NUMBERS = {"r", "lora_alpha", "lora_dropout"}
 GRAFTED = "DIFFERENTIAL_LORA"  # the peft_type beside a graft; earlier files have LORA there too
@@ -114,15 +114,11 @@ def matching(targets: str | list[str], paths: Mapping[str, str]) -> list[str]:
     A string is a regular expression for whole paths, a list names their endings, at dots. paths:
     {transformers' path: ours}.
     """
+    if isinstance(targets, list):
+        targets = rf"(.*\.)?({'|'.join(map(re.escape, targets))})"
     found = []
-    endings = tuple(f".{ending}" for ending in targets)
     for theirs, ours in paths.items():
-        spellings = (theirs, ours, OLD + ours)
-        if isinstance(targets, str):
-            is_named = any(re.fullmatch(targets, path) for path in spellings)
-        else:
-            is_named = any(f".{path}".endswith(endings) for path in spellings)
-        if is_named:
+        if any(re.fullmatch(targets, path) for path in (theirs, ours, OLD + ours)):
             found.append(ours)
     return found
 
@@ -130,18 +126,17 @@ def matching(targets: str | list[str], paths: Mapping[str, str]) -> list[str]:
 def free_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Every linear layer that may carry LoRA, by its path: part neither of an adapter nor of a
     graft."""
-    modules, grafted = dict(model.named_modules()), new_parameters(model)
-    taken = tuple(
-        f"{path}." for path, module in modules.items() if isinstance(module, LoRALinear | LowRank)
-    )
-    linear = {
-        path: m
-        for path, m in modules.items()
-        if isinstance(m, nn.Linear) and type(m) is not Int8Embedding
-    }
-    return {
-        p: m for p, m in linear.items() if not p.startswith(taken) and f"{p}.weight" not in grafted
-    }
+    grafted = new_parameters(model)
+    layers = {}
+    taken = ()  # the beginnings of paths below adapters
+    for path, module in model.named_modules():
+        if isinstance(module, LoRALinear | LowRank):
+            taken += (f"{path}.",)
+        elif isinstance(module, Int8Embedding) or path.startswith(taken):
+            continue
+        elif isinstance(module, nn.Linear) and f"{path}.weight" not in grafted:
+            layers[path] = module
+    return layers
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
@@ -238,8 +233,7 @@ def disabled(model: nn.Module) -> Iterator[None]:
     """Within the block, every low-rank update is off, merged ones and those of grafts included.
     Blocks may nest."""
     merged = [layer for layer in lora_layers(model).values() if layer.merged]
-    updates = [module for module in model.modules() if isinstance(module, LowRank)]
-    enabled = [update for update in updates if update.enabled]
+    enabled = [m for m in model.modules() if isinstance(m, LowRank) and m.enabled]
     try:
         unmerge(model)
         for module in enabled:
@@ -320,8 +314,7 @@ def save(
     if not parameters:
         raise UserError("the model has no adapter to save: inject LoRA, or graft a variant, first")
     held = set(parameters.values())
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if other := [name for name, parameter in trained.items() if parameter not in held]:
+    if other := [n for n, p in model.named_parameters() if p.requires_grad and p not in held]:
         raise UserError(
             f"{len(other)} parameters outside the adapter are trained ({other[0]}, …): freeze them"
         )
@@ -335,9 +328,8 @@ def save(
     layers = published_layers(model)
     sizes = [(layer.lora.r, layer.alpha, layer.lora.dropout) for layer in layers.values()]
     r, alpha, dropout = sizes[0] if sizes else (1, 1, 0.0)
-    grafts = [record.arguments() for record in model.grafts]
     config = {
-        "peft_type": GRAFTED if grafts else "LORA",
+        "peft_type": GRAFTED if model.grafts else "LORA",
         "base_model_name_or_path": base,
         "r": r,
         "lora_alpha": alpha,
@@ -348,7 +340,7 @@ def save(
         "rank_pattern": {p: layer.lora.r for p, layer in layers.items() if layer.lora.r != r},
         "alpha_pattern": {p: layer.alpha for p, layer in layers.items() if layer.alpha != alpha},
     }
-    added = {"prompt": prompt, "quantized": model.quantized, "differential": grafts or None}
+    added = {"prompt": prompt, "quantized": model.quantized, "differential": model.grafts or None}
     config |= {key: value for key, value in added.items() if value is not None}
     if write:
         with atomic_path(Path(folder) / TENSOR_FILE) as temporary:
@@ -450,8 +442,7 @@ def _put_lora(
         if match := re.fullmatch(rf"{re.escape(PEFT)}(.+)\.(lora_[AB])\.weight", name):
             path = names.get(match[1], match[1].removeprefix(OLD))
             # before transformers 4.52 below the decoder and the tower, not above
-            path = re.sub(r"^(language_model)\.model\.", r"\1.", path)
-            path = re.sub(r"^(vision_tower)\.vision_model\.", r"\1.", path)
+            path = re.sub(r"^(language_model|vision_tower)\.(vision_)?model\.", r"\1.", path)
             if path in layers:
                 spelt[path], name = match[1], f"{PEFT}{theirs[path]}.{match[2]}.weight"
         if name in renamed:

@@ -127,9 +127,10 @@ def keep_positions(x: Tensor, positions: Positions, dim: int = 1) -> Tensor:
         return x
     if isinstance(positions, int):
         return x.narrow(dim, x.shape[dim] - positions, positions)
-    index = positions.expand(len(x), -1)  # (B, T)
-    index = index.unflatten(1, (*[1] * (dim - 1), -1, *[1] * (x.dim() - dim - 1)))
-    return x.gather(dim, index.expand(*x.shape[:dim], -1, *x.shape[dim + 1 :]))
+    index = torch.atleast_2d(positions)  # (1 or B, T)
+    shape = [1] * x.dim()
+    shape[0], shape[dim] = index.shape
+    return torch.take_along_dim(x, index.reshape(shape), dim)
 
 
 class LayerCache:
@@ -169,18 +170,16 @@ class LayerCache:
             self.keys = F.pad(self.keys, more)
             self.values = F.pad(self.values, more)
             self.room = room
-        self.keys.narrow(2, self.length, k.shape[2]).copy_(k)
-        self.values.narrow(2, self.length, k.shape[2]).copy_(v)
+        self.keys[:, :, self.length : end] = k
+        self.values[:, :, self.length : end] = v
         self.length = end
-        return self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
+        return self.keys[:, :, :end], self.values[:, :, :end]
 
 
 # called with the weights (B, N, Sq, Sk) of an attention
 Tap = Callable[[Tensor], None]
-# the arguments of an attention
-SIZES = (
-    "hidden_size num_heads num_key_value_heads head_dim scale softcap bias output_bias output_name"
-).split()
+# what an attention has beside its projections
+SIZES = "hidden_size num_heads num_key_value_heads head_dim scale softcap output_name tap".split()
 
 
 class Attention(nn.Module):
@@ -207,8 +206,7 @@ class Attention(nn.Module):
         output_name: str = "o_proj",
     ):
         super().__init__()
-        self.hidden_size, self.bias, self.output_name = hidden_size, bias, output_name
-        self.output_bias = bias if output_bias is None else output_bias
+        self.hidden_size, self.output_name = hidden_size, output_name
         self.num_heads, self.num_key_value_heads = num_heads, num_key_value_heads
         self.head_dim = head_dim
         self.scale: float = head_dim**-0.5 if scale is None else scale
@@ -219,20 +217,19 @@ class Attention(nn.Module):
         self.k_proj = Linear(hidden_size, key_width, bias)
         self.v_proj = Linear(hidden_size, key_width, bias)
         # the published name: o_proj in Gemma, out_proj in SigLIP
-        self.add_module(output_name, Linear(width, hidden_size, self.output_bias))
-
-    def sizes(self) -> dict[str, Any]:
-        """The arguments that make an attention of the same sizes."""
-        return {name: getattr(self, name) for name in SIZES}
+        output_bias = bias if output_bias is None else output_bias
+        self.add_module(output_name, Linear(width, hidden_size, output_bias))
 
     def projections(self) -> list[str]:
         return ["q_proj", "k_proj", "v_proj", self.output_name]
 
     def adopt(self, other: "Attention") -> None:
-        """Take over the projections and the tap of `other`."""
+        """Be of the sizes of `other`, with its projections and its tap; in place of `__init__`."""
+        nn.Module.__init__(self)
+        for name in SIZES:
+            setattr(self, name, getattr(other, name))
         for name in self.projections():
             self.add_module(name, other.get_submodule(name))
-        self.tap = other.tap
 
     def forward(
         self,
@@ -247,15 +244,14 @@ class Attention(nn.Module):
         q, k, v = self.project(x, rope)
         if cache is not None:
             k, v = cache.extend(k, v)
-        if self.tap is not None:  # it needs the weights of all queries
-            out = self.join_heads(self.mix(x, q, k, v, mask))
-            return keep_positions(out, positions)
-        # queries that nobody needs are dropped before the products
-        x = keep_positions(x, positions)
-        q = keep_positions(q, positions, dim=2)
-        if mask is not None and positions is not None:
-            mask = keep_positions(mask.expand(len(x), -1, -1, -1), positions, dim=2)
-        return self.join_heads(self.mix(x, q, k, v, mask))
+        # queries that nobody needs are dropped before the products, unless a tap looks at all
+        if self.tap is None:
+            x = keep_positions(x, positions)
+            q = keep_positions(q, positions, dim=2)
+            if mask is not None:
+                mask = keep_positions(mask, positions, dim=2)
+            positions = None
+        return keep_positions(self.join_heads(self.mix(x, q, k, v, mask)), positions)
 
     def project(
         self,
@@ -263,10 +259,12 @@ class Attention(nn.Module):
         rope: Rope | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, N, S, D), k and v (B, K, S, D), rotated; the cache keeps k and v."""
-        q = self.split_heads(self.q_proj(x))
-        k = self.split_heads(self.k_proj(x))
-        v = self.split_heads(self.v_proj(x))
+        q, k, v = (self.heads_of(name, x) for name in ("q_proj", "k_proj", "v_proj"))
         return (q, k, v) if rope is None else (rope(q), rope(k), v)
+
+    def heads_of(self, name: str, x: Tensor) -> Tensor:
+        """(B, S, H) to (B, n, S, D) by the projection `name`."""
+        return self.split_heads(self.get_submodule(name)(x))
 
     def mix(self, x, q, k, v, mask) -> Tensor:
         """Heads (B, N, S, D) from queries and all keys and values, cached ones included."""

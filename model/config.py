@@ -14,6 +14,7 @@ pixels.
 """
 
 import contextlib
+import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,12 +26,8 @@ from model.common import UserError, quoted, read_json, read_json_if, shown
 
 # Gemma's, where a file says nothing
 CONTROL_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
-GEMMA2_ONLY = (
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "sliding_window",
-)
+GEMMA2_ONLY = """query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
+    sliding_window""".split()
 # sizes that every published file of Gemma 1 has
 _SIZES = (
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
@@ -66,7 +63,7 @@ def config_errors(path: str | Path) -> Iterator[None]:
 
 
 # Keys of generation_config.json that change greedy decoding, with the values that do not
-_NEUTRAL = {
+_NEUTRAL = json.loads("""{
     "repetition_penalty": 1,
     "encoder_repetition_penalty": 1,
     "num_beams": 1,
@@ -79,10 +76,10 @@ _NEUTRAL = {
     "sequence_bias": [],
     "stop_strings": [],
     "guidance_scale": 1,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "exponential_decay_length_penalty": None,
-}
+    "forced_bos_token_id": null,
+    "forced_eos_token_id": null,
+    "exponential_decay_length_penalty": null
+}""")
 
 
 def read_generation(
@@ -230,25 +227,19 @@ def rope_of(raw: dict) -> tuple[dict, Any]:
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """What no size of a decoder says. Defaults: Gemma's."""
-
-    norm_offset: int = 1  # the factor of a norm is its weight and this
-    scales_embeddings: bool = True  # by √H
-    # biases of q, k and v, of the attention's output, and of the three products of the MLP
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    # of RoPE's frequencies (D/2,), for longer texts than those of the first training
-    stretch: Callable[[Any], Any] | None = None
-
-
-@dataclass(frozen=True)
 class TextConfig(Config):
     """Gemma's decoder, generation 1 or 2. Defaults: the 2B of PaliGemma 1."""
 
     fixed = {"attention_bias": False}
     rope_types: ClassVar[tuple[str, ...]] = ("default",)
+    # what no size says; in another family some of it is read
+    norm_offset: ClassVar[int] = 1  # the factor of a norm is its weight and this
+    scales_embeddings: ClassVar[bool] = True  # by √H
+    qkv_bias: ClassVar[Any] = False
+    attention_bias: ClassVar[Any] = False  # of the attention's output
+    mlp_bias: ClassVar[Any] = False  # of its three products
+    # of RoPE's frequencies (D/2,), for longer texts than those of the first training
+    stretch: ClassVar[Callable[[Any], Any] | None] = None
     model_type: Literal["gemma", "gemma2"] = "gemma"
     vocab_size: int = 257152
     hidden_size: int = 2048
@@ -273,11 +264,6 @@ class TextConfig(Config):
         require(heads % shared == 0, f"{heads} heads are no multiple of {shared} key/value heads")
         # RoPE turns pairs
         require(self.head_dim % 2 == 0, f"head_dim {self.head_dim} is odd, expected an even number")
-
-    @property
-    def architecture(self) -> Architecture:
-        """What is computed, beside the sizes."""
-        return Architecture()
 
     @property
     def is_gemma2(self) -> bool:

@@ -25,13 +25,13 @@ casts all of them.
 
 import inspect
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from model.attention import Attention, Rope, attention_modules, tapped
 from model.common import UserError, quoted
@@ -66,7 +66,7 @@ class Reparametrised(Differential):
             nn.Parameter(0.1 * torch.randn(width)) for _ in range(4)
         )
 
-    def coefficient(self) -> torch.Tensor:
+    def coefficient(self) -> Tensor:
         first = self.lambda_q1.float() * self.lambda_k1.float()
         second = self.lambda_q2.float() * self.lambda_k2.float()
         return (
@@ -97,7 +97,7 @@ class Shared(Reparametrised):
     ):
         super().__init__(plain, layer, plain.head_dim, lambda_init, norm)
 
-    def mix(self, x, q, k, v, mask) -> torch.Tensor:
+    def mix(self, x, q, k, v, mask) -> Tensor:
         heads = self.softmax_attention(q, k, v, mask)
         return self.normalise((1 - self.coefficient()) * heads.float()).to(heads.dtype)
 
@@ -134,20 +134,20 @@ class Split(Reparametrised):
             )
         self.rope_pairs = rope_pairs
 
-    def project(self, x: torch.Tensor, rope: Rope | None):
+    def project(self, x: Tensor, rope: Rope | None):
         if self.rope_pairs == "kept" or rope is None:
             return super().project(x, rope)
         q, k, v = super().project(x, None)
         halves = [rope(half) for half in (*q.chunk(2, dim=-1), *k.chunk(2, dim=-1))]
         return torch.cat(halves[:2], dim=-1), torch.cat(halves[2:], dim=-1), v
 
-    def mix(self, x, q, k, v, mask) -> torch.Tensor:
+    def mix(self, x, q, k, v, mask) -> Tensor:
         maps = zip(self.halves(q), self.halves(k), strict=True)
         scale = self.scale * 2**0.5  # 1/√(D/2)
         outputs = (self.softmax_attention(*half, v, mask, scale) for half in maps)
         return self.blend(x, *outputs)
 
-    def halves(self, x: torch.Tensor) -> list[torch.Tensor]:
+    def halves(self, x: Tensor) -> list[Tensor]:
         """x (…, D) as two of (…, D/2), padded with zeros to a multiple of 8.
 
         CUDA's fused kernels require it.
@@ -189,18 +189,11 @@ class Branched(Differential):
                 f"{name[0]}2", LowRank(linear.in_features, linear.out_features, r, alpha, dropout)
             )
 
-    def project(self, x: torch.Tensor, rope: Rope | None):
-        """As of plain attention; where a projection is read twice, branch 1 before branch 2.
-
-        So there are twice as many heads.
-        """
-        q, k, v = (self.heads_of(name, x) for name in ("q_proj", "k_proj", "v_proj"))
-        return (q, k, v) if rope is None else (rope(q), rope(k), v)
-
-    def heads_of(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        projection = self.get_submodule(name)
+    def heads_of(self, name: str, x: Tensor) -> Tensor:
+        """Where a projection is read twice, the heads of branch 1 before those of branch 2."""
         if name not in self.read_twice:
-            return self.split_heads(projection(x))
+            return super().heads_of(name, x)
+        projection = self.get_submodule(name)
         base = base_layer(projection)(x)
         lora = getattr(projection, "lora", None)
         first = base if lora is None else lora.add_to(base, x)
@@ -208,7 +201,7 @@ class Branched(Differential):
         second = self.get_submodule(f"{name[0]}2").add_to(shared, x)
         return torch.cat([self.split_heads(first), self.split_heads(second)], dim=1)
 
-    def mix(self, x, q, k, v, mask) -> torch.Tensor:
+    def mix(self, x, q, k, v, mask) -> Tensor:
         keys = k.chunk(2, dim=1) if "k_proj" in self.read_twice else (k, k)
         maps = zip(q.chunk(2, dim=1), keys, strict=True)
         # as fast as one call of 2N heads
@@ -247,9 +240,7 @@ class Twin(Branched):
             )
         self.mu = nn.Parameter(torch.full((self.num_heads,), float(mu)))
 
-    def difference(
-        self, factor: torch.Tensor, first: torch.Tensor, second: torch.Tensor
-    ) -> torch.Tensor:
+    def difference(self, factor: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """Equal ones give `first` to the bit."""
         return torch.lerp(first, second, -factor)
 
@@ -285,13 +276,11 @@ class V2(Branched):
         if exact:
             self.formula = "(A₁ − λA₂)/(1 − λ₀)"
 
-    def factor(self, x: torch.Tensor) -> torch.Tensor:
+    def factor(self, x: Tensor) -> Tensor:
         """λ = σ(w·x + b) of each token and head (B, N, S, 1)."""
         return torch.sigmoid(scores_of(self.lambda_proj, x))
 
-    def difference(
-        self, factor: torch.Tensor, first: torch.Tensor, second: torch.Tensor
-    ) -> torch.Tensor:
+    def difference(self, factor: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """(first − λ·second)/(1 − λ₀), or without the quotient."""
         if not self.exact:
             return first - factor * second
@@ -299,7 +288,7 @@ class V2(Branched):
         # so that equal ones give `first` to the bit
         return first + (before * first - factor * second) / (1 - before)
 
-    def coefficient(self) -> torch.Tensor:
+    def coefficient(self) -> Tensor:
         """σ(b) (N,): λ where w·x is 0, as everywhere at step 0."""
         return torch.sigmoid(self.lambda_proj.bias.float())
 
@@ -377,7 +366,7 @@ class Dex(Differential):
         self.w_d = nn.Parameter(torch.zeros(self.head_dim, self.head_dim))
         self.lambda_d = nn.Parameter(torch.full((1,), float(lambda_init)))
 
-    def mix(self, x, q, k, v, mask) -> torch.Tensor:
+    def mix(self, x, q, k, v, mask) -> Tensor:
         heads = self.softmax_attention(q, k, v, mask)
         if len(self.heads) == self.num_heads:
             return self.change(heads)
@@ -386,7 +375,7 @@ class Dex(Differential):
             by_head[head] = self.change(by_head[head])
         return torch.stack(by_head, dim=1)
 
-    def change(self, heads: torch.Tensor) -> torch.Tensor:
+    def change(self, heads: Tensor) -> Tensor:
         """o − λ·o·W_D for heads o (…, S, D), in fp32, cast back to their dtype."""
         wide = heads.float()
         with torch.autocast(heads.device.type, enabled=False):
@@ -443,33 +432,9 @@ class SwiGLU(nn.Module):
         self.w_g, self.w_1 = (Linear(hidden_size, width, bias=False) for _ in range(2))
         self.w_2 = Linear(width, hidden_size, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         h = x if torch.is_autocast_enabled(x.device.type) else x.to(self.w_g.weight.dtype)
         return self.w_2(F.silu(self.w_g(h)) * self.w_1(h)).to(x.dtype)
-
-
-@dataclass(frozen=True)
-class Graft:
-    """One call of `graft`: its arguments, with all of the variant's options.
-
-    `model.grafts` has every call.
-    """
-
-    attention: str
-    diff_in: str
-    feed_forward: str
-    seed: int
-    options: dict[str, Any]
-
-    def arguments(self) -> dict[str, Any]:
-        """What repeats the call, as JSON can hold it: the format of adapters."""
-        return {
-            "kind": self.attention,
-            "where": self.diff_in,
-            "feed_forward": self.feed_forward,
-            "seed": self.seed,
-            **self.options,
-        }
 
 
 def graft(
@@ -511,7 +476,7 @@ def graft(
             )
     options = defaults | options
     # 2. the new modules, drawn on the CPU: a seed gives the same numbers on every device
-    before = set(dict(model.named_parameters()))
+    before = new_parameters(model)
     device = model.language_model.embed_tokens.weight.device
     drawn_on = "meta" if device.type == "meta" else "cpu"
     new: list[tuple[nn.Module, str, nn.Module]] = []
@@ -533,8 +498,9 @@ def graft(
     for module in model.language_model.modules() if feed_forward == "swiglu" else ():
         if isinstance(module, GemmaMLP):
             module.activation = "silu"
-    model.grafts = (*model.grafts, Graft(attention, diff_in, feed_forward, seed, options))
-    return [name for name, _ in model.named_parameters() if name not in before]
+    call = {"kind": attention, "where": diff_in, "feed_forward": feed_forward, "seed": seed}
+    model.grafts = (*model.grafts, call | options)
+    return [name for name in new_parameters(model) if name not in before]
 
 
 def variants_of(model: nn.Module) -> dict[str, Differential]:
@@ -566,7 +532,7 @@ def fold(model: Adaptable) -> None:
     """
     # 1. whether it can be done
     variants = variants_of(model)
-    feed_forwards = {record.feed_forward for record in model.grafts}
+    feed_forwards = {call["feed_forward"] for call in model.grafts}
     for path, module in variants.items():
         if not module.foldable or "swiglu-new" in feed_forwards:
             what = f"{module.kind!r} with {', '.join(feed_forwards)}"
@@ -590,8 +556,7 @@ def fold(model: Adaptable) -> None:
             module.fold_into(base_layer(projection))
             if lora:
                 projection.merge()
-        with torch.device("meta"):
-            plain = Attention(**module.sizes())
+        plain = Attention.__new__(Attention)
         plain.adopt(module)
         model.set_submodule(path, plain.train(module.training))
     # 3. the feed-forward is named in the configuration
@@ -605,7 +570,7 @@ def fold(model: Adaptable) -> None:
 # What is logged
 
 
-def lambdas(model: nn.Module) -> dict[str, torch.Tensor]:
+def lambdas(model: nn.Module) -> dict[str, Tensor]:
     """The weight of the second map, by the path of the attention, detached.
 
     λ (1,) or (N,), for twin μ (N,).
@@ -615,7 +580,7 @@ def lambdas(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def map_distance(model: nn.Module, **batch) -> dict[str, torch.Tensor]:
+def map_distance(model: nn.Module, **batch) -> dict[str, Tensor]:
     """Total variation ½·Σ|A₁ − A₂| between the two maps of each layer, from 0 to 1, by its path.
 
     The mean over heads and valid queries of one forward pass of `batch`, the arguments of the
@@ -623,7 +588,7 @@ def map_distance(model: nn.Module, **batch) -> dict[str, torch.Tensor]:
     """
     first, distances = {}, {}
 
-    def tap(path: str, weights: torch.Tensor) -> None:
+    def tap(path: str, weights: Tensor) -> None:
         if path not in first:
             first[path] = weights
             return

@@ -1,5 +1,5 @@
 """Gemma's decoder, generations 1 (Gemma Team 2024a) and 2 (2024b), over the embeddings of text and
-pictures; and what `Architecture` makes of it.
+pictures; and what a family of `TextConfig` makes of it.
 
 In: embeddings (B, S, H), which positions are valid and of which type (B, Sk), a cache when
 decoding.
@@ -43,7 +43,7 @@ class RMSNorm(nn.Module):
 
 
 def norm_of(config: TextConfig) -> RMSNorm:
-    return RMSNorm(config.hidden_size, config.rms_norm_eps, config.architecture.norm_offset)
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_offset)
 
 
 class GemmaMLP(nn.Module):
@@ -54,7 +54,7 @@ class GemmaMLP(nn.Module):
         super().__init__()
         self.activation: str = config.hidden_activation
         inner, outer = config.intermediate_size, config.hidden_size
-        bias = config.architecture.mlp_bias
+        bias = config.mlp_bias
         self.gate_proj = Linear(outer, inner, bias)
         self.up_proj = Linear(outer, inner, bias)
         self.down_proj = Linear(inner, outer, bias)
@@ -81,7 +81,6 @@ class GemmaLayer(nn.Module):
         if config.is_gemma2:
             self.pre_feedforward_layernorm = norm_of(config)
             self.post_feedforward_layernorm = norm_of(config)
-        architecture = config.architecture
         self.self_attn = Attention(
             config.hidden_size,
             config.num_attention_heads,
@@ -89,8 +88,8 @@ class GemmaLayer(nn.Module):
             config.head_dim,
             scale=(config.query_pre_attn_scalar or config.head_dim) ** -0.5,
             softcap=config.attn_logit_softcapping,
-            bias=architecture.qkv_bias,
-            output_bias=architecture.output_bias,
+            bias=config.qkv_bias,
+            output_bias=config.attention_bias,
         )
         self.mlp = GemmaMLP(config)
 
@@ -122,8 +121,6 @@ class Gemma(nn.Module):
         from 0."""
         super().__init__()
         self.config, self.first_position = config, first_position
-        self.stretch = config.architecture.stretch
-        self.scales_embeddings = config.architecture.scales_embeddings
         # recompute each layer in the backward pass instead of keeping its activations
         self.checkpointing = False
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
@@ -137,7 +134,7 @@ class Gemma(nn.Module):
         """ids (B, S) to embeddings (B, S, H), in Gemma times √H; the factor is first cast to the
         weights' dtype."""
         embeddings = self.embed_tokens(input_ids)
-        if not self.scales_embeddings:
+        if not self.config.scales_embeddings:
             return embeddings
         # filled on the device: nothing waits
         return embeddings * embeddings.new_full((), self.config.hidden_size**0.5)
@@ -189,12 +186,9 @@ class Gemma(nn.Module):
         """
         queries = x.shape[1]
         # valid tokens are counted, wherever the padding is
-        if queries == 1:
-            counted = valid.sum(-1, keepdim=True)
-        else:
-            counted = valid.long().cumsum(-1)[:, -queries:]
+        counted = valid.long().cumsum(-1)[:, -queries:]
         positions = counted + (self.first_position - 1)
-        rope = Rope(positions, self.config.rope_theta, self.stretch)
+        rope = Rope(positions, self.config.rope_theta, self.config.stretch)
         if cache is not None and cache[0].position is not None:
             queries = cache[0].position
         # reading a GPU's values would wait
@@ -230,7 +224,8 @@ class Adaptable(nn.Module):
     language_model: Gemma
     # {beginning of a module's path: transformers'}, the first that fits
     published: Mapping[str, str] = {"": "model."}
-    grafts: tuple = ()  # of `model.differential.Graft`, in the order of the calls
+    # what repeats each call of `model.differential.graft`, as adapters hold it, in their order
+    grafts: tuple[dict[str, Any], ...] = ()
     # of the frozen weights, before they were quantized; None: not known yet
     base_fingerprint: str | None = None
     # how the frozen weights are held, of `weights.quantize.KINDS`; None: as they are

@@ -172,8 +172,8 @@ def generate(
         # 4. what went wrong, or each row up to its end
         if problems := broken.nonzero().flatten().tolist():
             raise NonFiniteError(problems)
-    # copies made outside of inference mode, which autograd may use
-    answers = [up_to_end(row, ends).clone() for row in torch.stack(tokens, dim=1)]
+    # stacked outside of inference mode: autograd may use them
+    answers = [up_to_end(row, ends) for row in torch.stack(tokens, dim=1)]
     if log_probs is not None:
         log_probs[:] = as_long_as(answers, log_probs)
     return answers
@@ -255,7 +255,7 @@ def up_to_end(row: Tensor, ends: Tensor) -> Tensor:
 def as_long_as(answers: Sequence[Tensor], steps: list[Tensor]) -> list[Tensor]:
     """Values (B,) of each step, as one vector (T,) for each row, which ends with its answer (T,)."""
     rows = torch.stack(steps, dim=1)
-    return [row[: len(answer)].clone() for row, answer in zip(rows, answers, strict=True)]
+    return [row[: len(answer)] for row, answer in zip(rows, answers, strict=True)]
 
 
 class NonFiniteError(UserError):

@@ -21,7 +21,7 @@ from model.common import UserError, shown
 Picture = Image.Image | np.ndarray | str | os.PathLike | BinaryIO | Callable[[], Any]
 
 # Formats that Pillow decodes by itself; other readers of it start programs (EPS: Ghostscript).
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "JPEG2000")
+FORMATS = tuple("JPEG PNG WEBP GIF BMP TIFF PPM JPEG2000".split())
 # of a picture, 1.4 GB with alpha, whose copies take 16 bytes each; above this Pillow warns
 MOST_PIXELS = 89_000_000
 
@@ -71,6 +71,21 @@ def to_pixels(source: Picture, size: int) -> Tensor:
     pixels = picture_array(source, size).transpose(2, 0, 1)
     pixels = np.divide(pixels, 255, dtype=np.float32, order="C")
     return torch.from_numpy(pixels * np.float32(2) - np.float32(1))
+
+
+def preprocessing(size: int) -> dict[str, Any]:
+    """What `to_pixels` does, by the names of transformers' image processors."""
+    return {
+        "size": {"height": size, "width": size},
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "do_rescale": True,
+        "do_normalize": True,
+        "resample": 3,  # bicubic
+        "rescale_factor": 1 / 255,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
 
 
 def pad_to_square(image: Image.Image) -> Image.Image:

@@ -74,7 +74,7 @@ def by_blocks(
 
     unpack: from the first row and the one after the last to these rows of W, in the dtype of x.
     """
-    y = torch.empty(*x.shape[:-1], shape[0], dtype=dtype, device=x.device)
+    y = x.new_empty(*x.shape[:-1], shape[0], dtype=dtype)
     step = block_rows(shape[1])
     for start in range(0, shape[0], step):
         end = min(start + step, shape[0])

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 
 SIDE = 64  # of a mask within its box
 GRID = 4  # vectors a side
@@ -36,7 +36,7 @@ class Residual(nn.Module):
             nn.Conv2d(width, width, 1),
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return x + self.net(x)
 
 
@@ -47,10 +47,10 @@ class Codebook(nn.Module):
         super().__init__()
         self._embedding = nn.Parameter(torch.randn(CODES, size))
 
-    def forward(self, codes: torch.Tensor) -> torch.Tensor:
+    def forward(self, codes: Tensor) -> Tensor:
         return self._embedding[codes]
 
-    def nearest(self, vectors: torch.Tensor) -> torch.Tensor:
+    def nearest(self, vectors: Tensor) -> Tensor:
         """The numbers of the nearest codes (…,), of vectors (…, size)."""
         square = self._embedding.square().sum(-1)
         distance = square - 2 * vectors @ self._embedding.T  # but for |vector|², equal for all
@@ -86,21 +86,21 @@ class MaskCoder(nn.Module):
             nn.Conv2d(width, 1, 1),
         )
 
-    def to_vectors(self, masks: torch.Tensor) -> torch.Tensor:
+    def to_vectors(self, masks: Tensor) -> Tensor:
         """Masks (B, 64, 64) in [0, 1] to vectors (B, 16, size), in raster order."""
         grid = self.encoder(2 * masks[:, None] - 1)
         return grid.flatten(2).transpose(1, 2)
 
-    def to_masks(self, vectors: torch.Tensor) -> torch.Tensor:
+    def to_masks(self, vectors: Tensor) -> Tensor:
         """Vectors (B, 16, size) to masks (B, 64, 64), about -1 … 1."""
         grid = vectors.transpose(1, 2).unflatten(2, (GRID, GRID))
         return self.decoder(grid)[:, 0]
 
-    def encode(self, masks: torch.Tensor) -> torch.Tensor:
+    def encode(self, masks: Tensor) -> Tensor:
         """Masks (B, 64, 64) in [0, 1] to codes (B, 16), each 0 … 127."""
         return self._vq_vae.nearest(self.to_vectors(masks))
 
-    def decode(self, codes: torch.Tensor) -> torch.Tensor:
+    def decode(self, codes: Tensor) -> Tensor:
         """Codes (B, 16) to masks (B, 64, 64), about -1 … 1; the object is above 0."""
         return self.to_masks(self._vq_vae(codes))
 
@@ -139,7 +139,7 @@ def doubled(before: int, after: int) -> tuple[nn.Module, nn.Module]:
     return nn.ConvTranspose2d(before, after, 4, stride=2, padding=1), nn.ReLU()
 
 
-def crop(mask: np.ndarray, box: tuple[int, int, int, int]) -> torch.Tensor:
+def crop(mask: np.ndarray, box: tuple[int, int, int, int]) -> Tensor:
     """The part of a mask (height, width) of truth values within a box (x1, y1, x2, y2), in whole
     pixels, as (64, 64) in [0, 1]: bilinear, antialiased."""
     x1, y1, x2, y2 = box
@@ -149,7 +149,7 @@ def crop(mask: np.ndarray, box: tuple[int, int, int, int]) -> torch.Tensor:
 
 
 def paste(
-    decoded: torch.Tensor, box: tuple[float, float, float, float], width: int, height: int
+    decoded: Tensor, box: tuple[float, float, float, float], width: int, height: int
 ) -> np.ndarray:
     """A decoded mask (64, 64) in its box (x1, y1, x2, y2), in pixels of a picture, as truth values
     (height, width). A box without a whole pixel has none, as in big_vision."""

@@ -18,10 +18,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from model.common import UserError, quoted, read_json_if, shown
 from model.config import PaliGemmaConfig, config_errors
-from model.images import Picture, to_pixels
+from model.images import Picture, preprocessing, to_pixels
 from model.registry import read_config, system_of
 from model.source import preset_of
 from model.tokenizer import Texts, Tokenizer, another_model, find_tokenizer, load_tokenizer
@@ -79,14 +80,11 @@ class Processor:
         config: Any,
         tokenizer: Tokenizer,
         max_length: int = 8192,
-        padding_side="left",
     ):
         """config: of a model that reads pictures. max_length: tokens of a row, by default what
         PaliGemma's decoders were trained with; a longer row is an error, it is never cut.
-        padding_side: "left" as in transformers, so that the last position of every row is its
-        newest token, or "right". Raises UserError if config and tokenizer disagree."""
-        self.config, self.tokenizer = config, tokenizer
-        self.max_length, self.padding_side = max_length, padding_side
+        Raises UserError if config and tokenizer disagree."""
+        self.config, self.tokenizer, self.max_length = config, tokenizer, max_length
         self.texts = self.open_texts()
         self.encode, self.decode = self.texts.encode, self.texts.decode
 
@@ -227,24 +225,15 @@ class Processor:
         one of `pixels`. pictures None: they are encoded elsewhere, the batch has no pixels, and its
         image_index counts the slots. Raises UserError, naming the file.
         """
-        pixels, index = self.distinct(pictures, self.count_slots(rows))
-        width = max(len(ids) for ids, *_ in rows)
-        # ids, types, what is learned, and 1 where a row is
-        padded = torch.zeros(4, len(rows), width, dtype=torch.int64)
-        padded[0] = self.config.pad_token_id
-        for number, row in enumerate(rows):
-            length = len(row[0])
-            start = width - length if self.padding_side == "left" else 0
-            padded[:3, number, start : start + length] = torch.tensor(row)
-            padded[3, number, start : start + length] = 1
-        input_ids, types, learned, mask = padded.unbind()
-        labels = input_ids.where(learned > 0, -100)
-        return Batch(input_ids, pixels, types, mask, labels, index)
-
-    def count_slots(self, rows: Sequence[TokenRow]) -> int:
-        """The pictures that rows have a place for."""
         tokens = sum(ids.count(self.config.image_token_id) for ids, *_ in rows)
-        return tokens // self.config.num_image_tokens
+        pixels, index = self.distinct(pictures, tokens // self.config.num_image_tokens)
+        # ids, types, what is learned, and 1 where a row is; its last position is its newest token
+        columns = [torch.tensor([*row, [1] * len(row[0])]).T for row in rows]
+        padded = pad_sequence(columns, batch_first=True, padding_side="left")
+        ids, types, learned, mask = padded.movedim(-1, 0).contiguous()
+        labels = ids.where(learned > 0, -100)
+        ids = ids.where(mask > 0, self.config.pad_token_id)
+        return Batch(ids, pixels, types, mask, labels, index)
 
     def distinct(
         self, pictures: Sequence[Picture | Tensor] | None, slots: int
@@ -291,17 +280,7 @@ def processor_for(config: Any, tokenizer: Tokenizer, **options) -> Processor:
 def _check_pixels(folder: Path, size: int) -> None:
     """Raise UserError if the model's own image processor makes other pixels than
     `model/images.py`."""
-    expected = {
-        "do_resize": True,
-        "do_rescale": True,
-        "do_normalize": True,
-        "do_center_crop": False,
-        "size": {"height": size, "width": size},
-        "resample": 3,  # bicubic
-        "rescale_factor": 1 / 255,
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-    }
+    expected = preprocessing(size) | {"do_center_crop": False}
     for file in (folder / "processor_config.json", folder / "preprocessor_config.json"):
         raw = read_json_if(file)
         with config_errors(file):

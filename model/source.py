@@ -5,6 +5,7 @@ In: a source, as every command's `--model` takes it. Out: a folder on this disk.
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def preset_of(source: str | Path) -> Any:
 
 def resolve(
     source: str | Path,
-    patterns: list[str],
+    patterns: Sequence[str],
     revision: str | None = None,
 ) -> Path:
     """The folder of a model: `source` itself, the bundled base for `embedded`, or a download of the
@@ -73,7 +74,7 @@ def resolve(
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                str(source), revision=revision, allow_patterns=patterns
+                str(source), revision=revision, allow_patterns=list(patterns)
             )
         )
     except (

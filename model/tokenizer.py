@@ -26,7 +26,7 @@ SPACE = "\u2581"  # stands for a space in sentencepiece's pieces
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 # tokens that transformers' GemmaTokenizer and PaliGemmaProcessor find in text, whatever a file says
 # of them
-SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
+SPECIAL = "<pad> <eos> <bos> <unk> <mask>".split()
 LOCATIONS = [f"<loc{number:04}>" for number in range(1024)] + [
     f"<seg{number:03}>" for number in range(128)
 ]
@@ -120,8 +120,9 @@ def find_tokenizer(source: str | Path, revision: str | None = None) -> Path:
     """The tokenizer.model of a model, or else its tokenizer.json, which need not exist; the
     embedded one for a preset. Downloads from the hub the small files beside it, too."""
     source = EMBEDDED if preset_of(source) else source
-    names = ["tokenizer.model", "tokenizer.json", *BESIDE]
-    names += ["config.json", "processor_config.json", "preprocessor_config.json"]  # of the callers
+    own = "tokenizer.model tokenizer.json".split()
+    of_callers = "config.json processor_config.json preprocessor_config.json".split()
+    names = [*own, *BESIDE, *of_callers]
     file = resolve(source, names, revision) / "tokenizer.model"
     return file if file.exists() else file.with_suffix(".json")
 

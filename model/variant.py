@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from model.attention import Attention, Rope
 from model.common import UserError
@@ -32,8 +32,6 @@ class Differential(Attention):
     weight_name = ""  # of the parameter that is the weight of the second map
 
     def __init__(self, plain: Attention, layer: int, norm: bool = False):
-        with torch.device("meta"):
-            super().__init__(**plain.sizes())
         self.adopt(plain)
         self.folds_into = self.output_name
         self.subln = nn.RMSNorm(self.head_dim, eps=1e-5) if norm else None
@@ -45,25 +43,23 @@ class Differential(Attention):
         """
         return self.get_parameter(self.weight_name).float() if self.weight_name else None
 
-    def factor(self, x: torch.Tensor) -> torch.Tensor:
+    def factor(self, x: Tensor) -> Tensor:
         """The weight of the second map where the hidden states are x (B, S, H), in fp32.
 
         It broadcasts to (B, N, S, 1).
         """
         return self.coefficient()[:, None, None]
 
-    def blend(self, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    def blend(self, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """Two products of maps with V, combined and normed in fp32, in their dtype."""
         heads = self.difference(self.factor(x), first.float(), second.float())
         return self.normalise(heads).to(first.dtype)
 
-    def difference(
-        self, factor: torch.Tensor, first: torch.Tensor, second: torch.Tensor
-    ) -> torch.Tensor:
+    def difference(self, factor: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """What is left of two maps, or of their products with V, in fp32."""
         return first - factor * second
 
-    def normalise(self, heads: torch.Tensor) -> torch.Tensor:
+    def normalise(self, heads: Tensor) -> Tensor:
         """norm(heads)·(1 − λ_init) of heads (B, N, S, D) in fp32; without a norm, heads."""
         return heads if self.subln is None else self.subln(heads) * (1 - self.lambda_init)
 
@@ -71,12 +67,12 @@ class Differential(Attention):
         """Change a linear layer so that plain attention computes the same with it."""
 
 
-def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+def scaled(x: Tensor, factor: Tensor) -> Tensor:
     """factor·x, computed in fp32, in the dtype of x."""
     return (x.float() * factor).to(x.dtype)
 
 
-def scores_of(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+def scores_of(linear: nn.Linear, x: Tensor) -> Tensor:
     """N numbers of hidden states x (B, S, H) by a linear layer, in fp32, as (B, N, S, 1)."""
     bias = None if linear.bias is None else linear.bias.float()
     with torch.autocast(x.device.type, enabled=False):
@@ -106,7 +102,7 @@ class Mean(Differential):
         super().__init__(plain, layer)
         self.lambda_mean = nn.Parameter(torch.zeros(self.num_heads))
 
-    def mix(self, x, q, k, v, mask) -> torch.Tensor:
+    def mix(self, x, q, k, v, mask) -> Tensor:
         queries = q, torch.zeros_like(q)
         return self.blend(x, *(self.softmax_attention(each, k, v, mask) for each in queries))
 
@@ -121,7 +117,7 @@ class Gate(Differential):
         self.gate = nn.Linear(self.hidden_size, self.num_heads, bias=False)
         nn.init.zeros_(self.gate.weight)
 
-    def mix(self, x, q, k, v, mask) -> torch.Tensor:
+    def mix(self, x, q, k, v, mask) -> Tensor:
         open_to = 2 * torch.sigmoid(scores_of(self.gate, x))
         return scaled(self.softmax_attention(q, k, v, mask), open_to)
 
@@ -138,7 +134,7 @@ class Temperature(Differential):
         self.folds_into = "q_proj"
         self.temperature = nn.Parameter(torch.ones(self.num_heads))
 
-    def project(self, x: torch.Tensor, rope: Rope | None):
+    def project(self, x: Tensor, rope: Rope | None):
         q, k, v = super().project(x, rope)
         return scaled(q, self.temperature.float()[:, None, None]), k, v
 
@@ -164,7 +160,7 @@ class Sink(Differential):
             raise UserError(f"start is {start!r}, expected a logit of at most ±60")
         self.sinks = nn.Parameter(torch.full((self.num_heads,), float(start)))
 
-    def mix(self, x, q, k, v, mask) -> torch.Tensor:
+    def mix(self, x, q, k, v, mask) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):
             logits = self.logits(q.float(), k.float(), mask, self.scale)
         total = logits.logsumexp(-1, keepdim=True)

@@ -130,6 +130,18 @@ def ours(hf, backend: str = "eager", dtype: torch.dtype = torch.float32) -> Pali
     return model
 
 
+def twins(generation: int = 1, rows=((5, 4), (3, 6)), seed: int = 1, **sizes):
+    """A transformers model, the same of ours, and a batch of `rows`."""
+    hf = hf_model(generation, **sizes)
+    return hf, ours(hf), batch(hf, rows, seed)
+
+
+def error(model, hf, inputs) -> float:
+    """The relative error of the logits, where there is no padding."""
+    valid = inputs["attention_mask"].bool()
+    return relative_error(model(**inputs)[valid], hf_forward(hf, inputs)[valid])
+
+
 def hf_mamba(seed: int = 0, **sizes) -> transformers.MambaForCausalLM:
     """A random transformers model whose every parameter matters: three layers, state size and
     kernel not the usual."""

@@ -37,6 +37,7 @@ from model.systems.configs import LanguageConfig
 from tests.files import write_json, write_vqav2
 from train.settings import Settings, parse
 from weights.load import load_model, load_system
+from weights.masks import load_mask_coder
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has no alarm")
 CASES = 60  # of each reader
@@ -116,8 +117,10 @@ def files(tmp_path_factory):
     adapter.inject(model, r".*layers\.0\.self_attn\.q_proj", 2, 4.0)
     adapter.save(model, root / "lora", base="embedded")
     write_vqav2(root / "vqav2", images=3)
-    for name in ("npz", "index", "pictures"):
+    for name in ("npz", "index", "pictures", "masks"):
         (root / name).mkdir()
+    coder = {name: array.numpy() for name, array in MaskCoder(1, 2).state_dict().items()}
+    np.savez_compressed(root / "masks/coder.npz", **coder)
     np.savez(root / "npz/model.npz", **{"params/a": np.zeros(3, np.float32)})
     part = "model-00001-of-00001.safetensors"
     shutil.copy(BUNDLED_FOLDER / "config.json", root / "index")
@@ -154,6 +157,7 @@ READERS: dict[str, Callable[[Path], object]] = {  # each opens its file as the c
     "base/tokenizer.model": lambda path: Processor.from_source(path.parent),
     "index/model.safetensors.index.json": lambda path: load_model(path.parent),
     "npz/model.npz": load_model,
+    "masks/coder.npz": load_mask_coder,
     "tokenizer/tokenizer.json": load_tokenizer,
     "mamba/config.json": lambda path: load_system(path.parent, "mamba"),
     "language/config.json": LanguageConfig.from_file,

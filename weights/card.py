@@ -82,7 +82,7 @@ def model_card(
     lines.append(USE.replace("PROMPT", _prompt(run / "answers.jsonl")))
     unused = [*SILENT]
     if settings.get("full"):
-        unused += ["r", "alpha", "dropout", "targets"]
+        unused += "r alpha dropout targets".split()
     if EMBEDDED not in data:
         unused += ["samples", "tasks"]
     if "vqav2:" not in data and "vqa:" not in data:

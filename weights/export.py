@@ -34,25 +34,28 @@ from model.common import (
 from model.config import PaliGemmaConfig
 from model.device import DTYPES
 from model.differential import fold
+from model.images import preprocessing
 from model.paligemma import PaliGemma
 from model.source import EMBEDDED, local_path, own_file, preset_of, resolve
-from model.turns import SLOT
 from weights.card import model_card
 from weights.load import INDEX_FILE, empty_model, examine, kind_of, read_model, save_tensors
 from weights.mapping import DIALECTS, STORED_DTYPES, dialect_names
 
 # files of the tokenizer, the processor and generation, copied unchanged
-COMPANIONS = [
-    "tokenizer.model",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "generation_config.json",
-]
+COMPANIONS = """tokenizer.model tokenizer.json tokenizer_config.json chat_template.jinja
+    special_tokens_map.json added_tokens.json
+    preprocessor_config.json processor_config.json generation_config.json""".split()
+
+
+TOKENIZER_CONFIG = json.loads("""{
+    "tokenizer_class": "GemmaTokenizer",
+    "processor_class": "PaliGemmaProcessor",
+    "bos_token": "<bos>",
+    "eos_token": "<eos>",
+    "pad_token": "<pad>",
+    "unk_token": "<unk>",
+    "extra_special_tokens": {"image_token": "<image>"}
+}""")
 
 
 def export_model(
@@ -219,31 +222,14 @@ def locate(source: str, update: Path | None = None) -> Origin:
 def processor_files(config: PaliGemmaConfig) -> dict[str, str]:
     """What transformers' AutoProcessor and `generate` read beside weights and tokenizer.json: texts
     by file name."""
-    size = config.vision.image_size
     files = {
         "preprocessor_config.json": {
             "image_processor_type": "SiglipImageProcessor",
             "processor_class": "PaliGemmaProcessor",
             "image_seq_length": config.num_image_tokens,
-            "size": {"height": size, "width": size},
-            "do_convert_rgb": True,
-            "do_resize": True,
-            "do_rescale": True,
-            "do_normalize": True,
-            "resample": 3,  # bicubic
-            "rescale_factor": 1 / 255,
-            "image_mean": [0.5] * 3,
-            "image_std": [0.5] * 3,
+            **preprocessing(config.vision.image_size),
         },
-        "tokenizer_config.json": {
-            "tokenizer_class": "GemmaTokenizer",
-            "processor_class": "PaliGemmaProcessor",
-            "bos_token": "<bos>",
-            "eos_token": "<eos>",
-            "pad_token": "<pad>",
-            "unk_token": "<unk>",
-            "extra_special_tokens": {"image_token": SLOT},
-        },
+        "tokenizer_config.json": TOKENIZER_CONFIG,
         "generation_config.json": {
             "bos_token_id": config.bos_token_id,
             "eos_token_id": config.eos_token_id,

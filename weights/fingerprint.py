@@ -54,7 +54,7 @@ def exact_fingerprint(model: nn.Module) -> str:
     """A hash of all that `model` computes with, for logs: parameters, persistent buffers, grafts,
     and their dtypes."""
     grafts = model.grafts if isinstance(model, Adaptable) else ()
-    parts: list = [[graft.arguments() for graft in grafts]]
+    parts: list = [grafts]
     for name, tensor in (dict(model.named_parameters()) | model.state_dict()).items():
         values = _values(tensor, torch.float32).tolist()
         parts.append([name, str(tensor.dtype), list(tensor.shape), values])

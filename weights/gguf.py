@@ -10,7 +10,6 @@ norms, to which it adds 1.
 """
 
 import json
-import math
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from model.common import Parser, UserError, file_errors, quoted, run_command, shown
 from model.config import config_errors, require
@@ -29,7 +29,7 @@ from weights.export import export_model
 from weights.load import compare
 from weights.mapping import Entry, dialect_names
 
-ARCHITECTURES = ("gemma", "gemma2", "llama", "qwen2")
+ARCHITECTURES = "gemma gemma2 llama qwen2".split()
 # config.json's name of a size, and the file's
 SIZES = {
     "hidden_size": "embedding_length",
@@ -78,6 +78,20 @@ SPLITS = {
     "qwen2": [QWEN],
     "deepseek-r1-qwen": [QWEN],
 }
+
+
+# what puts bos before a text, and before each of two
+OPENING = """{
+    "type": "TemplateProcessing",
+    "single": [
+        {"SpecialToken": {"id": BOS, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    ],
+    "pair": [
+        {"SpecialToken": {"id": BOS, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
+        {"SpecialToken": {"id": BOS, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}
+    ],
+    "special_tokens": {BOS: {"id": BOS, "ids": [NUMBER], "tokens": [BOS]}}
+}"""
 
 
 class GgufFile:
@@ -155,15 +169,11 @@ class GgufFile:
         raw["tie_word_embeddings"] = "output.weight" not in self.tensors
         raw["attention_bias"] = "blk.0.attn_output.bias" in self.tensors
         raw["mlp_bias"] = "blk.0.ffn_up.bias" in self.tensors
-        for name, number in self.control().items():
-            raw[f"{name}_token_id"] = number
-        scaling = self.told(f"{self.kind}.rope.scaling.type")
-        if scaling not in (None, "none"):
-            raw["rope_scaling"] = {"rope_type": scaling}
-        for key in ("scaling.factor", "scale_linear"):  # which llama.cpp takes as linear
-            factor = self.told(f"{self.kind}.rope.{key}")
-            if scaling is None and factor not in (None, 0, 1):
-                raw["rope_scaling"] = {"rope_type": "linear"}
+        raw |= {f"{name}_token_id": number for name, number in self.control().items()}
+        for key in ("scaling.type", "scaling.factor", "scale_linear"):
+            scaling = self.told(f"{self.kind}.rope.{key}")
+            is_plain = scaling in (None, "none", 0, 1)
+            require(is_plain, f"its RoPE is not computed here: {key} {quoted(scaling)}")
         if self.factors is not None:
             require(self.factors.numel(), f"{ROPE_FACTORS} is empty")
             raw["rope_scaling"] = LLAMA3_ROPE | {"factor": self.factors.max().item()}
@@ -186,7 +196,7 @@ class GgufFile:
         names.pop(ROPE_FACTORS, None)
         return names
 
-    def value(self, name: str) -> torch.Tensor:
+    def value(self, name: str) -> Tensor:
         """A tensor in fp32."""
         stored = self.tensors[name]
         try:
@@ -195,7 +205,7 @@ class GgufFile:
             problem = f"{name} is held as {stored.tensor_type.name}, which `gguf` does not read"
             raise UserError(f"{self.path}: {problem}: take a file of another kind") from None
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> Tensor:
         """A tensor as transformers has it."""
         tensor = self.value(name)
         if self.kind.startswith("gemma") and name.endswith("norm.weight"):
@@ -274,7 +284,7 @@ def byte_level(file: GgufFile) -> dict[str, Any]:
             continue
         vocab[token] = number
         if kinds[number] in (SPECIAL, NAMED):
-            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            flags = dict.fromkeys("single_word lstrip rstrip normalized".split(), False)
             known = {"id": number, "content": token, "special": kinds[number] == SPECIAL}
             added.append(known | flags)
     model = {"type": "BPE", "vocab": vocab, "merges": file.vocabulary("merges")}
@@ -284,14 +294,8 @@ def byte_level(file: GgufFile) -> dict[str, Any]:
     opening = None
     if adds_bos or adds_bos is None and is_llama3:
         bos = file.control()["bos"]
-        token = file.vocabulary("tokens")[bos]
-        pair = []
-        for place, text in enumerate("AB"):
-            pair.append({"SpecialToken": {"id": token, "type_id": place}})
-            pair.append({"Sequence": {"id": text, "type_id": place}})
-        known = {token: {"id": token, "ids": [bos], "tokens": [token]}}
-        opening = {"type": "TemplateProcessing", "single": pair[:2], "pair": pair}
-        opening |= {"special_tokens": known}
+        token = json.dumps(file.vocabulary("tokens")[bos])
+        opening = json.loads(OPENING.replace("NUMBER", str(bos)).replace("BOS", token))
     return {
         "version": "1.0",
         "added_tokens": added,
@@ -334,10 +338,10 @@ def field(number: int, value: bytes | float | int) -> bytes:
 
 def varint(value: int) -> bytes:
     """Seven bits a byte, the lowest first."""
-    size = max(1, math.ceil(value.bit_length() / 7))
-    parts = [value >> 7 * place & 127 | 128 for place in range(size)]
-    parts[-1] &= 127
-    return bytes(parts)
+    low = value & 127
+    if value == low:
+        return bytes([low])
+    return bytes([low | 128]) + varint(value >> 7)
 
 
 def main(argv: list[str] | None = None) -> None:

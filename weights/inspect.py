@@ -11,17 +11,23 @@ from model.common import Parser, run_command
 from weights.load import Checkpoint, examine
 from weights.mapping import EMBEDDING
 
-PARTS = {"vision": "vision_tower.", "projector": "multi_modal_projector.", "embedding": EMBEDDING}
+# the beginnings of their parameters' names; the first that fits
+PARTS = {
+    "vision": "vision_tower.",
+    "projector": "multi_modal_projector.",
+    "embedding": EMBEDDING,
+    "decoder": "",
+}
 
 
 def report_of(checkpoint: Checkpoint) -> str:
     """A short page. A stored head is a second copy of the embedding and counts once."""
     entries, vision = checkpoint.entries, getattr(checkpoint.model.config, "vision", None)
     counts = {ours: prod(entries[name].shape) for name, ours in checkpoint.names.items()}
-    sizes = dict.fromkeys((*PARTS, "decoder"), 0)
+    sizes = dict.fromkeys(PARTS, 0)
     for ours, count in counts.items():
-        parts = [part for part, prefix in PARTS.items() if ours.startswith(prefix)]
-        sizes[parts[0] if parts else "decoder"] += count
+        part = next(part for part, prefix in PARTS.items() if ours.startswith(prefix))
+        sizes[part] += count
     sizes["total"] = sum(counts.values())
     pixels = f", {vision.image_size} px" if vision else ""
     dtypes = Counter(entry.dtype for entry in entries.values())

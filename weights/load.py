@@ -192,9 +192,7 @@ def compare(
     # 1. the dialect of most names
     is_array = any(entry.path.suffix == ".npz" for entry in entries.values())
     dialects = {mapping.NPZ: mapping.SAME} if is_array else kind.dialects
-    spellings = {}
-    for dialect, prefixes in dialects.items():
-        spellings[dialect] = mapping.dialect_names(expected, prefixes)
+    spellings = {d: mapping.dialect_names(expected, dialects[d]) for d in dialects}
     dialect = max(dialects, key=lambda name: len(spellings[name].keys() & entries.keys()))
     allowed = {**kind.aliases, **spellings[dialect]}
     names = {name: allowed[name] for name in entries if name in allowed}
@@ -229,7 +227,7 @@ def read_model(
     """
     checkpoint.check()
     model, entries, names = checkpoint.model.to(dtype), checkpoint.entries, checkpoint.names
-    layers = replaceable(model, quantize, head=True) if quantize else {}
+    layers = replaceable(model, quantize, head=True)
     is_meta = torch.device(device).type == "meta"
     if is_meta or checkpoint.dialect == mapping.NPZ:
         if not is_meta:
@@ -237,7 +235,7 @@ def read_model(
 
             path = next(iter(entries.values())).path
             model.load_state_dict(npz.read_npz(path, model.state_dict(), device), assign=True)
-        return pack(model, quantize, layers) if quantize else model
+        return pack(model, quantize, layers)
     # the file's name and the tensor of each of ours; open files
     first, filled, files = {}, {}, {}
     # the largest while little else is there
@@ -264,9 +262,7 @@ def read_model(
         if filled.get(ours) is not stored:
             del files[file]  # unmaps what was copied: mapped pages count as memory of the process
     model.load_state_dict(filled, strict=quantize is None, assign=True)
-    if quantize is not None:
-        model.quantized = quantize
-    return model
+    return pack(model, quantize, {})
 
 
 def load_model(
@@ -291,9 +287,7 @@ def load_model(
         system = system_of(preset.kind)
         fill = system.initialize if system and system.initialize else initialize
         fill(model.to_empty(device=device))
-    if quantize:
-        pack(model, quantize, replaceable(model, quantize, head=True))
-    return model
+    return pack(model, quantize, replaceable(model, quantize, head=True))
 
 
 def load_system(

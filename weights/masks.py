@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from model.common import UserError, file_errors, shown
 from model.masks import CODES, MaskCoder
@@ -21,8 +22,8 @@ def load_mask_coder(path: str | Path | None) -> MaskCoder | None:
         return None
     if str(path) == EMBEDDED:
         path = BUNDLED_CODER
-    arrays = read_arrays(Path(path))
     try:
+        arrays = read_arrays(Path(path))
         width = arrays["encoder.0.weight"].shape[0]
         codes, size = arrays["_vq_vae._embedding"].shape
         if codes != CODES:
@@ -33,23 +34,18 @@ def load_mask_coder(path: str | Path | None) -> MaskCoder | None:
         if not all(bool(array.isfinite().all()) for array in named.values()):
             raise ValueError("a number is not finite")
         coder.load_state_dict(named, assign=True)
-    except (KeyError, ValueError, IndexError, RuntimeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # a damaged archive makes zipfile and numpy raise many classes
         problem = "is no coder of masks: give big_vision's vae-oid.npz"
         raise UserError(f"{shown(path)} {problem} ({shown(error)})") from None
     return coder.eval()
 
 
-def read_arrays(path: Path) -> dict[str, torch.Tensor]:
+def read_arrays(path: Path) -> dict[str, Tensor]:
     """All arrays of a file, in fp32."""
     if path.suffix != ".npz":
         tensors = open_tensors(path)
         return {name: tensors.get_tensor(name).float() for name in tensors.keys()}
-    try:
-        with file_errors(path), np.load(path, allow_pickle=False) as arrays:
-            return {name: torch.from_numpy(array).float() for name, array in arrays.items()}
-    except UserError:
-        raise
-    # a damaged archive makes zipfile and numpy raise errors of many classes
-    except Exception as error:
-        problem = "no .npz that can be read: download it again"
-        raise UserError(f"{shown(path)}: {problem} ({shown(error)})") from None
+    with file_errors(path), np.load(path, allow_pickle=False) as arrays:
+        return {name: torch.from_numpy(array).float() for name, array in arrays.items()}

@@ -262,14 +262,16 @@ MIN_OUTPUTS = 16  # a layer with fewer is a gate: it stays as it is
 Layers = dict[str, tuple[Any, type[QuantizedLinear]]]
 
 
-def replaceable(model: Adaptable, kind: str, head: bool = False) -> Layers:
+def replaceable(model: Adaptable, kind: str | None, head: bool = False) -> Layers:
     """The layers of `model` that `kind` replaces, and by which class, by path: all frozen linear
-    layers but the head.
+    layers but the head. None replaces nothing.
 
     With `head`, whether frozen or not, and embedding and head, too, for a kind of BF16_KINDS.
     Raises UserError for an unknown kind, a model that is quantized in another way, and one whose
     decoder is not Gemma's.
     """
+    if kind is None:
+        return {}
     if kind not in KINDS:
         raise UserError(f"cannot quantize to {quoted(kind)}: choose one of {', '.join(KINDS)}")
     if model.quantized not in (None, kind):
@@ -280,14 +282,15 @@ def replaceable(model: Adaptable, kind: str, head: bool = False) -> Layers:
         raise UserError(
             f"{type(model).__name__} cannot be quantized to {kind}: its scans need whole weights"
         )
+    with_head = head and kind in BF16_KINDS
     layers = {}
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
             continue
         if isinstance(module, Embedding):
-            is_chosen, packed = head and kind in BF16_KINDS, Int8Embedding
+            is_chosen, packed = with_head, Int8Embedding
         elif module is model.language_model.lm_head:
-            is_chosen, packed = head and kind in BF16_KINDS, Int8Linear
+            is_chosen, packed = with_head, Int8Linear
         elif isinstance(module, nn.Linear) and module.out_features >= MIN_OUTPUTS:
             is_chosen, packed = head or not module.weight.requires_grad, KINDS[kind]
         else:
@@ -297,7 +300,7 @@ def replaceable(model: Adaptable, kind: str, head: bool = False) -> Layers:
     return layers
 
 
-def pack(model: Any, kind: str, layers: Layers) -> Any:
+def pack(model: Any, kind: str | None, layers: Layers) -> Any:
     """Replace these `layers` of `model`, as `replaceable` returns them; returns it."""
     for path, (module, quantized) in layers.items():
         model.set_submodule(path, quantized(module).train(module.training))

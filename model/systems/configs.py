@@ -9,7 +9,6 @@ from model.common import quoted, read_json
 from model.config import (
     CONTROL_TOKENS,
     GEMMA2_ONLY,
-    Architecture,
     Config,
     PaliGemmaConfig,
     TextConfig,
@@ -62,21 +61,16 @@ class LlamaConfig(TextConfig):
 
     fixed = {"use_sliding_window": False}
     rope_types = ("default", "llama3")
+    norm_offset = 0
+    scales_embeddings = False
     model_type: Literal["llama", "qwen2"] = "llama"
     attention_bias: bool = False
     mlp_bias: bool = False
     stretch: RopeStretch | None = None
 
     @property
-    def architecture(self) -> Architecture:
-        return Architecture(
-            norm_offset=0,
-            scales_embeddings=False,
-            qkv_bias=self.attention_bias or self.model_type == "qwen2",
-            output_bias=self.attention_bias,
-            mlp_bias=self.mlp_bias,
-            stretch=self.stretch,
-        )
+    def qkv_bias(self) -> bool:
+        return self.attention_bias or self.model_type == "qwen2"
 
     @classmethod
     def from_dict(cls, raw: dict) -> "LlamaConfig":

@@ -148,8 +148,6 @@ class WingsAttention(Attention):
     """Att = Att_main + Σ Router·Learner, on the projections of a plain attention."""
 
     def __init__(self, plain: Attention, config: WingsConfig):
-        with torch.device("meta"):
-            super().__init__(**plain.sizes())
         self.adopt(plain)
         sizes = config.text.hidden_size, config.text.num_attention_heads, config.rank
         self.visual = Learner(*sizes)

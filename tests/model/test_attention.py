@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from model.attention import Attention, Rope, attention_mask
+from model.attention import Attention, attention_mask
 from tests.reference import set_attention_backend
 
 
@@ -55,18 +55,3 @@ def test_a_fully_padded_row_is_finite():
         out.sum().backward()
         assert out.isfinite().all()
         assert x.grad.isfinite().all()
-
-
-def test_rope_turns_relatively():
-    """Breaks when scores depend on absolute positions, or pairs are not (i, i + D/2)."""
-    torch.manual_seed(0)
-    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)
-
-    def score(i, j):
-        turn = [Rope(torch.tensor([[position]]), 10000.0) for position in (i, j)]
-        return (turn[0](q) * turn[1](k)).sum()
-
-    assert torch.allclose(score(7, 3), score(504, 500), atol=1e-4)  # angles are fp32
-    angle = torch.tensor(3.0)
-    expected = q[0, 0, 0, 0] * angle.cos() - q[0, 0, 0, 4] * angle.sin()
-    assert torch.allclose(Rope(torch.tensor([[3]]), 10000.0)(q)[0, 0, 0, 0], expected, atol=1e-6)

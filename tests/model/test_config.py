@@ -143,13 +143,8 @@ def test_what_a_file_leaves_out_is_transformers_default(kind):
 def test_the_activation_is_that_of_transformers(kind, hidden_act, hidden_activation):
     """Breaks when the name that a family ignores is read, or "gelu" of Gemma 1, which means the
     tanh, is believed."""
-    raw = {
-        "model_type": kind,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
+    raw = dict.fromkeys([*NEVER_MISSING, "num_key_value_heads", "head_dim"], 2) | {
+        "model_type": kind
     }
     if hidden_act:
         raw["hidden_act"] = hidden_act

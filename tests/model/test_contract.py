@@ -16,11 +16,9 @@ from model.differential import KINDS, graft
 from model.generate import generate
 from model.paligemma import PaliGemma
 from model.systems import configs
-from model.systems.language import LanguageModel, TextModel
 from model.systems.mamba import MambaLM
-from model.systems.qmamba import QMamba
-from model.systems.wings import Wings
 from tests.reference import left_padded, randomize, relative_error, right_padded
+from weights.load import kind_of
 
 IMAGE = 63
 SLOTS = 4  # a picture takes four tokens
@@ -46,45 +44,37 @@ PROJECTOR = configs.ProjectorConfig(
     queries=4, hidden_size=24, num_blocks=2, num_attention_heads=4, state_size=6
 )
 WIDE = replace(VISION, image_size=42, feature_layer=-2)  # nine features for four queries
+BASE2 = replace(BASE, text=GEMMA2)
+TEXT = replace(GEMMA2, model_type="gemma")
 MODELS = {
-    "paligemma 1": lambda: PaliGemma(BASE),
-    "paligemma 2": lambda: PaliGemma(replace(BASE, text=GEMMA2)),
-    **{kind: lambda kind=kind: grafted(kind) for kind in KINDS},
-    "wings 1": lambda: Wings(configs.WingsConfig(**vars(BASE), rank=5, routed=False)),
-    "wings 2": lambda: Wings(configs.WingsConfig(**vars(BASE), rank=5)),
-    "wings on gemma 2": lambda: Wings(
-        configs.WingsConfig(**vars(replace(BASE, text=GEMMA2)), rank=5)
-    ),
-    "wings on llama": lambda: Wings(configs.LanguageWingsConfig(VISION, LLAMA, IMAGE, rank=5)),
-    "wings on qwen": lambda: Wings(configs.LanguageWingsConfig(VISION, QWEN, IMAGE, rank=5)),
-    "gemma": lambda: LanguageModel(configs.LanguageConfig(GEMMA, (1,), 0)),
-    "gemma 2": lambda: LanguageModel(configs.LanguageConfig(GEMMA2, (1,), 0)),
-    "llama": lambda: LanguageModel(configs.LanguageConfig(LLAMA, (1, 2))),
-    "qwen": lambda: LanguageModel(configs.LanguageConfig(QWEN, (1, 2))),
-    "plain transformer": lambda: text_model(False),
-    "differential transformer": lambda: text_model(True),
-    "mamba": lambda: MambaLM(MAMBA),
-    "q-mamba": lambda: QMamba(configs.QMambaConfig(WIDE, PROJECTOR, MAMBA, IMAGE)),
+    "paligemma 1": BASE,
+    "paligemma 2": BASE2,
+    **dict.fromkeys(KINDS, BASE2),
+    "wings 1": configs.WingsConfig(**vars(BASE), rank=5, routed=False),
+    "wings 2": configs.WingsConfig(**vars(BASE), rank=5),
+    "wings on gemma 2": configs.WingsConfig(**vars(BASE2), rank=5),
+    "wings on llama": configs.LanguageWingsConfig(VISION, LLAMA, IMAGE, rank=5),
+    "wings on qwen": configs.LanguageWingsConfig(VISION, QWEN, IMAGE, rank=5),
+    "gemma": configs.LanguageConfig(GEMMA, (1,), 0),
+    "gemma 2": configs.LanguageConfig(GEMMA2, (1,), 0),
+    "llama": configs.LanguageConfig(LLAMA, (1, 2)),
+    "qwen": configs.LanguageConfig(QWEN, (1, 2)),
+    "plain transformer": configs.TextModelConfig.of(TEXT, False),
+    "differential transformer": configs.TextModelConfig.of(TEXT, True),
+    "mamba": MAMBA,
+    "q-mamba": configs.QMambaConfig(WIDE, PROJECTOR, MAMBA, IMAGE),
 }
-
-
-def grafted(kind):
-    model = PaliGemma(replace(BASE, text=GEMMA2))
-    graft(model, kind)
-    return model
-
-
-def text_model(differential):
-    config = configs.TextModelConfig.of(replace(GEMMA2, model_type="gemma"), differential)
-    model = TextModel(config)
-    model.config = configs.LanguageConfig(config.text, (1,), 0)  # it has no tokens of its own
-    return model
 
 
 @pytest.fixture(params=MODELS)
 def model(request):
     torch.manual_seed(0)
-    model = MODELS[request.param]().eval()
+    config = MODELS[request.param]
+    model = kind_of(config)[0](config).eval()
+    if request.param in KINDS:
+        graft(model, request.param)
+    if isinstance(config, configs.TextModelConfig):  # it has no tokens of its own
+        model.config = configs.LanguageConfig(config.text, (1,), 0)
     randomize(model)
     return model
 
@@ -111,20 +101,17 @@ def test_cached_is_uncached(model):
     valid = inputs["attention_mask"].bool()
     checkpoint(model, True)
     ids = inputs["input_ids"]
-    types = inputs["token_type_ids"]
     width = valid.shape[1]
     for parts in ((1, 1, 1, 1), (1, 3), (2, 2)):
         cache = model.new_cache(width)
         at = 0
         read = []
         for size in (width - 4, *parts):
-            seen = {
-                "token_type_ids": types[:, : at + size],
-                "attention_mask": inputs["attention_mask"][:, : at + size],
-            }
+            end = at + size
+            seen = {name: inputs[name][:, :end] for name in ("token_type_ids", "attention_mask")}
             pixels = None if at else inputs["pixel_values"]
-            read.append(model(ids[:, at : at + size], pixel_values=pixels, cache=cache, **seen))
-            at += size
+            read.append(model(ids[:, at:end], pixel_values=pixels, cache=cache, **seen))
+            at = end
         assert relative_error(torch.cat(read, dim=1)[valid], logits[valid]) <= 2e-6, parts
 
 
@@ -145,13 +132,13 @@ def test_a_row_depends_on_nothing_but_itself(model):
 def test_answers_alone_together_and_padded_on_the_right(model):
     """Breaks when an answer depends on the other rows, or on the padding's side."""
     inputs = batch(model)
-    together = [row.tolist() for row in generate(model, **inputs, max_new_tokens=10)]
-    assert len({tuple(row) for row in together}) > 1
-    assert [
-        row.tolist() for row in generate(model, **right_padded(inputs), max_new_tokens=10)
-    ] == together
+    together = generate(model, **inputs, max_new_tokens=10)
+    assert len({tuple(row.tolist()) for row in together}) > 1
+    right = generate(model, **right_padded(inputs), max_new_tokens=10)
+    assert all(map(torch.equal, right, together))
     for row in range(len(ROWS)):
-        assert generate(model, **alone(inputs, row), max_new_tokens=10)[0].tolist() == together[row]
+        (answer,) = generate(model, **alone(inputs, row), max_new_tokens=10)
+        assert torch.equal(answer, together[row])
 
 
 @pytest.mark.long
@@ -164,22 +151,16 @@ def test_choices_are_weighed_as_if_each_were_read_alone(model):
     pictures = ()
     if inputs["pixel_values"] is not None:
         pictures = model.encode_images(inputs["pixel_values"]), torch.arange(len(ROWS))
-    for row, found in enumerate(
-        log_likelihoods(model, SimpleNamespace(**inputs), choices, *pictures)
-    ):
+    of_rows = log_likelihoods(model, SimpleNamespace(**inputs), choices, *pictures)
+    for row, found in enumerate(of_rows):
         given = alone(inputs, row)
         for choice, likelihood in zip(choices[row], found, strict=True):
             ids = torch.cat((given["input_ids"], torch.tensor([choice])), dim=1)
             types = F.pad(given["token_type_ids"], (0, len(choice)), value=1)
-            whole = given | {
-                "input_ids": ids,
-                "token_type_ids": types,
-                "attention_mask": torch.ones_like(ids),
-            }
-            log_p = model(**whole)[0, -len(choice) - 1 : -1].log_softmax(-1)
-            torch.testing.assert_close(
-                likelihood, log_p[range(len(choice)), choice].sum(), atol=1e-4, rtol=1e-4
-            )
+            more = {"token_type_ids": types, "attention_mask": torch.ones_like(ids)}
+            log_p = model(**given | more | {"input_ids": ids})[0].log_softmax(-1)
+            expected = log_p[-len(choice) - 1 : -1][range(len(choice)), choice].sum()
+            torch.testing.assert_close(likelihood, expected, atol=1e-4, rtol=1e-4)
 
 
 def checkpoint(model, on):

@@ -8,12 +8,15 @@ import torch.nn.functional as F
 import model.cpu as cpu
 from tests.reference import (
     batch,
+    error,
     hf_forward,
     hf_model,
     ours,
     outputs_by_layer,
     relative_error,
     reload_hf,
+    set_attention_backend,
+    twins,
 )
 
 SAME_BACKEND, OTHER_BACKEND = 1e-6, 1e-5
@@ -30,7 +33,7 @@ ROWS = {
 def layers_of(model) -> list[str]:
     """Every module whose output has a meaning of its own: each block, attention, MLP, norm, tower
     and the projector."""
-    leaves = ("self_attn", "mlp", "multi_modal_projector", "norm", "post_layernorm", "embeddings")
+    leaves = tuple("self_attn mlp multi_modal_projector norm post_layernorm embeddings".split())
     return [
         name
         for name, _ in model.named_modules()
@@ -50,8 +53,7 @@ def test_every_layer_and_the_logits(path, bound, generation, rows, monkeypatch):
     """Breaks when any block, norm, mask, position or scale departs from the published computation.
     -s prints errors."""
     monkeypatch.setattr(cpu, "ways", cpu.choose("", "", False, path))
-    hf = hf_model(generation)
-    model, inputs = ours(hf), batch(hf, ROWS[rows])
+    hf, model, inputs = twins(generation, ROWS[rows])
     names = layers_of(model)
     assert len(names) >= 29
     results = {}
@@ -86,12 +88,7 @@ def test_backends_agree(ours_backend, hf_backend, bound):
     """Breaks when the fused kernel gets another mask, scale or head grouping than the written-out
     equations."""
     hf = hf_model(1, backend=hf_backend)
-    inputs = batch(hf, ROWS["padded"])
-    valid = is_valid(inputs)
-    assert (
-        relative_error(ours(hf, ours_backend)(**inputs)[valid], hf_forward(hf, inputs)[valid])
-        <= bound
-    )
+    assert error(ours(hf, ours_backend), hf, batch(hf, ROWS["padded"])) <= bound
 
 
 @pytest.mark.parametrize("generation", [1, 2])
@@ -100,8 +97,7 @@ def test_gradients(path, generation, monkeypatch):
     """Breaks when the loss would train the weights in another direction than transformers does."""
     monkeypatch.setattr(cpu, "ways", cpu.choose("", "", False, path))
     monkeypatch.setattr(cpu, "MIN_OPERATIONS", 0)
-    hf = hf_model(generation)
-    model, inputs = ours(hf), batch(hf, ROWS["padded"])
+    hf, model, inputs = twins(generation, ROWS["padded"])
     target = inputs["token_type_ids"][:, 1:].bool()
     labels = inputs["input_ids"][:, 1:][target]
     F.cross_entropy(model(**inputs)[:, :-1][target], labels).backward()
@@ -142,14 +138,13 @@ def test_bf16_is_equal_to_the_bit(generation, backend, monkeypatch):
 def test_no_position_to_keep_is_no_error(generation, learns, monkeypatch):
     """Breaks when a batch without supervised tokens raises; its loss and its gradients are zero."""
     monkeypatch.setattr(cpu, "MIN_WEIGHT_ELEMENTS", 0)
-    hf = hf_model(generation)
-    model, inputs = ours(hf, "sdpa"), batch(hf)
-    for positions, shape in ((0, (2, 0)), (torch.zeros(2, 0, dtype=torch.long), (2, 0))):
+    _, model, inputs = twins(generation)
+    set_attention_backend(model, "sdpa")
+    none = torch.zeros(2, 0, dtype=torch.long)
+    for positions in (0, none):
         with torch.set_grad_enabled(learns):
-            assert model(**inputs, positions_to_keep=positions).shape == (*shape, 128)
-            loss = model(
-                **inputs, positions_to_keep=positions, targets=torch.zeros(shape, dtype=torch.long)
-            )
+            assert model(**inputs, positions_to_keep=positions).shape == (2, 0, 128)
+            loss = model(**inputs, positions_to_keep=positions, targets=none)
         assert loss == 0
         if learns:
             loss.backward()
@@ -159,8 +154,7 @@ def test_no_position_to_keep_is_no_error(generation, learns, monkeypatch):
 @pytest.mark.long
 def test_the_head_runs_only_at_positions_to_keep(monkeypatch):
     """Breaks when the widest product of the model is computed at positions that are not used."""
-    hf = hf_model(1)
-    model, inputs = ours(hf), batch(hf, ROWS["padded"])
+    _, model, inputs = twins(rows=ROWS["padded"])
     seen = []
     head = model.language_model.head
     monkeypatch.setattr(
@@ -184,9 +178,8 @@ def test_published_geometries(pixels, generation):
         if pixels == 896
         else {}
     )
-    hf = hf_model(generation, pixels, num_hidden_layers=2, **window, **heads)
-    inputs = batch(hf, ((3, 5),))
-    model = ours(hf)
+    sizes = window | heads | {"image_size": pixels, "num_hidden_layers": 2}
+    hf, model, inputs = twins(generation, ((3, 5),), **sizes)
     with torch.no_grad():
         kept = inputs["token_type_ids"].shape[1] - torch.arange(8, 0, -1)
         theirs = hf_forward(hf, inputs)[:, kept]

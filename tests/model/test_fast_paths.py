@@ -20,7 +20,7 @@ from model.gemma import RMSNorm
 from model.generate import generate
 from model.linear import ACTIVATIONS, Linear, activated, linear
 from tests.model.test_differential import TARGETS, sibling
-from tests.reference import batch, hf_model, ours, relative_error, right_padded
+from tests.reference import batch, relative_error, right_padded, set_attention_backend, twins
 from tests.runs import refused
 from train.data.batches import collate
 from train.model import supervised_loss
@@ -72,31 +72,26 @@ def test_bf16_where_the_processor_cannot_multiply_it(monkeypatch):
     """Breaks when a block of the weight is left out or rounded, or the sum is rounded twice."""
     torch.manual_seed(0)
     monkeypatch.setattr("model.linear.BLOCK_ELEMENTS", 1 << 15)
-    for rows, width, out, with_bias in (
-        (16, 512, 200, True),
-        (40, 96, 1000, False),
-        (300, 64, 64, True),
-    ):
+    for rows, width, out in ((16, 512, 200), (40, 96, 1000), (300, 64, 64)):
         x = torch.randn(2, rows // 2, width).bfloat16()
         weight = torch.randn(out, width).bfloat16()
-        bias = torch.randn(out).mul(30).bfloat16() if with_bias else None
-        exact = F.linear(*(None if t is None else t.double() for t in (x, weight, bias)))
-        with torch.no_grad(), cpu.using("torch"):
-            plain = linear(x, weight, bias)
-        assert torch.equal(plain, F.linear(x, weight, bias))
-        with cpu.using("bf16"):
-            with torch.no_grad():
-                wide = linear(x, weight, bias)
-                few = linear(x[:1, :7], weight, bias)
-            assert torch.equal(linear(x, weight.requires_grad_(), bias), plain), (
-                "gradients are those of bf16"
-            )
-        assert wide.dtype == torch.bfloat16
-        assert torch.equal(few, F.linear(x[:1, :7], weight, bias))
-        # rounded once, so that nothing but a sum in the middle of two numbers of bf16 may differ
-        assert (wide.double() - exact).norm() <= (1 + 1e-5) * (
-            exact.bfloat16().double() - exact
-        ).norm()
+        bias = torch.randn(out).mul(30).bfloat16()
+        for given in ((weight, bias), (weight,)):
+            exact = F.linear(x.double(), *(t.double() for t in given))
+            with torch.no_grad(), cpu.using("torch"):
+                plain = linear(x, *given)
+            assert torch.equal(plain, F.linear(x, *given))
+            with cpu.using("bf16"):
+                with torch.no_grad():
+                    wide = linear(x, *given)
+                    few = linear(x[:1, :7], *given)
+                learned = linear(x.clone().requires_grad_(), *given)
+            assert torch.equal(learned, plain), "gradients are those of bf16"
+            assert wide.dtype == torch.bfloat16
+            assert torch.equal(few, F.linear(x[:1, :7], *given))
+            # rounded once, so that nothing but a sum in the middle of two numbers of bf16 may differ
+            once = (exact.bfloat16().double() - exact).norm()
+            assert (wide.double() - exact).norm() <= (1 + 1e-5) * once
 
 
 @pytest.mark.parametrize("shape, out", [((7, 24), 40), ((2, 5, 40), 24), ((1, 3, 2, 8), 8)])
@@ -168,56 +163,24 @@ def test_few_rows_are_multiplied_the_other_way_round(shape, monkeypatch):
                 assert cpu.is_reversed(x, weight, None) == (rows <= 4)
                 assert not cpu.is_reversed(x, weight, bias)
                 y = linear(x, weight)
-            assert y.is_contiguous()
-            assert y.shape == (*shape[:-1], 40)
-            assert relative_error(y, F.linear(x.double(), weight.double())) < 1e-6
+            exact = F.linear(x.double(), weight.double())
+            assert y.is_contiguous() and y.shape == exact.shape
+            assert relative_error(y, exact) < 1e-6
     torch._dynamo.reset()
-    with (
-        torch.no_grad()
-    ):  # a compiled step of decoding goes the same way, and the compiler must see all of it
+    # a compiled step of decoding goes the same way, and the compiler must see all of it
+    with torch.no_grad():
         assert torch.equal(torch.compile(linear, backend="eager", fullgraph=True)(x, weight), y)
 
 
 def test_norms_stay_in_fp32_under_autocast():
     """Breaks when a mean of squares is rounded to bf16, and every hidden state with it, because a
     product would be."""
-    norm = RMSNorm(64, 1e-6)
-    (_, shared) = sibling("shared")
-    for function, value in (
-        (norm, torch.randn(4, 64)),
-        (shared.normalise, torch.randn(2, 4, 9, 16)),
-    ):
+    x = torch.randn(2, 4, 9, 16)
+    for function in (RMSNorm(16, 1e-6), sibling("shared")[1].normalise):
         with torch.autocast("cpu", torch.bfloat16):
-            found = function(value)
+            found = function(x)
         assert found.dtype == torch.float32
-        assert relative_error(found, function(value)) < 1e-6
-
-
-@pytest.mark.parametrize("rows_at_once", [1, 5, 7, 100])
-def test_the_loss_in_chunks_is_the_loss(rows_at_once, monkeypatch):
-    """Breaks when a row is lost between chunks, −100 counts, or a chunk's gradient is forgotten."""
-    torch.manual_seed(0)
-    head = nn.Linear(12, 50, bias=False)
-    hidden = torch.randn(2, 7, 12, requires_grad=True)
-    targets = torch.randint(0, 50, (2, 7))
-    targets[0, 3:5] = targets[1, 6] = -100
-    expected = F.cross_entropy(
-        head(hidden).flatten(0, 1).double(), targets.flatten(), reduction="sum"
-    )
-    leaves = (hidden, head.weight)
-    whole = torch.autograd.grad(expected, leaves)
-    monkeypatch.setattr(paligemma, "MAX_LOGITS", 50 * rows_at_once)
-    sizes = []
-    head.register_forward_hook(lambda module, args, out: sizes.append(len(out)))
-    loss = paligemma.logits_or_loss(head, 50, hidden, targets)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    assert max(sizes) == min(rows_at_once, 14)
-    assert sum(sizes) == 14
-    for mine, theirs in zip(torch.autograd.grad(loss, leaves), whole, strict=True):
-        assert torch.allclose(mine, theirs, atol=1e-6)
-    nothing = paligemma.logits_or_loss(head, 50, hidden, torch.full_like(targets, -100))
-    assert nothing == 0
-    assert not torch.autograd.grad(nothing, hidden)[0].any()
+        assert relative_error(found, function(x)) < 1e-6
 
 
 def smoothed(logits, targets, smoothing):
@@ -230,11 +193,11 @@ def smoothed(logits, targets, smoothing):
     return -(logp * wanted).sum(-1)[targets >= 0].sum()
 
 
-@pytest.mark.parametrize("rows_at_once", [3, 100])
-@pytest.mark.parametrize("smoothing", [0.1, 0.4])
-def test_smoothed_labels_are_those_of_big_vision(rows_at_once, smoothing, monkeypatch):
-    """Breaks when the target gets s / V on top of 1 − s, ignored tokens count, or a gradient of the
-    loss in chunks is another."""
+@pytest.mark.parametrize("rows_at_once", [1, 3, 100])
+@pytest.mark.parametrize("smoothing", [0.0, 0.4])
+def test_the_loss_is_that_of_big_vision(rows_at_once, smoothing, monkeypatch):
+    """Breaks when the target gets s / V on top of 1 − s, ignored tokens count, or a row or a
+    gradient of the loss in chunks is lost."""
     torch.manual_seed(0)
     monkeypatch.setattr(paligemma, "MAX_LOGITS", 11 * rows_at_once)
     weight = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
@@ -242,12 +205,17 @@ def test_smoothed_labels_are_those_of_big_vision(rows_at_once, smoothing, monkey
     targets = torch.randint(0, 11, (2, 5))
     targets[0, 3:] = targets[1, 0] = -100
 
+    sizes = []
+
     def loss(hidden, weight):
-        return paligemma.logits_or_loss(
-            partial(F.linear, weight=weight), 11, hidden, targets, smoothing
-        )
+        def head(rows):
+            sizes.append(len(rows))
+            return F.linear(rows, weight)
+
+        return paligemma.logits_or_loss(head, 11, hidden, targets, smoothing)
 
     value = loss(hidden, weight)
+    assert max(sizes) == min(rows_at_once, 10) and sum(sizes) == 10
     logits = F.linear(hidden, weight).flatten(0, 1)
     published = smoothed(logits.detach().numpy(), targets.flatten().numpy(), smoothing)
     assert value.item() == pytest.approx(published, rel=1e-12)
@@ -261,6 +229,8 @@ def test_smoothed_labels_are_those_of_big_vision(rows_at_once, smoothing, monkey
         assert torch.allclose(mine, theirs, rtol=0, atol=1e-13)
     assert torch.autograd.gradcheck(loss, (hidden, weight))
     assert not torch.autograd.grad(loss(hidden, weight), hidden)[0][0, 3:].any()
+    targets[:] = -100
+    assert loss(hidden, weight) == 0
 
 
 @pytest.mark.long
@@ -278,19 +248,16 @@ def test_a_compiled_training_step_learns_the_same(processor):
     called = torch.compile(model, backend="aot_eager", fullgraph=True)
     for count in (4, 3):  # of different lengths, numbers of rows and pictures
         micro = collate(embedded_records(("caption",), count=count), processor)
-        results = []
+        losses, gradients = [], []
         for either in (model, called):
             model.zero_grad()
             loss = supervised_loss(either, micro)
             loss.backward()
-            results.append(
-                (loss.item(), {name: p.grad.clone() for name, p in trainable(model).items()})
-            )
-        assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
-        for name, gradient in results[0][1].items():
-            assert (
-                relative_error(results[1][1][name], gradient) < 1e-4 or gradient.abs().max() < 1e-5
-            ), name
+            losses.append(loss.item())
+            gradients.append({name: p.grad.clone() for name, p in trainable(model).items()})
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+        for name, plain in gradients[0].items():
+            assert plain.abs().max() < 1e-5 or relative_error(gradients[1][name], plain) < 1e-4
 
 
 @pytest.mark.long
@@ -299,20 +266,18 @@ def test_compiled_decoding_equals_the_plain_one_and_compiles_once(generation):
     """Breaks when the static cache shows what is not written yet, keeps an old prompt, or a length
     compiles anew."""
     torch._dynamo.reset()
-    hf = hf_model(generation, num_hidden_layers=2)
     counter = CompileCounter()
-    model = ours(hf, "sdpa")
+    hf, model, _ = twins(generation, num_hidden_layers=2)
+    set_attention_backend(model, "sdpa")
     with torch._dynamo.config.patch(recompile_limit=1):
         compiled = CompiledStep(model, bucket=64, backend=counter)
         assert torch._dynamo.config.recompile_limit == 64
-    for seed, rows in enumerate(
-        (((6, 0), (2, 0), (4, 0)), ((9, 0), (9, 0), (1, 0)), ((3, 0), (2, 0), (2, 0)))
-    ):
-        prompt = batch(hf, rows, seed)
+    for seed, sizes in enumerate(((6, 2, 4), (9, 9, 1), (3, 2, 2))):
+        prompt = batch(hf, [(size, 0) for size in sizes], seed)
         prompt = right_padded(prompt) if seed == 1 else prompt
         plain = generate(model, **prompt, max_new_tokens=12)
         fast = generate(model, **prompt, max_new_tokens=12, compiled=compiled)
-        assert [row.tolist() for row in fast] == [row.tolist() for row in plain]
+        assert all(map(torch.equal, fast, plain))
     assert counter.frame_count == 1
     cache = compiled.cache[0].keys
     generate(model, **batch(hf, ((4, 0), (4, 0), (4, 0))), max_new_tokens=50, compiled=compiled)
@@ -330,13 +295,7 @@ def test_a_compiler_that_cannot_work_is_one_line():
         raise OSError("no working C++ compiler")
 
     torch._dynamo.reset()
-    model = ours(hf_model(1))
-    refused(
-        lambda: generate(
-            model,
-            **batch(hf_model(1)),
-            max_new_tokens=2,
-            compiled=CompiledStep(model, backend=fails),
-        ),
-        *("torch.compile: ", "no working C++ compiler", ": install ", " --compile"),
-    )
+    _, model, inputs = twins()
+    compiled = CompiledStep(model, backend=fails)
+    says = "torch.compile: ", "no working C++ compiler", ": install ", " --compile"
+    refused(lambda: generate(model, **inputs, max_new_tokens=2, compiled=compiled), *says)

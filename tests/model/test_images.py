@@ -132,15 +132,8 @@ def test_exif_orientation(tmp_path, orientation):
     exif[0x0112] = orientation
     a = np.asarray(stored)
     stored.save(tmp_path / "a.png", exif=exif)
-    upright = (
-        a,
-        a[:, ::-1],
-        a[::-1, ::-1],
-        a[::-1],
-        a.transpose(1, 0, 2),
-        np.rot90(a, -1),
-    )  # the last: clockwise
-    upright = *upright, a[::-1, ::-1].transpose(1, 0, 2), np.rot90(a)
+    upright = [a, a[:, ::-1], a[::-1, ::-1], a[::-1]]
+    upright += [upright[number].transpose(1, 0, 2) for number in (0, 3, 2, 1)]
     for source in (tmp_path / "a.png", Image.open(tmp_path / "a.png")):
         assert np.array_equal(np.asarray(load_image(source)), upright[orientation - 1])
 

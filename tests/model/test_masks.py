@@ -101,27 +101,28 @@ def test_masks_equal_big_visions(coder, arrays):
     assert np.allclose(coder.decode(codes).numpy(), x, rtol=1e-10)
 
 
+SIZES = """encoder.0 16 1 4 4
+encoder.2 32 16 4 4
+encoder.4 64 32 4 4
+encoder.6 128 64 4 4
+encoder.9.net.4 128 128 1 1
+encoder.10 512 128 1 1
+decoder.0 128 512 1 1
+decoder.4 128 128 4 4
+decoder.6 128 64 4 4
+decoder.8 64 32 4 4
+decoder.10 32 16 4 4
+decoder.12 1 16 1 1"""
+
+
 def test_published_sizes():
     """Breaks when names or shapes are not those of the published code: 16, 32, 64, 128 channels,
     128 codes of 512."""
     shapes = {name: tuple(array.shape) for name, array in MaskCoder().state_dict().items()}
     assert shapes["_vq_vae._embedding"] == (128, 512)
-    assert [shapes[f"encoder.{i}.weight"] for i in (0, 2, 4, 6)] == [
-        (16, 1, 4, 4),
-        (32, 16, 4, 4),
-        (64, 32, 4, 4),
-        (128, 64, 4, 4),
-    ]
-    assert shapes["encoder.9.net.4.weight"] == (128, 128, 1, 1)
-    assert shapes["encoder.10.weight"] == (512, 128, 1, 1)
-    assert [shapes[f"decoder.{i}.weight"] for i in (0, 4, 6, 8, 10, 12)] == [
-        (128, 512, 1, 1),
-        (128, 128, 4, 4),
-        (128, 64, 4, 4),
-        (64, 32, 4, 4),
-        (32, 16, 4, 4),
-        (1, 16, 1, 1),
-    ]
+    for line in SIZES.splitlines():
+        name, *sizes = line.split()
+        assert shapes[f"{name}.weight"] == tuple(map(int, sizes))
 
 
 def test_a_mask_is_cropped_and_pasted():
@@ -160,11 +161,6 @@ def test_a_coder_is_read(coder, arrays, tmp_path):
         np.savez(tmp_path / f"{number}.npz", **given)
         with pytest.raises(UserError, match=f"{number}.npz"):
             load_mask_coder(tmp_path / f"{number}.npz")
-    (tmp_path / "cut.npz").write_bytes((tmp_path / "vae-oid.npz").read_bytes()[:999])
-    np.savez_compressed(tmp_path / "packed.npz", **arrays)
-    packed = bytearray((tmp_path / "packed.npz").read_bytes())
-    packed[200:1200] = b"\xff" * 1000
-    (tmp_path / "broken.npz").write_bytes(packed)
-    for name in ("broken.npz", "cut.npz", "missing.npz", "missing.safetensors"):
+    for name in ("missing.npz", "missing.safetensors"):
         with pytest.raises(UserError, match=name):
             load_mask_coder(tmp_path / name)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from model import attention, cpu, gemma, linear, siglip
 from model.config import TextConfig
 from model.paligemma import PaliGemma
-from tests.reference import batch, hf_forward, hf_model, ours, relative_error, reload_hf
+from tests.reference import batch, error, hf_forward, hf_model, ours, reload_hf, twins
 
 GATE = 1e-6
 ROWS = ((5, 4), (3, 9), (1, 1))
@@ -178,19 +178,12 @@ GEMMA2 = {
 CASES = [(1, name) for name in BOTH] + [(2, name) for name in BOTH | GEMMA2]
 
 
-def error(model, hf, inputs) -> float:
-    valid = inputs["attention_mask"].bool()
-    return relative_error(model(**inputs)[valid], hf_forward(hf, inputs)[valid])
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(("generation", "name"), CASES)
 @cpu.using("torch")  # a processor's own products round otherwise, by about as much as GATE
 def test_the_gate_rejects(generation, name, monkeypatch):
     """Breaks when a known mistake would pass the gate: then the gate proves nothing about it."""
-    hf = hf_model(generation)
-    inputs = batch(hf, ROWS)
-    model = ours(hf)
+    hf, model, inputs = twins(generation, ROWS)
     assert error(model, hf, inputs) <= GATE
     (BOTH | GEMMA2)[name](monkeypatch, model)
     with torch.no_grad():

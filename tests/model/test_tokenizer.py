@@ -15,27 +15,16 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
-from model.tokenizer import LOCATIONS, find_tokenizer, load_tokenizer
+from model.tokenizer import LOCATIONS, SPECIAL, find_tokenizer, load_tokenizer
 from tests.files import read_json, write_json
 from tests.pieces import SENTENCES, gemma_tokenizer, texts, train_pieces
 from tests.runs import refused
 
 pytestmark = pytest.mark.long
 
-RESERVED = [
-    "<mask>",
-    "[multimodal]",
-    *(f"<unused{i}>" for i in range(12)),
-    "<b>",
-    "</b>",
-    "<table>",
-    "<h1>",
-]
-RUNS = [
-    character * length
-    for character in "\n\t▁"
-    for length in range(1 if character == "\n" else 2, 32)
-]
+RESERVED = "<mask> [multimodal] <b> </b> <table> <h1>".split()
+RESERVED += [f"<unused{i}>" for i in range(12)]
+RUNS = ["\n", *(character * length for character in "\n\t▁" for length in range(2, 32))]
 
 
 def gemma(folder):
@@ -52,14 +41,7 @@ def learned(folder):
         tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True)
     )
     learner.normalizer = tokenizers.normalizers.Replace(" ", "▁")
-    special = [
-        "<pad>",
-        "<eos>",
-        "<bos>",
-        "<unk>",
-        "<mask>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-    ]
+    special = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=700, special_tokens=special, show_progress=False
     )
@@ -68,14 +50,8 @@ def learned(folder):
     tokenizer = GemmaTokenizer(
         vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]]
     )
-    tokenizer.add_tokens(
-        [
-            AddedToken("a b", normalized=True),
-            AddedToken("a", normalized=False),
-            "dog s",
-            "cow stand",
-        ]
-    )
+    tokenizer.add_tokens([AddedToken("a b", normalized=True), AddedToken("a", normalized=False)])
+    tokenizer.add_tokens(["dog s", "cow stand"])
     return tokenizer
 
 
@@ -106,10 +82,8 @@ def test_any_text_has_the_ids_of_transformers_and_any_ids_the_text(folder):
     draw = random.Random(1)
     byte = ours.piece_to_id("<0x00>")
     for _ in range(2000):
-        ids = [
-            draw.choice([draw.randrange(ours.vocab_size()), byte + draw.randrange(256)])
-            for _ in range(12)
-        ]
+        any_id = range(ours.vocab_size())
+        ids = [draw.choice(draw.choice([any_id, range(byte, byte + 256)])) for _ in range(12)]
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), ids
 
 
@@ -182,13 +156,16 @@ def test_tokens_that_only_a_file_beside_names_are_refused(tmp_path):
 
 
 REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 10}
-BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-# a thousand and 256 times: enough to be refused, too little to harm where they are not
-LONGER = {
-    "normalizer": {"type": "Sequence", "normalizers": [REPLACE] * 3},
-    "decoder": {"type": "Sequence", "decoders": [REPLACE] * 3},
-    "pre_tokenizer": {"type": "Sequence", "pretokenizers": [BYTES] * 8},
-}
+# of a tokenizer.json. A thousand and 256 times longer: too little to harm where it is not refused
+PARTS = """{
+    "normalizer": {"type": "Sequence", "normalizers": [REPLACE, REPLACE, REPLACE]},
+    "decoder": {"type": "Sequence", "decoders": [REPLACE, REPLACE, REPLACE]},
+    "pre_tokenizer": {"type": "Sequence",
+        "pretokenizers": [BYTES, BYTES, BYTES, BYTES, BYTES, BYTES, BYTES, BYTES]}
+}"""
+BYTES = """{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false,
+    "use_regex": false}"""
+LONGER = json.loads(PARTS.replace("REPLACE", json.dumps(REPLACE)).replace("BYTES", BYTES))
 TEMPLATE = {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}}
 WORDS = {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100, "unk_token": "[UNK]"}
 
@@ -215,9 +192,7 @@ def test_a_tokenizer_that_fails_at_its_first_text_is_refused(tmp_path):
     sequence = {"type": "Sequence", "processors": [TEMPLATE, TEMPLATE]}
     for processor in (TEMPLATE, sequence):
         ours = load_tokenizer(changed(tmp_path, post_processor=processor))
-        assert ours.encode("a dog") == load_tokenizer(BUNDLED_FOLDER / "tokenizer.model").encode(
-            "a dog"
-        )
+        assert ours.decode(ours.encode("a dog")) == "a dog"
     (tmp_path / "tokenizer.model").touch()
     refused(lambda: load_tokenizer(tmp_path / "tokenizer.model"), "not a sentencepiece")
 

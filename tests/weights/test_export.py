@@ -24,29 +24,26 @@ from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.tokenizer import load_tokenizer
-from tests.files import read_json, write_json, write_lines
+from tests.files import read_json, write_json
 from tests.pieces import texts
 from tests.runs import refused
 from weights.card import model_card
 from weights.export import Origin, companions, export_model, locate, plain_tensors
 from weights.load import load_model
 
+GEMMA2 = json.loads("""{"model_type": "gemma2", "query_pre_attn_scalar": 48,
+    "num_key_value_heads": 2, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+    "sliding_window": 12}""")
 PROMPTS = ["answer en Where is the dog?", "detect dog", "caption en  \tétang 日本 🐮"]
-SUMMARY = {
-    "before": {"vqa": 12.5, "needle": None, "vqa_details": {"per_answer_type": {"number": 7.5}}},
+SUMMARY = """{
+    "before": {"vqa": 12.5, "needle": null, "vqa_details": {"per_answer_type": {"number": 7.5}}},
     "start": {"vqa": 12.5, "vqa_details": {"per_answer_type": {"number": 7.5}}},
-    "held_out": {
-        "examples": 40,
-        "before": {"loss": 2.25},
-        "start": {"loss": 2.25},
-        "best": {"loss": 0.5},
-        "over_blind": {"low": 3.0},
-    },
-}
-ANSWERS = [
-    {"question": "What is\n it?", "right": False},
-    {"question": 'Is it "red"?<image>', "right": True},
-]
+    "held_out": {"examples": 40, "before": {"loss": 2.25}, "start": {"loss": 2.25},
+        "best": {"loss": 0.5}, "over_blind": {"low": 3.0}}
+}"""
+ANSWERS = r"""{"question": "What is\n it?", "right": false}
+{"question": "Is it \"red\"?<image>", "right": true}
+"""
 
 
 def learned(model, folder, kind):
@@ -62,9 +59,13 @@ def learned(model, folder, kind):
     adapter.save(model, folder, "embedded")
     data = {"data": ["jsonl:/home/me and/a|b.jsonl"], "tasks": "vqa"}
     write_json(folder / "config.json", {"base": "embedded", "r": 4, "workers": 2, **data})
-    write_lines(folder / "answers.jsonl", ANSWERS)
-    write_json(folder / "summary.json", SUMMARY)
+    (folder / "answers.jsonl").write_text(ANSWERS)
+    (folder / "summary.json").write_text(SUMMARY)
     return folder
+
+
+def inputs_of(batch):
+    return batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
 
 
 def random_base(folder, **text):
@@ -74,45 +75,28 @@ def random_base(folder, **text):
     for name, parameter in model.named_parameters():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             parameter.data *= 2
-    pieces = Processor.from_source("embedded")
-    batch = pieces([sample("vqa", "test", 0).image], PROMPTS[:1])
-    chosen = generate(
-        model, batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask, 1
-    )[0]
+    batch = Processor.from_source("embedded")([sample("vqa", "test", 0).image], PROMPTS[:1])
+    (chosen,) = generate(model, *inputs_of(batch), 1)
     rows = model.language_model.embed_tokens.weight.data
-    rows[config.image_token_id] = (
-        2 * rows[chosen]
-    )  # <image> has the largest logit, and is never an answer
-    weights.export.export_model(model, folder, companions=companions("embedded"))
+    rows[config.image_token_id] = 2 * rows[chosen]  # the largest logit, and never an answer
+    export_model(model, folder, companions=companions("embedded"))
     return folder
 
 
 def exported(case, tmp_path):
     """The exported folder, and the model that it must answer as."""
     source = tmp_path / "run"
+    model = load_model("embedded")
     if case in ("dex", "temperature"):
-        model = load_model("embedded")
         learned(model, source, case)
     elif case == "full":
-        model = load_model("embedded")
         model.language_model.layers[0].mlp.down_proj.weight.data *= -1
-        weights.export.export_model(
-            model, source / "model", companions=[BUNDLED_FOLDER / "tokenizer.model"]
-        )
+        export_model(model, source / "model", companions=[BUNDLED_FOLDER / "tokenizer.model"])
         write_json(source / "config.json", {"base": "embedded", "data": "embedded", "full": True})
     elif case == "embedded":
         source = "embedded"
-        model = load_model("embedded")
     else:
-        caps = {
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-            "sliding_window": 12,
-        }
-        sizes = {"query_pre_attn_scalar": 48, "num_key_value_heads": 2, **caps}
-        model = load_model(
-            random_base(source, **({"model_type": "gemma2", **sizes} if case == "random2" else {}))
-        )
+        model = load_model(random_base(source, **(GEMMA2 if case == "random2" else {})))
     weights.export.main([str(source), str(tmp_path / "out"), "--dtype", "fp32"])
     return tmp_path / "out", model
 
@@ -135,14 +119,10 @@ def test_automatic_classes_answer_as_we_do(case, tmp_path):
     batch = ours(pictures, PROMPTS)
     for name in "pixel_values input_ids token_type_ids attention_mask".split():
         assert torch.equal(inputs[name], getattr(batch, name)), name
-    assert torch.equal(
-        batch.input_ids, Processor.from_source("embedded")(pictures, PROMPTS).input_ids
-    )
     inputs.pop("labels")
     with torch.inference_mode():
         new = theirs.generate(**inputs, max_new_tokens=12)[:, batch.input_ids.shape[1] :]
-    prompt = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
-    for row, expected in zip(new, generate(model, *prompt, 12), strict=True):
+    for row, expected in zip(new, generate(model, *inputs_of(batch), 12), strict=True):
         assert row[: len(expected)].tolist() == expected.tolist()
         assert prepare.decode(row, skip_special_tokens=True) == ours.decode(expected)
     taught = prepare(images=pictures, text=marked, suffix=PROMPTS, **given)
@@ -156,12 +136,9 @@ def test_the_shipped_tokenizer_has_the_ids_of_sentencepiece():
     theirs = AutoTokenizer.from_pretrained(BUNDLED_FOLDER, tokenizer_class="GemmaTokenizer")
     theirs.add_bos_token = False
     image = pieces.vocab_size()
-    assert (
-        theirs.convert_tokens_to_ids("<image>") == image == load_model("tiny").config.image_token_id
-    )
-    by_design = re.compile(
-        r"<(pad|eos|bos|unk|image|mask)>|\u2581| {32}|\t{32}|\n{32}"
-    )  # may differ, see `Processor`
+    assert theirs.convert_tokens_to_ids("<image>") == image == PRESETS["tiny"].image_token_id
+    # may differ, see `Processor`
+    by_design = re.compile(r"<(pad|eos|bos|unk|image|mask)>|\u2581| {32}|\t{32}|\n{32}")
     words = [pieces.id_to_piece(i) for i in range(image)]
     drawn = [text for text in texts(900, words) if not by_design.search(text)]
     assert len(drawn) > 200
@@ -185,9 +162,18 @@ def test_the_best_step_of_whole_weights_has_its_run(tmp_path):
     assert locate(alone) == Origin(alone, alone)
 
 
+LINES = r"""license: apache-2.0
+| before | vqa | 12.5 |
+| before | vqa_details per_answer_type number | 7.5 |
+| best | held-out loss | 0.5 |
+| over_blind | held-out low | 3 |
+| r | 4 |
+| data | jsonl:a\|b.jsonl |"""
+
+
 def test_the_card_says_what_it_was_made_of(tmp_path):
-    """Breaks when a card loses base, data or scores, tells paths or an untrained prompt, or a merge
-    rounds twice."""
+    """Breaks when a card loses base, data, scores or the prompt of published questions, tells paths
+    or an untrained prompt, or a merge rounds twice."""
     model = load_model("embedded")
     learned(model, tmp_path / "run", "softmax")
     (tmp_path / "run/best").mkdir()
@@ -195,45 +181,20 @@ def test_the_card_says_what_it_was_made_of(tmp_path):
         (tmp_path / "run" / name).rename(tmp_path / "run/best" / name)
     weights.export.main([str(tmp_path / "run/best"), str(tmp_path / "out"), "--dtype", "fp32"])
     card = (tmp_path / "out/README.md").read_text(encoding="utf-8")
-    lines = [
-        "license: apache-2.0",
-        "| before | vqa | 12.5 |",
-        "| best | held-out loss | 0.5 |",
-        "| r | 4 |",
-    ]
-    lines += [
-        "| before | vqa_details per_answer_type number | 7.5 |",
-        "| over_blind | held-out low | 3 |",
-    ]
-    for line in (*lines, "| data | jsonl:a\\|b.jsonl |"):
-        assert f"\n{line}\n" in card, line
+    assert not set(LINES.splitlines()) - set(card.splitlines())
     assert r'text="<image>Is it \"red\"?"' in card
     assert "to its best step" in card
     assert "Trained from embedded on jsonl:a\\|b.jsonl to" in card
     assert not re.search(r"home|tasks|workers|dog|\| start", card)
     assert "base_model: google/x\n" in model_card(model.config, 7, "x", "google/x")
     adapter.merge(model)  # in fp32, although the base is stored in bf16
-    weights.export.main(
-        f"embedded {tmp_path}/flags --adapter {tmp_path}/run/best --merge --dtype fp32".split()
-    )
-    for merged in (
-        load_model(tmp_path / name).language_model.layers[1].self_attn.q_proj
-        for name in ("out", "flags")
-    ):
-        assert torch.equal(
-            merged.weight, model.language_model.layers[1].self_attn.q_proj.base_layer.weight
-        )
-
-
-def test_the_card_has_the_prompt_of_published_questions(tmp_path):
-    """Breaks when a reader of the card cannot ask as the run has learned."""
-    run = learned(load_model("embedded"), tmp_path / "run", "softmax")
-    settings = read_json(run / "config.json")
-    settings |= {"data": ["vqa:train.json"], "prompt": "{question}"}
-    write_json(run / "config.json", settings)
-    weights.export.main([str(run), str(tmp_path / "out")])
-    card = (tmp_path / "out/README.md").read_text(encoding="utf-8")
-    assert re.search(r"\| prompt \| .*question.* \|", card)
+    merged = load_model(tmp_path / "out").state_dict()
+    path = "language_model.layers.1.self_attn.q_proj"
+    assert torch.equal(merged[f"{path}.weight"], model.state_dict()[f"{path}.base_layer.weight"])
+    settings = {"data": ["vqa:train.json"], "prompt": "{question}"}
+    write_json(tmp_path / "run/config.json", settings)
+    card = model_card(model.config, 7, "x", "embedded", tmp_path / "run")
+    assert "\n| prompt | {question} |\n" in card
 
 
 EVIL = "a`b\n# head|[x](//y)<script>\u2028license: mit\x85---\r- x\u202e"

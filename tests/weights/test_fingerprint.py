@@ -22,14 +22,10 @@ def test_stored_values_stay():
 
 
 def test_every_kind_of_change_is_seen():
-    """Breaks when a base in bf16 is another one for an adapter, the same for answers, or buffers
-    are left out."""
+    """Breaks when a base in bf16 is the same for answers, or buffers are left out."""
     wide = layer()
     narrow = layer().bfloat16()
     scaled = layer()
-    assert tensor_fingerprint(dict(wide.named_parameters())) == tensor_fingerprint(
-        dict(narrow.named_parameters())
-    )
     scaled.register_buffer("scale", torch.ones(3))
     marks = {exact_fingerprint(wide), exact_fingerprint(narrow), exact_fingerprint(scaled)}
     scaled.scale += 1
