@@ -259,7 +259,9 @@ class Attention(nn.Module):
         rope: Rope | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, N, S, D), k and v (B, K, S, D), rotated; the cache keeps k and v."""
-        q, k, v = (self.heads_of(name, x) for name in ("q_proj", "k_proj", "v_proj"))
+        q = self.heads_of("q_proj", x)
+        k = self.heads_of("k_proj", x)
+        v = self.heads_of("v_proj", x)
         return (q, k, v) if rope is None else (rope(q), rope(k), v)
 
     def heads_of(self, name: str, x: Tensor) -> Tensor:

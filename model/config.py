@@ -14,7 +14,6 @@ pixels.
 """
 
 import contextlib
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,8 +25,12 @@ from model.common import UserError, quoted, read_json, read_json_if, shown
 
 # Gemma's, where a file says nothing
 CONTROL_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
-GEMMA2_ONLY = """query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping
-    sliding_window""".split()
+GEMMA2_ONLY = (
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "sliding_window",
+)
 # sizes that every published file of Gemma 1 has
 _SIZES = (
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
@@ -63,7 +66,7 @@ def config_errors(path: str | Path) -> Iterator[None]:
 
 
 # Keys of generation_config.json that change greedy decoding, with the values that do not
-_NEUTRAL = json.loads("""{
+_NEUTRAL = {
     "repetition_penalty": 1,
     "encoder_repetition_penalty": 1,
     "num_beams": 1,
@@ -76,10 +79,10 @@ _NEUTRAL = json.loads("""{
     "sequence_bias": [],
     "stop_strings": [],
     "guidance_scale": 1,
-    "forced_bos_token_id": null,
-    "forced_eos_token_id": null,
-    "exponential_decay_length_penalty": null
-}""")
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+}
 
 
 def read_generation(

@@ -37,25 +37,23 @@ from model.differential import fold
 from model.images import preprocessing
 from model.paligemma import PaliGemma
 from model.source import EMBEDDED, local_path, own_file, preset_of, resolve
+from model.turns import SLOT
 from weights.card import model_card
 from weights.load import INDEX_FILE, empty_model, examine, kind_of, read_model, save_tensors
 from weights.mapping import DIALECTS, STORED_DTYPES, dialect_names
 
 # files of the tokenizer, the processor and generation, copied unchanged
-COMPANIONS = """tokenizer.model tokenizer.json tokenizer_config.json chat_template.jinja
-    special_tokens_map.json added_tokens.json
-    preprocessor_config.json processor_config.json generation_config.json""".split()
-
-
-TOKENIZER_CONFIG = json.loads("""{
-    "tokenizer_class": "GemmaTokenizer",
-    "processor_class": "PaliGemmaProcessor",
-    "bos_token": "<bos>",
-    "eos_token": "<eos>",
-    "pad_token": "<pad>",
-    "unk_token": "<unk>",
-    "extra_special_tokens": {"image_token": "<image>"}
-}""")
+COMPANIONS = [
+    "tokenizer.model",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "generation_config.json",
+]
 
 
 def export_model(
@@ -229,7 +227,15 @@ def processor_files(config: PaliGemmaConfig) -> dict[str, str]:
             "image_seq_length": config.num_image_tokens,
             **preprocessing(config.vision.image_size),
         },
-        "tokenizer_config.json": TOKENIZER_CONFIG,
+        "tokenizer_config.json": {
+            "tokenizer_class": "GemmaTokenizer",
+            "processor_class": "PaliGemmaProcessor",
+            "bos_token": "<bos>",
+            "eos_token": "<eos>",
+            "pad_token": "<pad>",
+            "unk_token": "<unk>",
+            "extra_special_tokens": {"image_token": SLOT},
+        },
         "generation_config.json": {
             "bos_token_id": config.bos_token_id,
             "eos_token_id": config.eos_token_id,

@@ -80,20 +80,6 @@ SPLITS = {
 }
 
 
-# what puts bos before a text, and before each of two
-OPENING = """{
-    "type": "TemplateProcessing",
-    "single": [
-        {"SpecialToken": {"id": BOS, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
-    ],
-    "pair": [
-        {"SpecialToken": {"id": BOS, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}},
-        {"SpecialToken": {"id": BOS, "type_id": 1}}, {"Sequence": {"id": "B", "type_id": 1}}
-    ],
-    "special_tokens": {BOS: {"id": BOS, "ids": [NUMBER], "tokens": [BOS]}}
-}"""
-
-
 class GgufFile:
     """What a file tells of its model."""
 
@@ -294,8 +280,14 @@ def byte_level(file: GgufFile) -> dict[str, Any]:
     opening = None
     if adds_bos or adds_bos is None and is_llama3:
         bos = file.control()["bos"]
-        token = json.dumps(file.vocabulary("tokens")[bos])
-        opening = json.loads(OPENING.replace("NUMBER", str(bos)).replace("BOS", token))
+        token = file.vocabulary("tokens")[bos]
+        pair = []
+        for place, text in enumerate("AB"):
+            pair.append({"SpecialToken": {"id": token, "type_id": place}})
+            pair.append({"Sequence": {"id": text, "type_id": place}})
+        known = {token: {"id": token, "ids": [bos], "tokens": [token]}}
+        opening = {"type": "TemplateProcessing", "single": pair[:2], "pair": pair}
+        opening |= {"special_tokens": known}
     return {
         "version": "1.0",
         "added_tokens": added,

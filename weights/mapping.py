@@ -72,8 +72,12 @@ class Names:
 PALIGEMMA_NAMES = Names(DIALECTS, dict.fromkeys(HEADS, EMBEDDING))
 # the text tower and the pooling head are left out; transformers 5 saves a tower by itself without a
 # prefix
-_NO_TOWER = tuple(
-    "text_model. logit_ head. vision_model.head. vision_model.embeddings.position_ids".split()
+_NO_TOWER = (
+    "text_model.",
+    "logit_",
+    "head.",
+    "vision_model.head.",
+    "vision_model.embeddings.position_ids",
 )
 SIGLIP_NAMES = Names({"siglip": {"": "vision_model."}, OWN: SAME}, ignored=_NO_TOWER)
 
@@ -90,83 +94,98 @@ def dialect_names(ours: Iterable[str], prefixes: Mapping[str, str]) -> dict[str,
 Rule = Callable[[Tensor], Tensor]
 
 # big_vision (https://github.com/google-research/big_vision) computes x @ kernel where torch
-# computes x @ weight.T, and keeps the heads as an axis. A rule maps the array of one layer, and of
-# one of its parameters; the file stacks the layers on the first axis, then the parameters.
-RULES: dict[str, Rule] = {
-    "same": lambda w: w,
-    "transposed": torch.t,
-    "from_hwio": lambda w: w.permute(3, 2, 0, 1),
-    "only": lambda w: w[0],
-    "flat": lambda w: w.flatten(),  # (N, D) to (N·D)
-    "from_heads": lambda w: w.flatten(1).t(),  # (H, N, D) to (N·D, H)
-    "out_heads": lambda w: w.transpose(1, 2).flatten(0, 1),  # (N, H, D) to (N·D, H)
-    "in_heads": lambda w: w.flatten(0, 1).t(),  # (N, D, H) to (H, N·D)
+# computes x @ weight.T, and keeps the heads as an axis. A rule maps the array of one layer; the
+# file stacks the layers on the first axis.
+
+
+def _same(w: Tensor) -> Tensor:
+    return w
+
+
+def _out_heads(w: Tensor) -> Tensor:
+    """(N, H, D) to (N·D, H)."""
+    return w.transpose(1, 2).flatten(0, 1)
+
+
+def _in_heads(w: Tensor) -> Tensor:
+    """(N, D, H) to (H, N·D)."""
+    return w.flatten(0, 1).t()
+
+
+_BLOCK, _LAYER = "img/Transformer/encoderblock", "llm/layers"
+_VISION, _TEXT = "vision_tower.encoder.layers.{}", "language_model.layers.{}"
+_ATTENTION = f"{_BLOCK}/MultiHeadDotProductAttention_0"
+
+_BIG_VISION: dict[str, dict[str, Rule]] = {
+    "img/embedding/kernel": {
+        "vision_tower.embeddings.patch_embedding.weight": lambda w: w.permute(3, 2, 0, 1)
+    },  # HWIO
+    "img/embedding/bias": {"vision_tower.embeddings.patch_embedding.bias": _same},
+    "img/pos_embedding": {
+        "vision_tower.embeddings.position_embedding.weight": lambda w: w[0]
+    },  # (1, I, H)
+    **{
+        f"{_BLOCK}/LayerNorm_{i}/{theirs}": {f"{_VISION}.layer_norm{i + 1}.{ours}": _same}
+        for i in (0, 1)
+        for theirs, ours in (("scale", "weight"), ("bias", "bias"))
+    },
+    **{
+        f"{_BLOCK}/MlpBlock_0/Dense_{i}/{theirs}": {f"{_VISION}.mlp.fc{i + 1}.{ours}": rule}
+        for i in (0, 1)
+        for theirs, ours, rule in (("kernel", "weight", torch.t), ("bias", "bias", _same))
+    },
+    **{
+        f"{_ATTENTION}/{name}/{theirs}": {f"{_VISION}.self_attn.{name[0]}_proj.{ours}": rule}
+        for name in ("query", "key", "value")
+        for theirs, ours, rule in (
+            ("kernel", "weight", lambda w: w.flatten(1).t()),  # (H, N, D) to (N·D, H)
+            ("bias", "bias", lambda w: w.flatten()),
+        )
+    },
+    f"{_ATTENTION}/out/kernel": {f"{_VISION}.self_attn.out_proj.weight": _in_heads},
+    f"{_ATTENTION}/out/bias": {f"{_VISION}.self_attn.out_proj.bias": _same},
+    "img/Transformer/encoder_norm/scale": {"vision_tower.post_layernorm.weight": _same},
+    "img/Transformer/encoder_norm/bias": {"vision_tower.post_layernorm.bias": _same},
+    "img/head/kernel": {"multi_modal_projector.linear.weight": torch.t},
+    "img/head/bias": {"multi_modal_projector.linear.bias": _same},
+    "llm/embedder/input_embedding": {
+        EMBEDDING: _same
+    },  # without the rows of <image> and padding, see weights/npz.py
+    f"{_LAYER}/attn/q_einsum/w": {f"{_TEXT}.self_attn.q_proj.weight": _out_heads},
+    f"{_LAYER}/attn/kv_einsum/w": {  # (2, K, H, D)
+        f"{_TEXT}.self_attn.k_proj.weight": lambda w: _out_heads(w[0]),
+        f"{_TEXT}.self_attn.v_proj.weight": lambda w: _out_heads(w[1]),
+    },
+    f"{_LAYER}/attn/attn_vec_einsum/w": {f"{_TEXT}.self_attn.o_proj.weight": _in_heads},
+    f"{_LAYER}/mlp/gating_einsum": {  # (2, H, F)
+        f"{_TEXT}.mlp.gate_proj.weight": lambda w: w[0].t(),
+        f"{_TEXT}.mlp.up_proj.weight": lambda w: w[1].t(),
+    },
+    f"{_LAYER}/mlp/linear": {f"{_TEXT}.mlp.down_proj.weight": torch.t},
+    "llm/final_norm/scale": {"language_model.norm.weight": _same},
 }
-_VISION, _TEXT = "img/Transformer/encoderblock/", "llm/layers/"
-# below the layers of a tower: an array, its rule, and our parameters
-_VISION_LAYER = """LayerNorm_0/scale same layer_norm1.weight
-LayerNorm_0/bias same layer_norm1.bias
-LayerNorm_1/scale same layer_norm2.weight
-LayerNorm_1/bias same layer_norm2.bias
-MlpBlock_0/Dense_0/kernel transposed mlp.fc1.weight
-MlpBlock_0/Dense_0/bias same mlp.fc1.bias
-MlpBlock_0/Dense_1/kernel transposed mlp.fc2.weight
-MlpBlock_0/Dense_1/bias same mlp.fc2.bias
-MultiHeadDotProductAttention_0/query/kernel from_heads self_attn.q_proj.weight
-MultiHeadDotProductAttention_0/query/bias flat self_attn.q_proj.bias
-MultiHeadDotProductAttention_0/key/kernel from_heads self_attn.k_proj.weight
-MultiHeadDotProductAttention_0/key/bias flat self_attn.k_proj.bias
-MultiHeadDotProductAttention_0/value/kernel from_heads self_attn.v_proj.weight
-MultiHeadDotProductAttention_0/value/bias flat self_attn.v_proj.bias
-MultiHeadDotProductAttention_0/out/kernel in_heads self_attn.out_proj.weight
-MultiHeadDotProductAttention_0/out/bias same self_attn.out_proj.bias
-"""
-_TEXT_LAYER = """attn/q_einsum/w out_heads self_attn.q_proj.weight
-attn/kv_einsum/w out_heads self_attn.k_proj.weight self_attn.v_proj.weight
-attn/attn_vec_einsum/w in_heads self_attn.o_proj.weight
-mlp/gating_einsum transposed mlp.gate_proj.weight mlp.up_proj.weight
-mlp/linear transposed mlp.down_proj.weight
-pre_attention_norm/scale same input_layernorm.weight
-"""
 # In Gemma 1 `post_attention_layernorm` is the pre-norm of the MLP, in Gemma 2 the post-norm of the
 # attention.
-_GEMMA_1 = """pre_ffw_norm/scale same post_attention_layernorm.weight
-"""
-_GEMMA_2 = """post_attention_norm/scale same post_attention_layernorm.weight
-pre_ffw_norm/scale same pre_feedforward_layernorm.weight
-post_ffw_norm/scale same post_feedforward_layernorm.weight
-"""
-# the embedding is without the rows of <image> and padding, see weights/npz.py
-_WHOLE = f"""img/embedding/kernel from_hwio vision_tower.embeddings.patch_embedding.weight
-img/embedding/bias same vision_tower.embeddings.patch_embedding.bias
-img/pos_embedding only vision_tower.embeddings.position_embedding.weight
-img/Transformer/encoder_norm/scale same vision_tower.post_layernorm.weight
-img/Transformer/encoder_norm/bias same vision_tower.post_layernorm.bias
-img/head/kernel transposed multi_modal_projector.linear.weight
-img/head/bias same multi_modal_projector.linear.bias
-llm/embedder/input_embedding same {EMBEDDING}
-llm/final_norm/scale same language_model.norm.weight
-"""
+_NORMS_1 = {"pre_attention_norm": "input_layernorm", "pre_ffw_norm": "post_attention_layernorm"}
+_NORMS_2 = {
+    "pre_attention_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "pre_ffw_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 
 
-def big_vision_rules(keys: Collection[str]) -> dict[str, tuple[Rule, list[str]]]:
-    """{key of the .npz: how a layer's array becomes each of its parameters, and our names of them,
-    with {} for the layer}. keys: what the file holds; Gemma's generation follows from them."""
-    is_gemma2 = f"{_TEXT}post_ffw_norm/scale" in keys
-    of_text = _TEXT_LAYER + (_GEMMA_2 if is_gemma2 else _GEMMA_1)
-    rules = {}
-    for below, above, table in (
-        ("", "", _WHOLE),
-        (_VISION, "vision_tower.encoder.layers.{}.", _VISION_LAYER),
-        (_TEXT, "language_model.layers.{}.", of_text),
-    ):
-        for line in table.splitlines():
-            key, rule, *names = line.split()
-            ours = [above + name for name in names]
-            rules[below + key] = RULES[rule], ours
-    return rules
+def big_vision_rules(keys: Collection[str]) -> dict[str, dict[str, Rule]]:
+    """{key of the .npz: {our name, with {} for the layer: how a layer's array becomes the
+    parameter}}. keys: what the file holds; Gemma's generation follows from them."""
+    norms = _NORMS_2 if f"{_LAYER}/post_ffw_norm/scale" in keys else _NORMS_1
+    scales = {
+        f"{_LAYER}/{theirs}/scale": {f"{_TEXT}.{name}.weight": _same}
+        for theirs, name in norms.items()
+    }
+    return _BIG_VISION | scales
 
 
 def is_stacked(key: str) -> bool:
     """Whether the array's first axis counts layers."""
-    return key.startswith((_VISION, _TEXT))
+    return key.startswith((_BLOCK, _LAYER))

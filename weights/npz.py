@@ -7,7 +7,7 @@ Pickled arrays are refused.
 
 import contextlib
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import IO, Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from model.common import UserError, shown
-from weights.mapping import RULES, STORED_DTYPES, Entry, big_vision_rules, is_stacked
+from weights.mapping import STORED_DTYPES, Entry, big_vision_rules, is_stacked
 
 # numpy has no bfloat16: files hold raw bytes
 _DTYPES = {"<f8": "F64", "<f4": "F32", "<f2": "F16", "|V2": "BF16"}
@@ -29,9 +29,13 @@ def _opened(path: Path) -> Iterator[tuple[zipfile.ZipFile, dict[str, zipfile.Zip
     """The archive, and the arrays of its weights by key, without "params/" and ".npy"."""
     try:
         with zipfile.ZipFile(path) as archive:
-            members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-            weights = [key for key in members if key.startswith(_TREE)]
-            yield archive, {key.removeprefix(_TREE): members[key] for key in weights or members}
+            members, weights = {}, {}
+            for info in archive.infolist():
+                key = info.filename.removesuffix(".npy")
+                members[key] = info
+                if key.startswith(_TREE):
+                    weights[key.removeprefix(_TREE)] = info
+            yield archive, weights or members
     # a damaged archive makes zipfile and numpy raise errors of many classes
     except Exception as error:
         raise UserError(
@@ -52,11 +56,6 @@ def _read_header(array: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
     return shape, dtype
 
 
-def parts_of(array: Tensor, names: list[str]) -> Sequence[Tensor]:
-    """What an array of one layer holds for each of its parameters."""
-    return [array] if len(names) == 1 else array.unbind()
-
-
 def read_headers(path: Path) -> dict[str, Entry]:
     """What the file holds by our names, arrays of no such name by their keys; no array is read.
     Raises UserError."""
@@ -69,16 +68,14 @@ def read_headers(path: Path) -> dict[str, Entry]:
                 if member.file_size != (end := array.tell() + dtype.itemsize * prod(shape)):
                     raise ValueError(f"{key} has {member.file_size} bytes instead of {end}")
             layers = shape[0] if is_stacked(key) and shape else 1
-            rule, names = rules.get(key, (RULES["same"], [key]))
-            try:
-                of_layer = torch.empty(shape[is_stacked(key) :], device="meta")
-                given = [tuple(rule(part).shape) for part in parts_of(of_layer, names)]
-            except (RuntimeError, IndexError):  # not even the right number of axes
-                given = [shape] * len(names)
-            for name, part in zip(names, given, strict=True):
-                entry = Entry(path, part, _DTYPES.get(dtype.str, str(dtype.str)))
+            for template, rule in rules.get(key, {key: lambda w: w}).items():
+                try:
+                    given = tuple(rule(torch.empty(shape[is_stacked(key) :], device="meta")).shape)
+                except (RuntimeError, IndexError):  # not even the right number of axes
+                    given = shape
+                entry = Entry(path, given, _DTYPES.get(dtype.str, str(dtype.str)))
                 for layer in range(min(layers, 1000)):
-                    entries[name.format(layer)] = entry
+                    entries[template.format(layer)] = entry
     return entries
 
 
@@ -93,9 +90,12 @@ def read_npz(
     The embedding in the file lacks rows that no text uses, as of `<image>`: here they are the mean
     of the others.
     """
-    filled = {name: torch.empty_like(like, device=device) for name, like in wanted.items()}
+    filled = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        for name, tensor in wanted.items()
+    }
     with _opened(path) as (archive, members):
-        for key, (rule, names) in big_vision_rules(members).items():
+        for key, templates in big_vision_rules(members).items():
             with archive.open(members[key]) as array:
                 shape, dtype = _read_header(array)
                 of_layer = shape[is_stacked(key) :]
@@ -104,8 +104,8 @@ def read_npz(
                     array.readinto(buffer)
                     stored = torch.frombuffer(buffer, dtype=STORED_DTYPES[_DTYPES[dtype.str]])
                     stored = stored.view(of_layer)
-                    for name, part in zip(names, parts_of(stored, names), strict=True):
-                        target, values = filled[name.format(layer)], rule(part)
+                    for template, rule in templates.items():
+                        target, values = filled[template.format(layer)], rule(stored)
                         target[: len(values)] = values.to(device)
                         if len(values) < len(target):
                             total = sum(rows.double().sum(0) for rows in values.split(4096))
