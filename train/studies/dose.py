@@ -20,22 +20,19 @@ could tell it at any cap: the bound says nothing of it.
 
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from PIL import Image
 
 from eval.data import scenes
-from eval.figures import save
 from eval.report import interval_text, markdown_table
-from model.attention import attention_modules, tapped
+from model.attention import attention_modules
 from model.paligemma import PaliGemma
 from model.processor import Processor
-from train.chart import line_chart
 from train.flags import flag, from_values, several
 from train.model import load_base, make_optimizer, rules_of
 from train.optim import parameter_count, trainable
@@ -304,7 +301,7 @@ def compute_doses(options: Options, first: Run) -> dict:
 
 
 def blocks(options: Options, first: Run) -> list:
-    """A table and a figure of each task, and the figure of the bound."""
+    """A table of each task."""
     tables = []
     for (task, times), by_cap in compute_doses(options, first).items():
         # 1. the controls, and differences by cap and row
@@ -323,57 +320,7 @@ def blocks(options: Options, first: Run) -> list:
             body.append([row, *texts])
         title = f"{task}, {times} × steps"
         tables += [f"## {title}", markdown_table(head, body)]
-        save(draw_gaps(title, gaps), first.out / f"dose-{task}{times}.png")
-    save(built.draw_bound(head_bounds()), first.out / "bound.png")
     return tables
-
-
-# Figures
-
-
-def draw_gaps(title: str, by_cap: Mapping) -> Image.Image:
-    """Differences to the plain rows over the cap, with intervals; `plain again` is the difference
-    of equal rows. by_cap: of each cap the differences by row."""
-    rows = next(iter(by_cap.values()))
-    lines, bars = {}, {}
-    for row in rows:
-        places = [(math.log2(cap or 4.0), gaps[row]) for cap, gaps in by_cap.items()]
-        lines[row] = sorted((x, gap["mean"]) for x, gap in places)
-        bars[row] = [(x, gap["low"], gap["high"]) for x, gap in places]
-    labels = title, "cap of the logits, on a scale of logarithms", "points beside plain rows"
-    names = {math.log2(cap): f"{cap:g}" for cap in by_cap if cap}
-    if None in by_cap:
-        names[math.log2(4.0)] = "none"
-    return line_chart(lines, *labels, marked=rows, bars=bars, x_names=names)
-
-
-@torch.no_grad()
-def head_bounds() -> list[float]:
-    """Of each head of the base's decoder half of what the logit of the needle's patch has above the
-    mean of the 15 others', at the word where that is largest; the mean over 64 needles. A map
-    bounded to ±c has at most c."""
-    model = load_base(Settings(device="cpu"), CPU).eval()
-    count = 64
-    numbers = torch.arange(count)
-    batch, _ = needles("validation", count)
-    # 1. the weights of all layers
-    weights = []
-    attentions = attention_modules(model.language_model).values()
-    with tapped(dict.fromkeys(attentions, weights.append)):
-        answers(model, "validation", count, numbers)
-    # 2. where the patches are, and what does not look at them
-    image = batch.input_ids == model.config.image_token_id
-    patches = image.nonzero()[:, 1].view(count, 1, 1, 16)
-    hidden = (image | (batch.attention_mask == 0) | (batch.token_type_ids > 0))[:, None]
-    # 3. the gap of each head
-    bounds = []
-    for of_layer in weights:  # (B, N, S, S); logarithms of weights differ as logits do
-        logits = of_layer.clamp(min=1e-38).log()
-        logits = logits.gather(3, patches.expand(*logits.shape[:3], 16))
-        needle = logits[numbers, :, :, numbers % 16]  # needles take the places in turn
-        gaps = (needle - (logits.sum(-1) - needle) / OTHERS) / 2
-        bounds += gaps.masked_fill(hidden, -math.inf).amax(-1).mean(0).tolist()
-    return bounds
 
 
 def main(argv: Sequence[str] | None = None) -> None:
