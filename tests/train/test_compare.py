@@ -44,7 +44,6 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch, printed):
     text = printed()
     assert "## Minus the mean of all plain rows" in text
     assert "LoRA r18" in text
-    assert "## Range" in text
     counted = Counter(
         (line.row, line.split, line.seed) for line in read_cells(tmp_path / "comparison.csv")
     )
