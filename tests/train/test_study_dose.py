@@ -78,11 +78,11 @@ def test_both_tasks_from_end_to_end(tmp_path, monkeypatch, printed):
         monkeypatch.setattr(dose, name, value)
     found = Mock(wraps=dose.found)
     monkeypatch.setattr(dose, "found", found)
-    command = f"--caps 0.5 --longer built --seeds 2 --jobs 1 --out {tmp_path} --rows".split()
+    command = f"--caps 0.5 --seeds 2 --jobs 1 --out {tmp_path} --rows".split()
     compare.run_study("dose", [*command, *dose.PLAIN, "plain + head norm", "v2"])
     lines = read_cells(tmp_path / "comparison.csv")
     assert "## needle, 1 × steps" in printed()
     asked = [call.args[1] for call in found.call_args_list]
     assert asked.count("test") == asked.count("validation") - 2  # the base, under two caps
-    assert len({line.study for line in lines}) == 3
+    assert len({line.study for line in lines}) == 4  # each task, and at more steps
     assert {line.seed for line in lines} == {0, 1, 100}

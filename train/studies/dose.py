@@ -49,7 +49,7 @@ CAPS = (None, 2.0, 1.0, 0.5, 0.25)
 MILD = 1.0  # by the bound, nothing can be gained from here up
 # caps of the base, BASE_STEPS each
 FALLING = (None, None, 8.0, 5.6, 4.0, 2.8, 2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25)
-LONGER = (None, 0.5)  # at these caps also TIMES the steps
+LONGER = (None, 0.5)  # at these caps also TIMES the steps, but in a quick study
 TIMES = 4
 OTHERS = 15  # distractors
 TUNING_SEEDS = (100, 101, 102)
@@ -99,7 +99,7 @@ BATCH = 32  # of a step
 TUNED = ("plain", "twin-small", "v2")
 BASE = "base"  # a job, from which the rows of needles start
 BASE_STEPS = 50
-QUICK = {"tasks": ("built",), "seeds": 3, "rates": (0.02,), "longer": ("none",)}
+QUICK = {"tasks": ("built",), "seeds": 3, "rates": (0.02,)}
 QUICK |= {"rows": (*PLAIN, "shared", "twin-small", "v2", "dex", "mean")}
 
 
@@ -109,7 +109,6 @@ class Options(StudyOptions):
     rows: tuple[str, ...] = several(ROWS, "(default: all)")
     tasks: tuple[str, ...] = several(TASKS, "(default: both)")
     caps: tuple[str, ...] = several(map(str, CAPS), "of the logits")
-    longer: tuple[str, ...] = several([*TASKS, "none"], "tasks with longer runs too", TASKS)
 
 
 # Needles
@@ -235,9 +234,9 @@ def train(
 def doses_of(options: Options) -> list[tuple[str, float | None, int]]:
     """Task, cap, and how many times the steps; the first needles choose the rates of all."""
     caps = [None if cap == "None" else float(cap) for cap in options.caps]
-    longer = [task for task in options.tasks if task in options.longer]
     doses = [(task, cap, 1) for task in options.tasks for cap in caps]
-    return doses + [(task, cap, TIMES) for task in longer for cap in caps if cap in LONGER]
+    longer = [] if options.quick else [cap for cap in caps if cap in LONGER]
+    return doses + [(task, cap, TIMES) for task in options.tasks for cap in longer]
 
 
 def study_of(options: Options, task: str, cap: float | None, times: int) -> Study:

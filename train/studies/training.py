@@ -122,11 +122,13 @@ def descend(
     losses: Iterable[torch.Tensor],
     steps: int,
     schedule: str = "cosine",
+    warmup: float = 0.1,
 ) -> None:
-    """A step down each of the losses, which are computed one by one."""
+    """A step down each of the losses, which are computed one by one. schedule, warmup: of
+    `rate_factor`."""
     learned = list(trainable(model).values())
     for step, loss in enumerate(losses):
-        set_rates(optimizer, rate_factor(step, steps, 0.1, schedule))
+        set_rates(optimizer, rate_factor(step, steps, warmup, schedule))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(learned, 1.0)
         optimizer.step()

@@ -122,13 +122,12 @@ def make(
     if needed and not (needed[0] / "model").exists():
         raise Diverged("the row that it starts from diverged")
     if row.order:
-        return scan(
-            stages[1],
-            tasks,
-            row.order,
-            needed[0],
-            folder,
-        )
+        settings = replace(stages[1], base=str(needed[0] / "model"))
+        model = load_start(settings, choose_device(settings.device))
+        model.multi_modal_projector.connector.order = row.order
+        processor, _ = open_processor(settings, model)
+        facts = json.loads((needed[0] / "cell.json").read_text())["facts"]
+        return {"scores": ask_tasks(model, processor, settings, tasks, folder), "facts": facts}
     # 1. both stages
     model = open_row(stages[0], row, job.seed, *needed)
     processor, files = open_processor(stages[0], model)
@@ -147,22 +146,6 @@ def make(
     export_model(model, folder / "model", companions=files)
     shutil.rmtree(folder / "stages")
     return {"scores": scores, "facts": facts}
-
-
-def scan(
-    settings: Options,
-    tasks: Tasks,
-    order: str,
-    trained: Path,
-    folder: Path,
-) -> dict:
-    """Ask the model of the cell `trained`, whose connector scans in one direction."""
-    settings = replace(settings, base=str(trained / "model"))
-    model = load_start(settings, choose_device(settings.device))
-    model.multi_modal_projector.connector.order = order
-    processor, _ = open_processor(settings, model)
-    facts = json.loads((trained / "cell.json").read_text())["facts"]
-    return {"scores": ask_tasks(model, processor, settings, tasks, folder), "facts": facts}
 
 
 def open_row(
