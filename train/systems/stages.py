@@ -104,14 +104,11 @@ class StageSettings(Settings):
         super().check()
 
 
-def stage_defaults(
-    kind: type[StageSettings],
-    stage: int,
-    is_embedded: bool,
-) -> dict[str, object]:
-    """The settings of a stage, on the embedded data or on others; empty where there is no such
-    stage."""
+def stage_defaults(kind: type[StageSettings], stage: int, given: Mapping) -> dict[str, object]:
+    """The settings of a stage, on the embedded data or on those of the `given` flags; empty where
+    there is no such stage."""
     recipe = kind.STAGES.get(stage, StageRecipe({}))
+    is_embedded = tuple(given.get("data", EMBEDDED)) == EMBEDDED
     return {**recipe.defaults, **(recipe.embedded if is_embedded else {})}
 
 
@@ -142,8 +139,7 @@ def parse_stage(
     """The settings and the run folder of the flags of a system, in words or by name."""
 
     def defaults(given: dict) -> dict:
-        is_embedded = tuple(given.get("data", EMBEDDED)) == EMBEDDED
-        of_stage = stage_defaults(kind, given.get("stage", 1), is_embedded)
+        of_stage = stage_defaults(kind, given.get("stage", 1), given)
         return of_stage | recipe_values(given.get("recipe", ""), given)
 
     groups = {**GROUPS, "model": f"stage {GROUPS['model']}"}
