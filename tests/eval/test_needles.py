@@ -104,32 +104,27 @@ def test_replies_are_those_of_one_pass(kind, folder, haystacks, seeded):
                 parameter += 0.3 * torch.randn_like(parameter)
     context = haystacks["test"].context(random.Random(1), 500, 3, 3)
     replies = ask(model, context, "it")
+    layers = attention_modules(model).values()
+    inputs = {}
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda layer, args: inputs.update({layer: args[0]}))
     for number, (question, answer) in enumerate(context.questions):
-        layers = attention_modules(model)
-        maps = {path: [] for path in layers}
-        inputs = {}
-        for path, layer in layers.items():
-            layer.register_forward_pre_hook(
-                lambda _, args, path=path, kept=inputs: kept.update({path: args[0]})
-            )
+        maps = {layer: [] for layer in layers}
         ids = torch.tensor([[*context.ids, *question, *answer]])
-        with tapped({layer: maps[path].append for path, layer in layers.items()}):
+        with tapped({layer: maps[layer].append for layer in layers}):
             logits = model(ids)[0].double().log_softmax(-1)
         first = 500 + len(question)
         truth = logits[first - 1 : -1].gather(1, ids[0, first:, None])
         assert replies[number].log_probability == pytest.approx(truth.sum().item(), abs=1e-4)
         place = first - 1 + context.shared
         rows = []
-        for path, layer in layers.items():
-            row = maps[path][0][0, :, place]
-            if kind and layer.maps == 2:
-                factor = layer.factor(inputs[path])
+        for layer in layers:
+            row, *second = (weights[0, :, place] for weights in maps[layer])
+            if second:
+                factor = layer.factor(inputs[layer])
                 factor = factor if factor.shape[-2] == 1 else factor[:, :, place, None]
-                row = layer.difference(
-                    factor[..., 0].reshape(-1, 1), row, maps[path][1][0, :, place]
-                )
-            row = row.abs() / row.abs().sum(-1, keepdim=True)
-            rows.append(row)
+                row = layer.difference(factor[..., 0].reshape(-1, 1), row, *second)
+            rows.append(row.abs() / row.abs().sum(-1, keepdim=True))
         rows = torch.stack(rows)
         start, end = context.places[number]
         shares = replies[number].shares
