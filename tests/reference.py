@@ -95,6 +95,11 @@ def hf_language(kind: str, **more) -> transformers.PreTrainedModel:
     return hf
 
 
+def dice(seed: int) -> torch.Generator:
+    """Random numbers of a seed, apart from torch's own."""
+    return torch.Generator().manual_seed(seed)
+
+
 @torch.no_grad()
 def randomize(model) -> None:
     """Give every parameter a value that matters."""
@@ -179,7 +184,7 @@ def left_padded(
 ) -> dict[str, torch.Tensor]:
     """Rows of `slots` image tokens, then prefix and suffix of the lengths in `rows`; pixels (B, 3,
     side, side)."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = dice(seed)
     width = slots + max(map(sum, rows))
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     types = torch.zeros_like(ids)

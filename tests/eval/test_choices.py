@@ -75,7 +75,6 @@ def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
     """Breaks when blanks, bos or the space before a choice are read otherwise, or a long prompt is
     cut and scored."""
     words = language_folder(tmp_path / kind, kind, 128, seed=1)
-    words.save_pretrained(tmp_path / kind)
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / kind, attn_implementation="eager").eval()
     asked = {
         "Is it \n": ["12 and", "345", "isn't it"],

@@ -27,6 +27,7 @@ from model.source import BUNDLED_FOLDER
 from model.systems.language import LanguageModel
 from tests.files import read_json, write_json
 from tests.reference import (
+    dice,
     outputs_by_layer,
     randomize,
     relative_error,
@@ -104,7 +105,7 @@ def opened(folder, backend="eager", **options):
 
 def batch(rows=ROWS):
     """A left-padded batch."""
-    ids = torch.randint(3, 128, (len(rows), max(rows)), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, 128, (len(rows), max(rows)), generator=dice(1))
     valid = (torch.arange(max(rows)) >= max(rows) - torch.tensor(rows)[:, None]).long()
     return {"input_ids": ids * valid, "attention_mask": valid}
 

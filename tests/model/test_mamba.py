@@ -15,7 +15,7 @@ from model.systems import scan
 from model.systems.configs import MambaConfig
 from model.systems.mamba import Mamba, MambaLM, initialize_mamba
 from model.systems.scan import BLOCK, selective_scan
-from tests.reference import hf_mamba, our_mamba, relative_error
+from tests.reference import dice, hf_mamba, our_mamba, relative_error
 
 
 def loop(x, delta, A, B, C, state):
@@ -32,7 +32,7 @@ def loop(x, delta, A, B, C, state):
 
 def scan_inputs(length, batch=2, channels=6, size=5, scale=1.0, seed=0):
     """x, Δ > 0, A < 0, B, C and a first state, in fp64."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = dice(seed)
     normal = partial(torch.randn, generator=generator, dtype=torch.float64)
     delta = F.softplus(normal(batch, length, channels)) * scale
     A = -normal(channels, size).exp()
@@ -100,9 +100,7 @@ def test_the_recurrence_is_computed_in_fp32(autocast):
 
 def prompts(lengths=(9, 4, 1), seed=1):
     """A left-padded batch, with token 0 as padding and as text."""
-    ids = torch.randint(
-        0, 60, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed)
-    )
+    ids = torch.randint(0, 60, (len(lengths), max(lengths)), generator=dice(seed))
     valid = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
     return {"input_ids": ids * valid, "attention_mask": valid.long()}
 
@@ -122,7 +120,7 @@ def test_logits_and_gradients_equal_transformers(lengths):
     theirs = hf(**inputs, use_cache=False).logits
     assert mine.dtype == torch.float32
     assert relative_error(mine[valid], theirs[valid]) <= 1e-6
-    labels = torch.randint(0, 60, valid.shape, generator=torch.Generator().manual_seed(2))[valid]
+    labels = torch.randint(0, 60, valid.shape, generator=dice(2))[valid]
     F.cross_entropy(mine[valid], labels).backward()
     F.cross_entropy(theirs[valid], labels).backward()
     theirs = dict(hf.named_parameters())
@@ -138,7 +136,7 @@ def test_a_bf16_layer_rounds_only_what_it_must(monkeypatch):
     inputs = prompts((24, 24))
     seen = []
     model = our_mamba(hf, torch.bfloat16)
-    h = torch.randn(2, 30, 36, generator=torch.Generator().manual_seed(0))
+    h = torch.randn(2, 30, 36, generator=dice(0))
     exact = hf(**inputs).logits
     mine = model(**inputs)
     theirs = hf.to(torch.bfloat16)(**inputs).logits
@@ -167,7 +165,7 @@ def test_padding_within_what_follows_changes_nothing(places):
     """Breaks when a state fades over the padding of a later part, or the last inputs before it are
     lost."""
     model = our_mamba(hf_mamba())
-    generator = torch.Generator().manual_seed(5)
+    generator = dice(5)
     tokens = torch.randint(0, 60, (1, 11), generator=generator)
     first, second, last = tokens.split((6, 2, 3), dim=1)
     ids = torch.full((1, 6), 9)

@@ -20,7 +20,7 @@ from model.systems.qmamba import (
     initialize_qmamba,
     local_mask,
 )
-from tests.reference import left_padded, randomize, relative_error, set_attention_backend
+from tests.reference import dice, left_padded, randomize, relative_error, set_attention_backend
 from train.optim import parameter_names
 
 IMAGE = 59
@@ -47,7 +47,7 @@ def projector(**changes):
     return randomized(QMambaProjector(replace(CONFIG, projector=replace(PROJECTOR, **changes))))
 
 
-FEATURES = torch.randn(2, 16, VISION.hidden_size, generator=torch.Generator().manual_seed(1))
+FEATURES = torch.randn(2, 16, VISION.hidden_size, generator=dice(1))
 
 
 @pytest.mark.parametrize(

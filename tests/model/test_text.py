@@ -13,7 +13,7 @@ from model.config import TextConfig
 from model.differential import Split
 from model.systems.configs import TEXT_PRESETS, TextModelConfig
 from model.systems.language import TextModel, new_model
-from tests.reference import relative_error
+from tests.reference import dice, relative_error
 from train.optim import parameter_count
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -42,7 +42,7 @@ def stirred(differential=True):
 
 
 def ids(rows=2, width=13):
-    return torch.randint(0, 64, (rows, width), generator=torch.Generator().manual_seed(5))
+    return torch.randint(0, 64, (rows, width), generator=dice(5))
 
 
 def test_the_model_is_transformers_diffllama():

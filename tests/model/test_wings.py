@@ -18,7 +18,7 @@ from model.generate import generate
 from model.paligemma import PaliGemma, initialize
 from model.systems.configs import WingsConfig
 from model.systems.wings import OCTAVES, Learner, LearnerInput, Router, attach, route
-from tests.reference import set_attention_backend
+from tests.reference import dice, set_attention_backend
 from tests.runs import assert_same_tensors, refused, stage_settings
 from train.model import load_start, open_model
 from train.optim import parameter_count, parameter_names
@@ -40,7 +40,7 @@ def base(seed=0):
 @torch.no_grad()
 def randomized(model, seed=1):
     """Every learner and router with weights that matter."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = dice(seed)
     for name, parameter in model.named_parameters():
         if re.search(r"(visual|textual)\.|^[qkvo]\.", name):
             parameter.copy_(
@@ -57,7 +57,7 @@ def wings(routed=True):
 
 def batch(rows=((2, 1, 3), (0, 0, 4), (0, 1, 2))):
     """Left-padded rows of (text before, pictures, text after) in tokens."""
-    generator = torch.Generator().manual_seed(2)
+    generator = dice(2)
     width = max(a + SLOTS * n + b for a, n, b in rows)
     ids = torch.randint(3, IMAGE, (len(rows), width), generator=generator)
     valid = torch.zeros_like(ids)
@@ -80,7 +80,7 @@ def test_no_query_has_a_gradient_from_what_comes_after_it(routed):
     decoder = model.language_model
     valid = inputs["attention_mask"].bool()
     types = (inputs["input_ids"] != IMAGE).long()
-    x = torch.randn(*valid.shape, HIDDEN, generator=torch.Generator().manual_seed(3))
+    x = torch.randn(*valid.shape, HIDDEN, generator=dice(3))
     for query in range(x.shape[1]):
         x = x.detach().requires_grad_()
         hidden = decoder(x, valid, types)[:, query]
@@ -102,7 +102,7 @@ def rotated(vectors, positions):
 def test_a_learner_equals_the_formula_written_out():
     """Breaks when the residual 1 + W, the scale, RoPE's true positions, the mask or W_o are not
     LoRRA's."""
-    generator = torch.Generator().manual_seed(5)
+    generator = dice(5)
     width = HIDDEN // HEADS
     learner = randomized(Learner(HIDDEN, HEADS, 5)).double()
     h, x = (torch.randn(1, n, HIDDEN, generator=generator, dtype=torch.float64) for n in (5, 3))
@@ -186,7 +186,7 @@ def test_a_router_reads_octaves_of_distance():
     and text."""
     router = randomized(Router())
     size = 20
-    weights = torch.rand(1, HEADS, size, size, generator=torch.Generator().manual_seed(4)).tril()
+    weights = torch.rand(1, HEADS, size, size, generator=dice(4)).tril()
     columns = torch.tensor([[3, 4, 5, 6, 1 << 40]])
     decoder = wings().language_model
     at = torch.arange(1, 21)[None]

@@ -8,7 +8,7 @@ import pytest
 
 from eval.figures import heatmaps
 from tests.files import read_json, write_mmneedle, write_vqav2
-from tests.runs import refused, words
+from tests.runs import cells_in, refused, times_in, words
 from train.plan import StepCost
 from train.settings import RECIPES
 from train.studies import paper
@@ -21,8 +21,7 @@ SMALL = "--samples 20 --vqa-limit 12 --needle-limit 6 --device cpu --jobs 1".spl
 def run(out, *flags):
     """The cells by row, with their folders."""
     main([*flags, "--out", str(out)])
-    cells = {file.parent: read_json(file) for file in out.glob("cells/*/cell.json")}
-    return {cell["row"]: (folder, cell) for folder, cell in cells.items()}
+    return cells_in(out)
 
 
 def vqa(cell):
@@ -58,9 +57,9 @@ def test_the_plan_in_miniature(tmp_path):
     assert table_1[-4:-1] == ["53.21", "|", f"{vqa(cells['paper-1'][1]):.2f}"]
     assert f"{100 * np.mean(cells['baseline'][1]['scores']['test']['needle']):.2f}" in table_2
     assert (tmp_path / "figure-2.png").exists()
-    times = {file: file.stat().st_mtime for file in tmp_path.glob("cells/*/*")}
+    times = times_in(tmp_path)
     run(tmp_path, *SMALL)
-    assert times == {file: file.stat().st_mtime for file in tmp_path.glob("cells/*/*")}
+    assert times == times_in(tmp_path)
 
 
 @pytest.mark.long
