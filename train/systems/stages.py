@@ -53,13 +53,8 @@ class StageSettings(Settings):
 
     stage: int = flag(1, "its stage; 2 starts from the model of stage 1, --base RUN/model")
 
-    @property
-    def is_grafted(self) -> bool:
-        return False
-
-    @property
-    def writes_model(self) -> bool:
-        return True
+    is_grafted = False
+    writes_model = True
 
     @property
     def program(self) -> str:
