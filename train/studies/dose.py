@@ -35,13 +35,12 @@ from model.paligemma import PaliGemma
 from model.processor import Processor
 from train.flags import flag, from_values, several
 from train.model import load_base, make_optimizer, rules_of
-from train.optim import parameter_count, trainable
 from train.settings import Settings
 from train.studies import built, report
 from train.studies.cells import Job
 from train.studies.engine import Run, Study, StudyOptions
 from train.studies.rules import Measure
-from train.studies.training import descend, open_row, read_given
+from train.studies.training import descend, facts_of, open_row, read_given
 from weights.export import export_model
 
 CPU = torch.device("cpu")
@@ -224,8 +223,7 @@ def train(
     model, optimizer = open_row(model, settings, attention, **graft)
     learn(model.train(), optimizer, steps, "cosine", seed)
     scores = {split: {"needle": found(model.eval(), split)} for split in TESTS}
-    facts = {"parameters": parameter_count(trainable(model).values())}
-    return {"scores": scores, "facts": facts}
+    return {"scores": scores, "facts": facts_of(model)}
 
 
 # The studies, one for each dose

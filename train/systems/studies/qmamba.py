@@ -35,13 +35,12 @@ from model.paligemma import PaliGemma
 from train.flags import several
 from train.loop import Diverged
 from train.model import load_start, open_processor
-from train.optim import parameter_count, trainable
 from train.settings import Settings
 from train.studies import engine, report
 from train.studies.cells import Job
 from train.studies.engine import MEAN
 from train.studies.measures import Task, asking, training_records, vqa_task
-from train.studies.training import Tasks, ask_tasks, key_of
+from train.studies.training import Tasks, ask_tasks, facts_of, key_of, option_of
 from train.systems.qmamba import QMambaSettings
 from train.systems.studies.stages import StagedOptions, read_stages, train_stage
 from weights.export import export_model
@@ -140,12 +139,11 @@ def make(
         )
     # 2. what it says
     scores = ask_tasks(model, processor, stages[1], tasks, folder)
-    facts = {"parameters": parameter_count(trainable(model).values()), "seconds": seconds}
     # 3. the model stays, for other rows
     shutil.rmtree(folder / "model", ignore_errors=True)  # of a study that was killed here
     export_model(model, folder / "model", companions=files)
     shutil.rmtree(folder / "stages")
-    return {"scores": scores, "facts": facts}
+    return {"scores": scores, "facts": facts_of(model, seconds=seconds)}
 
 
 def open_row(
@@ -164,8 +162,7 @@ def open_row(
         options["queries"] = sizes.vision.num_image_tokens
         if queries == "half":
             options["queries"] = max(1, sizes.projector.queries // 2)
-    option = tuple(f"{name}={json.dumps(value)}" for name, value in options.items())
-    settings = replace(settings, seed=seed, option=option)
+    settings = replace(settings, seed=seed, option=option_of(options))
     return load_start(settings, choose_device(settings.device))
 
 

@@ -49,7 +49,7 @@ from train.studies import engine, report
 from train.studies.cells import Job
 from train.studies.measures import Task, asking, training_records, vqa_task
 from train.studies.rules import Measure
-from train.studies.training import Tasks, ask_tasks, key_of
+from train.studies.training import Tasks, ask_tasks, facts_of, key_of
 from train.systems.studies.stages import StagedOptions, read_stages, train_stage
 from train.systems.text_base import TASKS, make_text_base, sentence
 from train.systems.wings import TEXT_BASE, WingsSettings
@@ -130,8 +130,7 @@ def make(
     # a flat curve has no correlation
     scores["test"][SHIFT] = np.nan_to_num(shift.each, nan=1.0).tolist()
     shutil.rmtree(folder / "stages")
-    facts = {"parameters": parameter_count(trainable(model).values()), "seconds": seconds}
-    facts["laws"] = shift.shares.tolist()
+    facts = facts_of(model, seconds=seconds, laws=shift.shares.tolist())
     if second.is_embedded and np.mean(scores["validation"][PICTURES]) < READ:
         facts["unusable"] = "it has not learned to read pictures"
     return {"scores": scores, "facts": facts}
