@@ -206,6 +206,13 @@ def left_padded(
     }
 
 
+def padded_texts(lengths, least: int, most: int) -> dict[str, torch.Tensor]:
+    """Rows of so many random tokens, padded on the left with 0: input_ids and attention_mask."""
+    ids = torch.randint(least, most, (len(lengths), max(lengths)), generator=dice(1))
+    valid = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
+    return {"input_ids": ids * valid, "attention_mask": valid.long()}
+
+
 def right_padded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The same batch with the padding of each row moved behind its tokens."""
     order = (~inputs["attention_mask"].bool()).long().argsort(dim=1, stable=True)

@@ -9,14 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GemmaConfig,
-    GenerationConfig,
-    LlamaConfig,
-    Qwen2Config,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from lora import adapter
 from model.differential import graft
@@ -27,9 +20,9 @@ from model.source import BUNDLED_FOLDER
 from model.systems.language import LanguageModel
 from tests.files import read_json, write_json
 from tests.reference import (
-    dice,
+    hf_language,
     outputs_by_layer,
-    randomize,
+    padded_texts,
     relative_error,
     reload_hf,
     right_padded,
@@ -40,35 +33,23 @@ from weights.export import export_model, main
 from weights.load import INDEX_FILE, SINGLE_FILE, load_model, load_siglip, load_text
 
 GATE = 1e-6
-SIZES = {"vocab_size": 128, "hidden_size": 72, "intermediate_size": 96, "num_attention_heads": 4}
-SIZES |= {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": 2, "rms_norm_eps": 3e-6}
-QWEN = {
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 2,
-    "max_window_layers": 2,
-    "sliding_window": 6,
-}
-THETA = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+SIZES = {"hidden_size": 72, "num_hidden_layers": 3}
 # of the nine waves of a head the first stays, the second is between, the others are stretched
 STRETCH = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
 STRETCH |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 40}
-LLAMA = {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}
-SCALAR = {"query_pre_attn_scalar": 24, "sliding_window": 6}
-CONFIGS = {
-    "gemma": lambda: GemmaConfig(num_hidden_layers=3, num_key_value_heads=1, head_dim=16, **SIZES),
-    "gemma2": lambda: Gemma2Config(
-        num_hidden_layers=4, num_key_value_heads=2, head_dim=16, **SCALAR, **SIZES
-    ),
-    "llama": lambda: LlamaConfig(
-        num_hidden_layers=3, rope_parameters=STRETCH, max_position_embeddings=320, **LLAMA, **SIZES
-    ),
-    "tied llama": lambda: LlamaConfig(num_hidden_layers=3, tie_word_embeddings=True, **SIZES),
-    "qwen2": lambda: Qwen2Config(**QWEN, **THETA, **SIZES),
+THETA = {"rope_theta": 1e6, "rope_type": "default"}
+WINDOW = {"sliding_window": 6}
+KINDS = {
+    "gemma": {"num_key_value_heads": 1, "head_dim": 16},
+    "gemma2": {"num_hidden_layers": 4, "head_dim": 16, "query_pre_attn_scalar": 24, **WINDOW},
+    "llama": {"rope_parameters": STRETCH, "attention_bias": True, "mlp_bias": True},
+    "tied llama": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "qwen2": {"max_window_layers": 2, "rope_parameters": THETA, **WINDOW},
 }
 ROWS = (20, 13, 1)  # tokens of each row; the longest passes the window
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=KINDS)
 def kind(request):
     return request.param
 
@@ -76,9 +57,8 @@ def kind(request):
 @pytest.fixture(scope="module")
 def hf(kind):
     """A random model in fp32, its norms near the identity, so that nothing vanishes."""
-    torch.manual_seed(0)
-    hf = AutoModelForCausalLM.from_config(CONFIGS[kind](), attn_implementation="eager").eval()
-    randomize(hf)
+    hf = hf_language(kind.split()[-1], **SIZES | KINDS[kind])
+    hf.set_attn_implementation("eager")
     for name, parameter in hf.named_parameters():
         parameter.data += float("gemma" not in kind and "norm" in name)
     return hf
@@ -105,9 +85,7 @@ def opened(folder, backend="eager", **options):
 
 def batch(rows=ROWS):
     """A left-padded batch."""
-    ids = torch.randint(3, 128, (len(rows), max(rows)), generator=dice(1))
-    valid = (torch.arange(max(rows)) >= max(rows) - torch.tensor(rows)[:, None]).long()
-    return {"input_ids": ids * valid, "attention_mask": valid}
+    return padded_texts(rows, 3, 128)
 
 
 def theirs(hf, inputs):

@@ -15,7 +15,7 @@ from model.systems import scan
 from model.systems.configs import MambaConfig
 from model.systems.mamba import Mamba, MambaLM, initialize_mamba
 from model.systems.scan import BLOCK, selective_scan
-from tests.reference import dice, hf_mamba, our_mamba, relative_error
+from tests.reference import dice, hf_mamba, our_mamba, padded_texts, relative_error
 
 
 def loop(x, delta, A, B, C, state):
@@ -98,11 +98,9 @@ def test_the_recurrence_is_computed_in_fp32(autocast):
     assert max(gradients) <= 2e-6 + (0.0 if autocast else 2**-8)
 
 
-def prompts(lengths=(9, 4, 1), seed=1):
+def prompts(lengths=(9, 4, 1)):
     """A left-padded batch, with token 0 as padding and as text."""
-    ids = torch.randint(0, 60, (len(lengths), max(lengths)), generator=dice(seed))
-    valid = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
-    return {"input_ids": ids * valid, "attention_mask": valid.long()}
+    return padded_texts(lengths, 0, 60)
 
 
 @pytest.mark.long
