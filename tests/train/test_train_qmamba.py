@@ -1,6 +1,8 @@
 """Q-Mamba's training: the model of each stage is put together from its parts, and the right ones
 learn."""
 
+import shutil
+
 import pytest
 import torch
 import transformers
@@ -8,6 +10,7 @@ import transformers
 from model.source import BUNDLED_FOLDER
 from model.systems.configs import MambaConfig
 from model.systems.mamba import MambaLM, initialize_mamba
+from tests.reference import hf_mamba
 from tests.runs import assert_same_tensors, refused, stage_settings
 from train.model import open_model
 from train.systems import qmamba
@@ -22,11 +25,8 @@ SMALL = ("queries=4", "hidden_size=16", "num_blocks=2", "state_size=4")
 def language(tmp_path_factory):
     """A published Mamba with the embedded vocabulary, and its tokenizer beside it."""
     folder = tmp_path_factory.mktemp("language")
-    sizes = {"vocab_size": 1728, "hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
-    torch.manual_seed(0)
-    config = transformers.MambaConfig(**sizes, eos_token_id=1, bos_token_id=2, pad_token_id=0)
-    transformers.MambaForCausalLM(config).save_pretrained(folder)
-    (folder / "tokenizer.model").write_bytes((BUNDLED_FOLDER / "tokenizer.model").read_bytes())
+    hf_mamba(vocab_size=1728, hidden_size=32, num_hidden_layers=1).save_pretrained(folder)
+    shutil.copy(BUNDLED_FOLDER / "tokenizer.model", folder)
     return folder
 
 
