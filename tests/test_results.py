@@ -62,8 +62,9 @@ def from_cells(page):
         for pool in POOLS:
             if {*pool} <= of_rows.keys():
                 of_pool = [of_rows[row] for row in pool]
-                mean = {seed: np.mean([of[seed] for of in of_pool]) for seed in of_pool[-1]}
-                of_rows[str(pool)] = mean
+                of_rows[str(pool)] = mean = {}
+                for seed in of_pool[-1]:
+                    mean[seed] = np.mean([of[seed] for of in of_pool])
         for of_row, of_control in permutations(of_rows.values(), 2):
             if len(seeds := of_row.keys() & of_control.keys()) > 2:
                 gaps = np.array([of_row[seed] - of_control[seed] for seed in seeds])

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from lora import adapter
 from model.attention import Rope
 from model.compiled import CompiledStep
-from model.config import PaliGemmaConfig, TextConfig, VisionConfig
 from model.differential import graft
 from model.generate import generate
 from model.paligemma import PaliGemma, initialize
 from model.systems.configs import WingsConfig
 from model.systems.wings import OCTAVES, Learner, LearnerInput, Router, attach, route
+from tests.model.test_contract import BASE, IMAGE, SLOTS
 from tests.reference import dice, set_attention_backend
 from tests.runs import assert_same_tensors, refused, stage_settings
 from train.model import load_start, open_model
@@ -25,16 +25,12 @@ from train.optim import parameter_count, parameter_names
 from weights.export import export_model
 from weights.load import load_model
 
-IMAGE = 59
-SLOTS = 4
-HIDDEN = 24
-HEADS = 2  # a picture takes four tokens
-TEXT = TextConfig("gemma", 64, HIDDEN, 40, 3, HEADS, 1, head_dim=16)
-BASE = PaliGemmaConfig(VisionConfig(20, 28, 2, 2, patch_size=14, image_size=28), TEXT, IMAGE)
+HIDDEN = BASE.text.hidden_size
+HEADS = BASE.text.num_attention_heads
 
 
-def base(seed=0):
-    return initialize(PaliGemma(BASE), seed).eval()
+def base():
+    return initialize(PaliGemma(BASE)).eval()
 
 
 @torch.no_grad()
@@ -42,12 +38,10 @@ def randomized(model, seed=1):
     """Every learner and router with weights that matter."""
     generator = dice(seed)
     for name, parameter in model.named_parameters():
-        if re.search(r"(visual|textual)\.|^[qkvo]\.", name):
-            parameter.copy_(
-                torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5
-            )
-        elif "router" in name or name.startswith("linear."):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        is_learner = re.search(r"(visual|textual)\.|^[qkvo]\.", name)
+        if is_learner or "router" in name or name.startswith("linear."):
+            width = parameter.shape[1] if is_learner else 1
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * width**-0.5)
     return model
 
 

@@ -202,7 +202,7 @@ def test_what_chooses_a_rate_is_not_what_is_tested(study, tmp_path):
         data = (write_jsonl(tmp_path, 20),)
         given = replace(BASE, data=data, validation=0.3, coco=str(coco), captions=f"{coco / 'C'}")
     makers = {
-        "wings": lambda split: wings.tasks_of(given, split, 16),
+        "wings": partial(wings.tasks_of, given),
         "qmamba": lambda split: {"count": qmamba.scene_task("count", split, 16)},
     }
     make = makers.get(study, partial(tasks_of, given))

@@ -158,13 +158,13 @@ def lora_rank(model: Wings) -> int:
     return -(-learners // parameter_count(trainable(plain).values()))
 
 
-def pictures_to_learn(settings: Settings) -> Sequence[Record]:
+def pictures_to_learn(settings: Options) -> Sequence[Record]:
     """Data on disk as it is; scenes with the picture at a random place in the question."""
     if not settings.is_embedded:
         return training_records(settings)
     seed = settings.seed
     dice = random.Random(f"places/{seed}/{settings.stage}")
-    first = 10_000_000 * (settings.stage or 0)
+    first = 10_000_000 * settings.stage
     return [scene("train", first + n, dice.random(), seed) for n in range(settings.samples)]
 
 
@@ -189,22 +189,19 @@ def looked_at(settings: Settings) -> list[Record]:
     return [record for record in records if len(record.pictures) == 1][:LOOKED_AT]
 
 
-def tasks_of(
-    settings: Settings,
-    split: str,
-    limit: int,
-) -> dict[str, Task]:
+def tasks_of(options: Options, split: str) -> dict[str, Task]:
     """Text, and held-out questions about pictures; of scenes the share of the objects that the
     answer names."""
-    kinds = [TASKS[n % len(TASKS)] for n in range(limit)]
+    kinds = [TASKS[n % len(TASKS)] for n in range(options.limit)]
     asks = []
     for n, kind in enumerate(kinds):
         prompt, answer = sentence(kind, split, n // len(TASKS))
         asks.append(Question(n, f"{n}", (), prompt, truth=answer))
     tasks = {TEXT: asking("text alone", asks, rungs=kinds)}
-    if not settings.is_embedded:
-        return tasks | {PICTURES: replace(vqa_task(settings, split, limit), in_mean=False)}
-    records = [scene(split, n) for n in range(limit)]
+    if not options.is_embedded:
+        pictures = vqa_task(options, split, options.limit)
+        return tasks | {PICTURES: replace(pictures, in_mean=False)}
+    records = [scene(split, n) for n in range(options.limit)]
     asks = [question_of(record, truth=record.suffix) for record in records]
     return tasks | {PICTURES: asking("pictures", asks, share_named, in_mean=False)}
 
@@ -227,7 +224,7 @@ def study_of(stages: Sequence[Options]) -> engine.Study:
         for row, control in table.items():
             if {row, control} <= {*options.rows}:
                 beside.setdefault(title, {})[row] = (control,)
-    tasks = {split: tasks_of(options, split, options.limit) for split in ("validation", "test")}
+    tasks = {split: tasks_of(options, split) for split in ("validation", "test")}
     start = first
     if first.base == TEXT_BASE:  # the cells train it
         start = replace(first, base=EMBEDDED)
