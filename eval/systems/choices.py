@@ -85,11 +85,11 @@ def exam(
     head: str,
     ending: str,
     names: Mapping[str, str],
+    columns: int = 6,
 ) -> list[Question]:
     """MMLU or CMMLU: test/SUBJECT.csv, and dev/, from which examples come. A row is a question,
-    four options and the right letter. names: of the subjects; of CMMLU, whose rows begin with a
-    number, and whose first line has the names of the columns."""
-    columns = 7 if names else 6
+    four options and the right letter; of 7 `columns` the first is a number, and the first line has
+    their names. names: of the subjects."""
 
     def worded(row: list[str]) -> tuple[str, str]:
         is_right = len(row) == columns and row[-1] in LETTERS
@@ -100,7 +100,7 @@ def exam(
 
     def rows_of(path: Path) -> list[tuple[str, str]]:
         rows = rows_in(path)
-        if names and rows and rows.pop(0)[1][-1] in LETTERS:
+        if columns == 7 and rows and rows.pop(0)[1][-1] in LETTERS:
             problem = "is a question, not the names of the columns"
             raise UserError(f"{shown(path)}:1: {problem}: take the official file")
         return read(path, worded, rows)
@@ -126,7 +126,13 @@ MMLU_HEAD = "The following are multiple choice questions (with answers) about {}
 CMMLU_NAMES = read_json(Path(__file__).with_name("cmmlu.json"))
 CMMLU_HEAD = "以下是关于{}的单项选择题，请直接给出正确答案的选项。\n\n"
 mmlu = partial(exam, head=MMLU_HEAD, ending="Answer:", names={})
-cmmlu = partial(exam, head=CMMLU_HEAD, ending="答案：", names=CMMLU_NAMES)
+cmmlu = partial(
+    exam,
+    head=CMMLU_HEAD,
+    ending="答案：",
+    names=CMMLU_NAMES,
+    columns=7,
+)
 
 # Other files
 

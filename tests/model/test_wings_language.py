@@ -121,10 +121,8 @@ def test_a_conversation_is_laid_out_and_learned_as_released(parts):
 
 
 def test_pictures_are_padded_to_squares(parts):
-    """Breaks when a picture is stretched, or another layer of the tower is read than LLaVA's."""
-    model = opened(parts)
-    assert model.config.vision.feature_layer == model.vision_tower.config.feature_layer == -2
-    pixels = reader(parts, model).pixels(Image.new("RGB", (120, 60), (255, 255, 255)))
+    """Breaks when a picture is stretched."""
+    pixels = reader(parts, opened(parts)).pixels(Image.new("RGB", (120, 60), (255, 255, 255)))
     assert pixels.shape == (3, 60, 60)
     assert (pixels[:, 20:40] == 1).all()
     assert ((pixels[:, [0, 5, 54, 59]] - (127 / 127.5 - 1)).abs() < 1e-6).all()
@@ -158,3 +156,11 @@ def test_a_router_counts_distances_from_the_token_itself(parts):
     valid = torch.ones(1, 5, dtype=torch.bool)
     buckets = model.language_model.geometry(torch.randn(1, 5, 64), valid, valid.long())[0].buckets
     assert buckets[0, 4].tolist() == [2, 2, 1, 1, 0]  # distances 4 to 0, by octave
+
+
+def test_features_are_of_the_layer_that_is_asked_for(parts):
+    """Breaks when `feature_layer` is passed over."""
+    for more, layer in (("", -2), ("--option feature_layer=-1", -1)):
+        model = opened(parts, more)
+        assert model.config.vision.feature_layer == layer
+        assert model.vision_tower.config.feature_layer == layer

@@ -15,7 +15,7 @@ FLAGS = "--sizes nano --length 128 --batch-size 2 --rates 1e-3 --tokens 1280 --l
 
 
 def run(text_folder, out, *more):
-    main([*FLAGS.split(), "--text", str(text_folder), "--out", str(out), *more])
+    main([*FLAGS.split(), "--text", str(text_folder), "--out", str(out), "--no-positive", *more])
     return read_json(out / "comparison.json")
 
 

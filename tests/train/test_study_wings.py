@@ -3,12 +3,14 @@
 from collections import Counter
 
 import pytest
+import torch
 
 from eval.data.scenes import CATEGORIES
 from lora import adapter
 from model.systems.wings import attach, route
 from tests.files import read_json
-from tests.runs import times_in
+from tests.reference import relative_error
+from tests.runs import stage_settings, times_in
 from train.optim import parameter_count, parameter_names, trainable
 from train.studies.cells import Job
 from train.systems.studies import wings
@@ -20,9 +22,10 @@ from train.systems.studies.wings import (
     ROWS,
     VISUAL,
     lora_rank,
+    open_first,
     share_named,
 )
-from train.systems.text_base import TASKS, sentence
+from train.systems.text_base import TASKS, make_text_base, sentence
 from weights.load import load_model
 
 SMALL = "--device cpu --steps 1 --batch-size 4 --step-batch 4 --seeds 1 --rates 1 --limit 8 --jobs 1 --samples 40"
@@ -85,6 +88,18 @@ def test_rows_train_what_they_say():
     parts = [parameter_names(routed, pattern) for pattern in (PROJECTOR, DECODER, LEARNERS)]
     assert sorted(sum(parts, [])) == sorted(parameter_names(routed, r"(?!vision_tower\.).*"))
     assert {*parts[1]} == {*parameter_names(base, r"language_model\..*")}
+
+
+def test_the_miniature_starts_from_the_text_base_of_its_seed(tmp_path):
+    """Breaks when stage 1 has another decoder, or learners that change what it says."""
+    text = make_text_base(3, tmp_path / "model", steps=1).eval()
+    settings = stage_settings("wings", "--stage 1 --device cpu --seed 3")
+    model, processor = open_first(settings, tmp_path)
+    learned = text.language_model.embed_tokens.weight
+    assert torch.equal(model.language_model.embed_tokens.weight, learned)
+    ids = processor.pad([processor.row_of(0, [("What is a tiger?", None)])]).input_ids
+    logits = [each(ids, None, torch.ones_like(ids)) for each in (model, text)]
+    assert relative_error(*logits) == 0
 
 
 def test_stage_1_trains_the_visual_learners_of_rows_that_have_some(tmp_path, monkeypatch):

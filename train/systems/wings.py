@@ -34,12 +34,14 @@ TEXT_FOLDER = Path("runs", "embedded-text")
 class Parts:
     """What stage 1 is made of.
 
-    language_model: a folder or hub id; "" is the base's own decoder. chat: train and ask in turns
-    of a conversation, if the model's configuration ends answers by the mark of a turn's end; else,
-    and for other models, in plain text.
+    language_model: a folder or hub id; "" is the base's own decoder. feature_layer: of the vision
+    tower beside it, see `VisionConfig`. chat: train and ask in turns of a conversation, if the
+    model's configuration ends answers by the mark of a turn's end; else, and for other models, in
+    plain text.
     """
 
     language_model: str = ""
+    feature_layer: int = -2
     chat: bool = True
 
 
@@ -105,7 +107,7 @@ class WingsSettings(StageSettings):
         tokenizer = load_text_tokenizer(parts.language_model)
         turn_ends = [mark for mark in tokenizer.end_of_turn if parts.chat and mark in ends]
         config = LanguageWingsConfig(
-            vision=replace(tower.config, feature_layer=-2),  # LLaVA's
+            vision=replace(tower.config, feature_layer=parts.feature_layer),
             text=text.config.text,
             # no text has it: it is no row of the embedding
             image_token_id=text.config.text.vocab_size,

@@ -39,7 +39,7 @@ from model.systems.configs import TEXT_PRESETS
 from train.distributed import World
 from train.flags import flag, from_values, several
 from train.optim import parameter_count
-from train.studies import engine, report
+from train.studies import built, engine, report
 from train.studies.cells import Job, digest
 from train.studies.rules import Measure
 from train.studies.training import deciding, read_given
@@ -49,7 +49,13 @@ from weights.export import export_model
 KINDS = ("plain", "differential")
 SIZES = ("0.6m", "0.3m", "0.2m")  # the main one first
 RATES = (3e-3, 6e-3, 1.2e-2)  # to try first
-QUICK = {"sizes": ("0.3m", "0.1m"), "tokens": 1.5e5, "limit": 50, "seeds": 5}
+QUICK = {
+    "sizes": ("0.3m", "0.1m"),
+    "tokens": 1.5e5,
+    "limit": 50,
+    "seeds": 5,
+    "positive": False,
+}
 QUICK |= {"rates": (1.2e-2, 2.4e-2, 4.8e-2)}
 PREDICTED = (  # from a run of three seeds in which nothing was retrieved, and from Ye et al. 2024
     ("loss", "worse", "+0.09 nats at 0.64 million parameters"),
@@ -76,6 +82,7 @@ TITLES = {
 class Options(engine.StudyOptions, TextSettings):
     sizes: tuple[str, ...] = several(TEXT_PRESETS, "the main one first", SIZES, metavar="PRESET")
     limit: int = flag(100, "windows of text, and tests of each task", least=5, metavar="N")
+    positive: bool = flag(True, "the positive control, a minute")
     tokens: float = flag(3e5, "tokens of a run", least=1, most=1e15)
     length: int = flag(256, "positions of a row", least=max(measures.EXAMPLES) + 4, most=2**20)
     checkpoint_every: int = flag(250, "steps between checkpoints", least=1)
@@ -206,11 +213,12 @@ def blocks(options: Options, run: engine.Run) -> list:
             here.append(f"{np.mean([cell[name] for cell in run.facts(row)]):.3f}")
         shares.append([f"attention {title}", *published, *here])
     head = ["share of", *KINDS, *(f"{kind}, here" for kind in KINDS)]
-    return [
+    found = [
         f"λ of {first} by layer, mean over seeds: {by_layer}.",
         "## Published (Ye et al. 2024, 3B) and here",
         markdown_table(head, shares),
     ]
+    return found + built.blocks(run, built.ORIGINAL) if options.positive else found
 
 
 def main(argv: Sequence[str] | None = None) -> None:
