@@ -236,12 +236,22 @@ def study_of(models: Mapping[str, Options]) -> engine.Study:
 
 
 def blocks(models: Mapping[str, Options], run: engine.Run) -> list:
-    """The paper's tables and its figure beside ours, and what they confound."""
+    """The paper's tables and its figure beside ours, what agrees, and what they confound."""
     models = {name: models[name] for name in models if name in run.cells}
+    # 1. scores, and what was chosen
     scores = {}
     for row in run.cells:
         of_row = run.scores(row)
         scores[row] = {name: f"{each.mean():.2f}" for name, each in of_row.items()}
+    means = {name: float(scores[name]["VQA"]) for name in models}
+    order = " > ".join(sorted(models, key=means.__getitem__, reverse=True))
+    published = " > ".join(sorted(models, key=VQA_SCORES.__getitem__, reverse=True))
+    chosen = {}
+    for row in PART_2:
+        if row in run.cells and run.facts(row):
+            chosen[row] = run.facts(row)[0]["chosen"]
+
+    # 2. the paper's tables
     table_1, table_2 = [], []
     for name, of in models.items():
         line = [name, of.attention, of.feed_forward, f"{of.lr:g}", f"{of.r}/{of.alpha:g}"]
@@ -249,17 +259,19 @@ def blocks(models: Mapping[str, Options], run: engine.Run) -> list:
         table_1.append(line)
     for row, score in NEEDLE_SCORES.items():
         if row in scores:
-            chosen = run.cells[row][0]["facts"].get("chosen", "")
             needles = scores[row].get("needle", "")
-            table_2.append([row, chosen, score, needles, scores[row]["VQA"]])
+            table_2.append([row, chosen.get(row, ""), score, needles, scores[row]["VQA"]])
     head = "model,attention,feed-forward,rate,rank/alpha,decay,the paper,here".split(",")
+    compared = [", ".join(line[1:6]) for line in table_1 if line[0] in chosen.values()]
     tables = [
         "## Table 1: VQA after 40 % of the training pictures, %",
         markdown_table(head, table_1),
+        f"Here {order}; the paper: {published}.",
         "## Table 2: needles in 2×2, index accuracy in %, and VQA, after all pictures; chance 25",
         markdown_table(["model", "as", "needles, the paper", "here", "VQA, here"], table_2),
         "The paper chose paper-1 and paper-2. Their feed-forwards differ too, so that their scores "
         f"do not tell what attention does. Only `{CONTROL}` and `{WITH}` differ in attention alone.",
+        f"Chosen here ({', '.join(head[1:6])}): {' against '.join(compared)}.",
     ]
     if "needle" in run.study.measures:
         save(draw_needles(run), run.out / "figure-2.png")
