@@ -43,6 +43,7 @@ def test_the_command_from_end_to_end(tmp_path, monkeypatch, printed):
     text = printed()
     assert "## Minus the mean of all plain rows" in text
     assert "LoRA r18" in text
+    assert "## Range" in text
     rows = {line.row for line in read_cells(tmp_path / "comparison.csv")}
     assert rows == {"fine-tuned", "dex", "LoRA r18"}
     table = read_json(tmp_path / "comparison.json")["tables"]["the mean of all plain rows"]

@@ -99,6 +99,7 @@ def test_a_study_from_end_to_end(done):
     better = dict.fromkeys((MEAN, "first", "loss"), "better")
     assert verdicts == better | {"perfect": "out of range"}
     assert first["loss"]["mean"] < 0 < first[MEAN]["mean"] == first["first"]["mean"]
+    assert "| right on validation |         0.0 |                    100 to 100 |     no |" in text
     assert "| better |    mean |     worse | better |" in text
 
 
@@ -165,16 +166,20 @@ def test_a_run_that_diverges_scores_its_worst(tmp_path):
     assert "- better, seed 3: step 7" in report.write(made)
 
 
-def test_a_ladder_has_to_fall_and_rates_have_seeds_of_their_own(tmp_path):
-    """Breaks when a task that grows no harder is counted, or rates are chosen on runs that are
-    tested."""
-    more = {"tuning_seeds": (7, 8), "tuned": ("plain",), "seeds": 2}
+def test_a_margin_may_be_relative_and_a_ladder_has_to_fall(tmp_path):
+    """Breaks when a control that knows little makes all rows equivalent, a task that grows no
+    harder is counted, or rates are chosen on runs that are tested."""
+    more = {"relative_margin": 0.1, "tuning_seeds": (7, 8), "tuned": ("plain",), "seeds": 2}
     for last in (0.6, 0.4):
         ladder = {"facts": {"ladders": {"first": [0.5, last]}}}
         climbing = lambda job, _, ladder=ladder: make(job, _) | ladder  # noqa: E731
         made = run(tmp_path / f"{last}", make=climbing, **more)
         verdict = made.tables[POOLED]["better", "first"]["verdict"]
         assert (verdict == "out of range") == (last > 0.5)
+    plain = ("plain", "plain too")
+    known = [made.validation(made.cells[row])["first"] for row in plain]
+    margin = made.with_margins(plain)["first"].margin
+    assert margin == pytest.approx((np.mean(known) - 25) / 10)
     assert list(made.tried) == ["plain"]
     chosen = made.rates["plain"]
     assert made.rates["better"] == chosen
@@ -209,8 +214,6 @@ def test_plain_rows_share_a_rate_and_the_lowest_of_a_tie_is_taken(tmp_path):
         return {"scores": {"validation": scores, "test": scores}, "facts": {}}
 
     measures = {"first": MEASURES["first"], "few": Measure("of few examples", GROUPS[:8])}
-    fine = measures | {"few": replace(measures["few"], margin=1.0)}
-    assert study(measures=fine).columns[MEAN].margin == 1
     made = run(tmp_path, make=made_up, rates=rates, measures=measures, seeds=1)
     assert made.rates == {"plain": 0.02, "plain too": 0.02, "better": 0.01}
     gaps = {name: gap["mean"] for (_, name), gap in made.tables[SIZED].items()}
@@ -305,4 +308,8 @@ def test_verdicts_are_computed():
     # 2 points from the margin: t 2.86 and 2.11 of 4 degrees, p 0.023 and 0.052
     assert verdicts({"a": gap(1, 0.7)}) == {"a": "equivalent"}
     assert verdicts({"a": gap(1, 0.95)}) == {"a": "undecided"}
+    # scipy's binomtest
+    assert rules.exact_interval(8, 10) == pytest.approx((0.443905, 0.974789), abs=1e-6)
+    assert rules.exact_interval(0, 10) == (0.0, pytest.approx(0.308497, abs=1e-6))
+    assert rules.exact_interval(9, 9)[1] == 1
     assert [rules.is_inside(score, 25) for score in (30, 37, 96, 97)] == [False, True, True, False]

@@ -49,9 +49,9 @@ ROWS = {LORA: PLAIN} | {name: PLAIN | {"attention": name} for name in VARIANTS}
 ROWS["v2"] |= {"option": ("exact=false",)}  # the published form
 ROWS["twin-small"] = PLAIN | {"attention": "twin", "option": ("mu=0.25",)}
 ROWS["swiglu"] = PLAIN | {"feed_forward": "swiglu"}
-# On the embedded scenes; difficulties at which plain LoRA neither guesses nor is perfect.
-# eval/data/haystacks.py names them: n4d7 is a 4×4 needle with 7 distractors, o1 and o2 are full
-# pictures.
+# On the embedded scenes; difficulties at which plain LoRA neither guesses nor is perfect, as the
+# range table shows. eval/data/haystacks.py names them: n4d7 is a 4×4 needle with 7 distractors, o1 and
+# o2 are full pictures.
 NEEDLES = {
     "n2o2": "2×2, two objects each",
     "n3d8": "3×3, one object each",

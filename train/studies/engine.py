@@ -64,8 +64,9 @@ class Study:
     others take that of plain ones. predictions: (row, column, verdict, reason), written before the
     study runs. lengthen: the name and value of the setting by which controls of the last table
     train longer, and how many times as long by row: fixed, since a ratio that is measured would
-    choose the control. more(run): blocks of the report that no other study has, each a text or a
-    list of lines.
+    choose the control. relative_margin: of what controls have above guessing, in place of the
+    margins. more(run): blocks of the report that no other study has, each a text or a list of
+    lines.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Study:
     tuned: tuple[str, ...] = ()
     needs: Callable[[Job], Sequence[Job]] = lambda job: ()
     lengthen: tuple[str, float, Mapping[str, float]] | None = None
+    relative_margin: float | None = None
     predictions: tuple[tuple[str, str, str, str], ...] = ()
     more: Callable[["Run"], list] = lambda run: []
 
@@ -91,12 +93,10 @@ class Study:
 
     @property
     def columns(self) -> dict[str, Measure]:
-        """Of a table of differences; the margin of a mean is that of what is averaged."""
-        columns = {}
-        if self.main == MEAN or len(self.averaged) > 1:
-            margin = min(self.measures[name].margin for name in self.averaged)
-            columns[MEAN] = Measure("mean of those in range", (), margin=margin)
-        return columns | dict(self.measures)
+        """Of a table of differences."""
+        has_mean = self.main == MEAN or len(self.averaged) > 1
+        mean = {MEAN: Measure("mean of those in range", ())} if has_mean else {}
+        return mean | dict(self.measures)
 
 
 @dataclass
@@ -287,10 +287,28 @@ class Run:
         ladder = np.mean(known, axis=0)
         return bool(ladder[-1] < ladder[0])
 
+    def with_margins(self, controls: Sequence[str]) -> dict[str, Measure]:
+        """The columns; if margins are relative, with that share of what the controls have above
+        guessing."""
+        if not self.study.relative_margin:
+            return self.study.columns
+        known = [self.validation(self.cells[row]) for row in controls]
+        above = {}
+        for name in known[0]:
+            chance = self.study.measures[name].chance or 0.0
+            above[name] = np.mean([means[name] for means in known]) - chance
+        above[MEAN] = np.mean([above[name] for name in self.study.averaged])
+        columns = {}
+        for name, column in self.study.columns.items():
+            margin = max(0.0, self.study.relative_margin * above[name])
+            columns[name] = replace(column, margin=margin)
+        return columns
+
     def table(self, beside: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str], dict]:
         """The judged differences, paired by seed and example, by (row, column); in MEAN each
         measure in range weighs the same. The main ones are a family of their own."""
-        columns = self.study.columns
+        all_controls = [control for controls in beside.values() for control in controls]
+        columns = self.with_margins(all_controls)
         # 1. the differences
         differences, inside = {}, set()
         for row, controls in beside.items():

@@ -16,7 +16,7 @@ from model.common import write_text
 from train.estimates import estimate
 from train.studies import engine
 from train.studies.engine import Run
-from train.studies.rules import FEWEST_SEEDS
+from train.studies.rules import FEWEST_SEEDS, TUNING_SEEDS, share_of_range
 
 ABOUT = """\
 Scores in % where no other unit is named, differences in points, paired by seed and example, with \
@@ -108,6 +108,25 @@ def rung_table(run: Run, name: str) -> list[str]:
     return markdown_table(["row", *dict.fromkeys(measure.rungs)], body)
 
 
+def range_table(run: Run) -> list[str]:
+    """How far the controls of the first table are from guessing and from 100 % on the validation
+    split."""
+    beside = next(iter(run.study.beside.values()), {})
+    controls = list(dict.fromkeys(row for rows in beside.values() for row in rows))
+    usable = run.in_range(controls)
+    validation = [run.validation(run.cells[row][:TUNING_SEEDS]) for row in controls]
+    body = []
+    for name, measure in run.study.measures.items():
+        known = [scores[name] for scores in validation if name in scores]
+        if known and measure.is_share:
+            shares = [100 * share_of_range(score, measure.chance) for score in known]
+            share = f"{min(shares):.0f} to {max(shares):.0f}"
+            counts = "yes" if name in usable else "no"
+            body.append([measure.title, f"{measure.chance or 0.0:.1f}", share, counts])
+    head = ["measure", "guessing, %", "controls, % of the way to 100", "counts"]
+    return markdown_table(head, body)
+
+
 def rate_table(run: Run) -> list[str]:
     """What the rates were chosen by, on the validation split; more is better."""
     body = []
@@ -137,6 +156,7 @@ def sections(run: Run, heading: str = "##") -> list:
     for name, measure in run.study.measures.items():
         if measure.rungs:
             tables[measure.title] = rung_table(run, name)
+    tables["Range"] = range_table(run)
     tables["Rates"] = rate_table(run)
     tables["Predictions"] = prediction_table(run)
     blocks = []

@@ -51,11 +51,30 @@ class Measure:
         return 1 if self.is_share else 3
 
 
+def share_of_range(score: float, chance: float | None) -> float:
+    """How far a score in percent is from guessing (0) to 100 % (1)."""
+    return (score - (chance or 0.0)) / (100 - (chance or 0.0))
+
+
 def is_inside(score: float, chance: float | None) -> bool:
     """Whether a measure with this score of the control can show a difference in either direction;
     both in percent."""
-    guess = chance or 0.0
-    return INSIDE[0] <= (score - guess) / (100 - guess) <= INSIDE[1]
+    return INSIDE[0] <= share_of_range(score, chance) <= INSIDE[1]
+
+
+def exact_interval(hits: int, trials: int) -> tuple[float, float]:
+    """The 95 % interval of a share, of few or of runs that differ by all or nothing (Clopper and
+    Pearson 1934)."""
+    shares = np.linspace(0, 1, 100_001)
+    chances = []  # of each number of hits, by share
+    for n in range(trials + 1):
+        chances.append(math.comb(trials, n) * shares**n * (1 - shares) ** (trials - n))
+    low, high = 0.0, 1.0
+    if hits:  # so many hits or more: rises with the share
+        low = np.interp(0.025, sum(chances[hits:]), shares)
+    if hits < trials:  # so many or fewer: falls
+        high = np.interp(-0.025, -sum(chances[: hits + 1]), shares)
+    return float(low), float(high)
 
 
 def tail_of(gap: Estimate, distance: float) -> float:

@@ -48,7 +48,7 @@ from train.settings import Settings
 from train.studies import engine, report
 from train.studies.cells import Job
 from train.studies.measures import Task, asking, training_records, vqa_task
-from train.studies.rules import Measure
+from train.studies.rules import Measure, exact_interval
 from train.studies.training import Tasks, ask_tasks, facts_of, key_of
 from train.systems.studies.stages import StagedOptions, read_stages, train_stage
 from train.systems.text_base import TASKS, make_text_base, sentence
@@ -264,7 +264,9 @@ def blocks(run: engine.Run) -> list:
         change = interval_text(estimate(scores[TEXT] - known), 1, signed=True)
         median = f"{np.median(scores[TEXT].mean(1)):.1f}"
         readers = int((scores[PICTURES].mean(1) >= 100 * READ).sum())
-        kept.append([row, change, median, f"{readers} of {run.seeds}"])
+        low, high = exact_interval(readers, run.seeds)
+        reads = f"{readers} of {run.seeds}, {100 * low:.0f} to {100 * high:.0f} %"
+        kept.append([row, change, median, reads])
         # 2. the attention to each group, by layer
         shares = [of_cell["laws"] for of_cell in run.facts(row)]
         if shares:
