@@ -38,6 +38,16 @@ def corpus(text_folder, tmp_path_factory):
     return open_corpus(tmp_path_factory.mktemp("corpus"), [text_folder], 1024, SYMBOLS)
 
 
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory) -> Path:
+    """A random Llama that reads 2,048 tokens, and its tokenizer."""
+    from tests.pieces import language_folder
+
+    folder = tmp_path_factory.mktemp("language") / "llama"
+    language_folder(folder, "llama", 2048)
+    return folder
+
+
 @pytest.fixture
 def printed(capsys):
     """A function: what the commands have printed since its last call."""

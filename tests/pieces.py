@@ -143,6 +143,7 @@ def language_folder(folder: Path, kind: str, most: int, control: list[str] = (),
     ends = (tokenizer.eos_token_id,)
     config = LanguageConfig(text, ends, tokenizer.pad_token_id, tokenizer.bos_token_id, most)
     export_model(initialize(LanguageModel(config), seed), folder)
+    tokenizer.save_pretrained(folder)
     return tokenizer
 
 

@@ -95,6 +95,11 @@ def hf_language(kind: str, **more) -> transformers.PreTrainedModel:
     return hf
 
 
+def dice(seed: int) -> torch.Generator:
+    """Random numbers of a seed, apart from torch's own."""
+    return torch.Generator().manual_seed(seed)
+
+
 @torch.no_grad()
 def randomize(model) -> None:
     """Give every parameter a value that matters."""
@@ -191,7 +196,7 @@ def left_padded(
 ) -> dict[str, torch.Tensor]:
     """Rows of `slots` image tokens, then prefix and suffix of the lengths in `rows`; pixels (B, 3,
     side, side)."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = dice(seed)
     width = slots + max(map(sum, rows))
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     types = torch.zeros_like(ids)
@@ -211,6 +216,13 @@ def left_padded(
         "token_type_ids": types,
         "attention_mask": valid,
     }
+
+
+def padded_texts(lengths, least: int, most: int) -> dict[str, torch.Tensor]:
+    """Rows of so many random tokens, padded on the left with 0: input_ids and attention_mask."""
+    ids = torch.randint(least, most, (len(lengths), max(lengths)), generator=dice(1))
+    valid = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
+    return {"input_ids": ids * valid, "attention_mask": valid.long()}
 
 
 def right_padded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -83,6 +83,17 @@ def read_cells(file: Path) -> list[SimpleNamespace]:
     return cells
 
 
+def cells_in(out: Path) -> dict[str, tuple[Path, dict]]:
+    """Of each row of a study the folder of a cell, and what it holds."""
+    cells = {file.parent: json.loads(file.read_text()) for file in out.glob("cells/*/cell.json")}
+    return {cell["row"]: (folder, cell) for folder, cell in cells.items()}
+
+
+def times_in(out: Path) -> dict[Path, int]:
+    """When each file of a study's cells was written."""
+    return {file: file.stat().st_mtime_ns for file in out.glob("cells/*/*")}
+
+
 def assert_same_tensors(ours, theirs) -> None:
     """Both hold the same names, and each tensor of ours is theirs to the bit, in its dtype."""
     assert ours.keys() == theirs.keys()

@@ -21,18 +21,22 @@ from itertools import combinations
 from pathlib import Path
 
 import numpy as np
+import torch
+from PIL import Image
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from eval.figures import GRID, SERIES, SOFT, Canvas, save  # noqa: E402
 from eval.report import interval_text, markdown_table  # noqa: E402
+from model.attention import attention_modules, tapped  # noqa: E402
 from model.common import write_text  # noqa: E402
 from train.chart import line_chart  # noqa: E402
 from train.estimates import Estimate, estimate  # noqa: E402
 from train.studies import built, dose  # noqa: E402
 from train.studies.attention import NOISE  # noqa: E402
 from train.studies.rules import Measure, is_inside, judge  # noqa: E402
+from weights.load import load_model  # noqa: E402
 
 Scores = dict[tuple[str, str, str], dict[int, float]]  # percent by seed, of (study, row, measure)
 GRAFTS = ("shared", "split", "twin-small", "v2", "dex")
@@ -185,8 +189,69 @@ def draw_doses(name: str) -> None:
     for (task, times), by_cap in found.items():
         if len(by_cap) > 2 or name == "dose" and len(by_cap) > 1:
             where = "Built task" if task == "built" else "Needle in the embedded base"
-            picture = dose.draw_gaps(f"{where}, {times} x the steps", by_cap)
+            picture = draw_gaps(f"{where}, {times} x the steps", by_cap)
             save(picture, HERE / f"{name}-{task}-{times}.png")
+
+
+def draw_gaps(title: str, by_cap: dict) -> Image.Image:
+    """Differences to the plain rows over the cap, with intervals; `plain again` is the difference
+    of equal rows. by_cap: of each cap the differences by row."""
+    rows = next(iter(by_cap.values()))
+    lines, bars = {}, {}
+    for row in rows:
+        places = [(math.log2(cap or 4.0), gaps[row]) for cap, gaps in by_cap.items()]
+        lines[row] = sorted((x, gap["mean"]) for x, gap in places)
+        bars[row] = [(x, gap["low"], gap["high"]) for x, gap in places]
+    labels = title, "cap of the logits, on a scale of logarithms", "points beside plain rows"
+    names = {math.log2(cap): f"{cap:g}" for cap in by_cap if cap}
+    if None in by_cap:
+        names[math.log2(4.0)] = "none"
+    return line_chart(lines, *labels, marked=rows, bars=bars, x_names=names)
+
+
+@torch.no_grad()
+def head_bounds() -> list[float]:
+    """Of each head of the base's decoder half of what the logit of the needle's patch has above the
+    mean of the 15 others', at the word where that is largest; the mean over 64 needles. A map
+    bounded to ±c has at most c."""
+    model = load_model("embedded").eval()
+    count = 64
+    numbers = torch.arange(count)
+    batch, _ = dose.needles("validation", count)
+    # 1. the weights of all layers
+    weights = []
+    attentions = attention_modules(model.language_model).values()
+    with tapped(dict.fromkeys(attentions, weights.append)):
+        dose.answers(model, "validation", count, numbers)
+    # 2. where the patches are, and what does not look at them
+    image = batch.input_ids == model.config.image_token_id
+    patches = image.nonzero()[:, 1].view(count, 1, 1, 16)
+    hidden = (image | (batch.attention_mask == 0) | (batch.token_type_ids > 0))[:, None]
+    # 3. the gap of each head
+    bounds = []
+    for of_layer in weights:  # (B, N, S, S); logarithms of weights differ as logits do
+        logits = of_layer.clamp(min=1e-38).log()
+        logits = logits.gather(3, patches.expand(*logits.shape[:3], 16))
+        needle = logits[numbers, :, :, numbers % 16]  # needles take the places in turn
+        gaps = (needle - (logits.sum(-1) - needle) / dose.OTHERS) / 2
+        bounds += gaps.masked_fill(hidden, -math.inf).amax(-1).mean(0).tolist()
+    return bounds
+
+
+def draw_bound(heads: list[float]) -> Image.Image:
+    """The best of one map over the cap and the number of others, beside guessing; heads by their
+    caps are dots on the axis."""
+    exponents = [step / 4 for step in range(-8, 14)]
+    lines = {}
+    for n in (15, 63, 255, 1023):
+        lines[f"{n} others"] = [(x, built.best_of_one_map(2**x, n, 20_000)) for x in exponents]
+    lines["guessing"] = [(x, 100 / built.CLASSES) for x in exponents]
+    lines["heads of the base"] = []
+    for cap in heads:
+        lines["heads of the base"] += [(math.log2(cap), 0.0), (math.nan, 0.0)]  # not a line
+    labels = "Best accuracy of one map", "its logits are within ± this", "right answers, %"
+    names = {math.log2(cap): f"{cap:g}" for cap in (0.25, 0.5, 1, 2, 4, 8)}
+    return line_chart(lines, *labels, x_names=names)
 
 
 def kept(scores: Scores, row: str) -> list[tuple[int, float]]:
@@ -489,4 +554,4 @@ if __name__ == "__main__":
     draw_grafts()
     draw_budget()
     draw_text()
-    save(built.draw_bound(dose.head_bounds()), HERE / "bound.png")
+    save(draw_bound(head_bounds()), HERE / "bound.png")

@@ -142,11 +142,11 @@ def load_text_tokenizer(source: str | Path, max_length: int | None = None) -> Te
         template = read_text(file)
     config = LanguageConfig.from_file(folder / "config.json")
     tokenizer = load_tokenizer(find_tokenizer(source))
-    if not template or not isinstance(template, str):
-        return TextTokenizer(config, tokenizer, max_length, adds_bos=adds_bos)
-    written = SYSTEM.search(template)
-    system = written[1] if written else None
-    has_bos = "bos_token" in template
+    system, has_bos = DEFAULT_SYSTEM, False
+    if template and isinstance(template, str):
+        written = SYSTEM.search(template)
+        system = written[1] if written else None
+        has_bos = "bos_token" in template
     return TextTokenizer(config, tokenizer, max_length, system, has_bos, adds_bos)
 
 

@@ -5,7 +5,7 @@ lm-evaluation-harness: trailing spaces move to the answer; answer tokens = encod
 minus encode(prompt).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,27 +14,18 @@ from torch import Tensor
 
 from model.common import UserError
 from model.processor import Batch, TokenRow
-from model.registry import read_config
-from model.source import resolve
 from model.systems.chat import TextTokenizer, ask_text, load_text_tokenizer, pad_left
-from model.systems.configs import BOS, PAD, LanguageConfig
-from model.tokenizer import Texts, find_tokenizer, load_tokenizer
 from model.turns import Turn
 
 
 class TextReader:
-    """Rows of texts, and what may follow each."""
+    """Rows of texts for a published language model, and what may follow each."""
 
-    def __init__(
-        self,
-        encode: Callable[[str], list[int]],
-        begin: list[int],
-        pad: int | None,
-        max_length: int,
-    ):
+    def __init__(self, tokenizer: TextTokenizer):
+        self.tokenizer = tokenizer
         # a prompt is encoded with each of its choices
-        self.encode = lru_cache(maxsize=4096)(encode)
-        self.begin, self.padding, self.max_length = begin, pad, max_length
+        self.encode = lru_cache(maxsize=4096)(tokenizer.encode)
+        self.begin, self.max_length = tokenizer.begin, tokenizer.max_length
 
     def pixels(self, picture) -> Tensor:
         raise UserError(
@@ -50,17 +41,12 @@ class TextReader:
         """The tokens of an answer after its prompt."""
         return self.encode(f"{prefix} {answer}")[len(self.encode(prefix.rstrip())) :]
 
-    def ask(
-        self,
-        model: Any,
-        prompts: Sequence[str],
-        *options,
-        **more,
-    ) -> list[str]:
-        raise UserError("a model that was trained from nothing is measured, not asked")
+    def ask(self, model: Any, prompts: Sequence[str], *options, **more) -> list[str]:
+        """As `ask_text`."""
+        return ask_text(model, self.tokenizer, prompts, *options, **more)
 
     def pad(self, rows: Sequence[TokenRow]) -> Batch:
-        ids, valid = pad_left([row for row, *_ in rows], self.padding)
+        ids, valid = pad_left([row for row, *_ in rows], self.tokenizer.config.pad_token_id)
         return Batch(
             ids,
             pixel_values=torch.empty(0, 3, 1, 1),
@@ -71,28 +57,6 @@ class TextReader:
         )
 
 
-class LanguageReader(TextReader):
-    """The reader of a published language model, which can be asked."""
-
-    def __init__(self, tokenizer: TextTokenizer):
-        self.tokenizer, pad = tokenizer, tokenizer.config.pad_token_id
-        super().__init__(tokenizer.encode, tokenizer.begin, pad, tokenizer.max_length)
-
-    def ask(
-        self,
-        model: Any,
-        prompts: Sequence[str],
-        *options,
-        **more,
-    ) -> list[str]:
-        """As `ask_text`."""
-        return ask_text(model, self.tokenizer, prompts, *options, **more)
-
-
 def open_reader(source: str, max_length: int) -> TextReader:
     """The reader of a language model. Raises UserError."""
-    config = read_config(resolve(source, ["config.json"]) / "config.json")
-    if isinstance(config, LanguageConfig):
-        return LanguageReader(load_text_tokenizer(source, max_length))
-    texts = Texts(load_tokenizer(find_tokenizer(source)), config.text.vocab_size, (), ())
-    return TextReader(texts.encode, [BOS], PAD, max_length)
+    return TextReader(load_text_tokenizer(source, max_length))

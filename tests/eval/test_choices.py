@@ -16,13 +16,11 @@ from eval.bench import parser_of
 from eval.question import Question
 from eval.systems import choices
 from model.processor import Processor
-from model.systems.language import new_model
 from tests.eval.conftest import TOKENIZER
 from tests.files import draw, read_json, write_json, write_lines
 from tests.pieces import language_folder
 from tests.runs import refused
 from tests.runs import words as words_of
-from weights.export import export_model
 
 
 def log_p(logits, prompt, choice):
@@ -77,7 +75,6 @@ def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
     """Breaks when blanks, bos or the space before a choice are read otherwise, or a long prompt is
     cut and scored."""
     words = language_folder(tmp_path / kind, kind, 128, seed=1)
-    words.save_pretrained(tmp_path / kind)
     hf = AutoModelForCausalLM.from_pretrained(tmp_path / kind, attn_implementation="eager").eval()
     asked = {
         "Is it \n": ["12 and", "345", "isn't it"],
@@ -125,14 +122,6 @@ def test_a_choice_that_is_too_long_is_left_out(scored, model):
     assert found[1:] == [None, None]
     assert "more than 40" in left_out[1]
     assert "<eos>" in left_out[2]
-
-
-def test_a_tokenizer_with_more_pieces_than_rows_is_refused(tmp_path):
-    """Breaks when an id beyond the embedding ends a command of our own text models with a
-    traceback."""
-    export_model(new_model("nano", False, 0), tmp_path / "nano", companions=[TOKENIZER])
-    flags = words_of(f"--model {tmp_path}/nano --out {tmp_path}/out")
-    refused(lambda: choices.main(flags), "only 1024 rows")
 
 
 def test_accuracies_by_hand():

@@ -17,21 +17,14 @@ from model.differential import graft
 from model.systems.chat import TextTokenizer, load_text_tokenizer
 from model.tokenizer import load_tokenizer
 from tests.eval.test_explore import data_of
-from tests.pieces import language_folder, train_pieces
+from tests.pieces import train_pieces
 from tests.runs import refused
 from weights.load import load_text
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("language") / "llama"
-    language_folder(path, "llama", 2048).save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def haystacks(folder):
-    tokenizer = load_text_tokenizer(folder)
+def haystacks(llama):
+    tokenizer = load_text_tokenizer(llama)
     return {split: Haystack(tokenizer, sentences_of(None), split) for split in FORMS}
 
 
@@ -61,12 +54,12 @@ def test_a_context_holds_its_facts(haystacks):
 
 
 @pytest.mark.parametrize("has_prefix", [False, True])
-def test_an_answer_stands_in_its_fact(folder, tmp_path, has_prefix):
+def test_an_answer_stands_in_its_fact(llama, tmp_path, has_prefix):
     """Breaks when an answer is read as a text by itself, before which a tokenizer such as Llama 2's
     puts a blank of its own: no model could give it."""
     sentences = sentences_of(None)
     pieces = train_pieces(tmp_path / "pieces", sentences[:300], 400, [], has_prefix)
-    config = load_text_tokenizer(folder).config
+    config = load_text_tokenizer(llama).config
     control = {"pad_token_id": 0, "eos_token_id": (1,), "bos_token_id": 2}
     config = replace(config, text=replace(config.text, vocab_size=400), **control)
     haystack = Haystack(TextTokenizer(config, load_tokenizer(pieces)), sentences, "test")
@@ -94,9 +87,9 @@ def test_training_and_test_share_nothing(haystacks):
 
 @pytest.mark.parametrize("kind", [None, "twin", "v2", "mean", "sink"])
 @torch.no_grad()
-def test_replies_are_those_of_one_pass(kind, folder, haystacks, seeded):
+def test_replies_are_those_of_one_pass(kind, llama, haystacks, seeded):
     """Breaks when a question sees an earlier one, or attention is of another query, place or map."""
-    model = load_text(folder)
+    model = load_text(llama)
     if kind:
         graft(model, kind)
         for name, parameter in model.named_parameters():
@@ -104,32 +97,27 @@ def test_replies_are_those_of_one_pass(kind, folder, haystacks, seeded):
                 parameter += 0.3 * torch.randn_like(parameter)
     context = haystacks["test"].context(random.Random(1), 500, 3, 3)
     replies = ask(model, context, "it")
+    layers = attention_modules(model).values()
+    inputs = {}
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda layer, args: inputs.update({layer: args[0]}))
     for number, (question, answer) in enumerate(context.questions):
-        layers = attention_modules(model)
-        maps = {path: [] for path in layers}
-        inputs = {}
-        for path, layer in layers.items():
-            layer.register_forward_pre_hook(
-                lambda _, args, path=path, kept=inputs: kept.update({path: args[0]})
-            )
+        maps = {layer: [] for layer in layers}
         ids = torch.tensor([[*context.ids, *question, *answer]])
-        with tapped({layer: maps[path].append for path, layer in layers.items()}):
+        with tapped({layer: maps[layer].append for layer in layers}):
             logits = model(ids)[0].double().log_softmax(-1)
         first = 500 + len(question)
         truth = logits[first - 1 : -1].gather(1, ids[0, first:, None])
         assert replies[number].log_probability == pytest.approx(truth.sum().item(), abs=1e-4)
         place = first - 1 + context.shared
         rows = []
-        for path, layer in layers.items():
-            row = maps[path][0][0, :, place]
-            if kind and layer.maps == 2:
-                factor = layer.factor(inputs[path])
+        for layer in layers:
+            row, *second = (weights[0, :, place] for weights in maps[layer])
+            if second:
+                factor = layer.factor(inputs[layer])
                 factor = factor if factor.shape[-2] == 1 else factor[:, :, place, None]
-                row = layer.difference(
-                    factor[..., 0].reshape(-1, 1), row, maps[path][1][0, :, place]
-                )
-            row = row.abs() / row.abs().sum(-1, keepdim=True)
-            rows.append(row)
+                row = layer.difference(factor[..., 0].reshape(-1, 1), row, *second)
+            rows.append(row.abs() / row.abs().sum(-1, keepdim=True))
         rows = torch.stack(rows)
         start, end = context.places[number]
         shares = replies[number].shares
@@ -139,9 +127,9 @@ def test_replies_are_those_of_one_pass(kind, folder, haystacks, seeded):
 
 
 @pytest.mark.long
-def test_the_command(folder, haystacks, tmp_path, printed, monkeypatch):
+def test_the_command(llama, haystacks, tmp_path, printed, monkeypatch):
     """Breaks when a rung, a measure or a file is missing, or a mistake is no line."""
-    flags = f"--model {folder} --contexts 3 --asked 2 --lengths 500 --facts 1 4".split()
+    flags = f"--model {llama} --contexts 3 --asked 2 --lengths 500 --facts 1 4".split()
     needles.main([*flags, "--out", str(tmp_path)])
     table = printed()
     assert "| 500, 4 " in table
@@ -161,11 +149,11 @@ def test_the_command(folder, haystacks, tmp_path, printed, monkeypatch):
     refused(lambda: needles.main([*flags, "--max-length", str(limit)]), f"the model reads {limit}")
 
 
-def test_the_explorer_shows_a_text(folder, tmp_path):
+def test_the_explorer_shows_a_text(llama, tmp_path):
     """Breaks when the page of a text has a picture's parts, or other words are marked."""
     prompt = "The number of Oslo is 48213. Wood is cheap. The number of Oslo is"
     out = tmp_path / "a.html"
-    flags = ["--model", str(folder), "--max-new-tokens", "2", "--out", str(out)]
+    flags = ["--model", str(llama), "--max-new-tokens", "2", "--out", str(out)]
     explore([*flags, "--prompt", prompt, "--mark", "Oslo is 48213."])
     (case,) = data_of(out.read_text())["cases"]
     start, count = case["picture"]

@@ -1,6 +1,5 @@
 """LAWS and the attention shift: the identities that define them, and what the command tells."""
 
-import json
 import math
 
 import numpy as np
@@ -10,11 +9,11 @@ from PIL import Image
 
 from eval.systems import shift
 from eval.systems.shift import GROUPS, Shift, measure, put_slot
-from model.attention import attention_modules
+from model.attention import attention_modules, tapped
 from model.differential import graft
 from model.systems.processors import SlotProcessor
 from model.systems.wings import attach
-from tests.files import read_json
+from tests.files import read_json, write_lines
 from tests.model.test_wings import randomized
 from weights.export import companions, export_model
 from weights.load import load_model
@@ -45,9 +44,8 @@ def test_laws_are_sums_of_the_attention_weights(processor, kind):
     assert start > 3  # the words before the picture
     spans = (slice(0, start), slice(start, start + 16), slice(start + 16, None))
     maps = []
-    for path, layer in attention_modules(model).items():
-        layer.tap = maps.append if path.startswith("language_model.") else None
-    with torch.no_grad():
+    layers = attention_modules(model.language_model).values()
+    with torch.no_grad(), tapped(dict.fromkeys(layers, maps.append)):
         model(batch.input_ids, batch.pixel_values, batch.token_type_ids)
     for layer, weights in enumerate(maps[:: len(maps) // 4]):  # of two maps in a layer the first
         by_hand = [float(weights[0].double().mean(0)[:, span].sum()) for span in spans]
@@ -77,18 +75,14 @@ def test_the_command(workplace, printed):
     shift.main("--model embedded --limit 3 --out plain".split())
     assert "attention shift: not defined" in printed()
     result = read_json(workplace / "plain/shift.json")
-    assert result["attention_shift"] is None
-    assert result["slot"] == "first"
-    assert result["undefined"] == 3
+    found = result["attention_shift"], result["slot"], result["undefined"]
+    assert found == (None, "first", 3)
     PICTURE.save("a.png")
     line = {"image": "a.png", "prefix": "Where is<image> the dog?", "suffix": "left"}
     lost = line | {"image": "lost.png"}  # it is left out
-    (workplace / "own.jsonl").write_text(f"{json.dumps(lost)}\n{json.dumps(line)}\n")
-    export_model(
-        attach(load_model("embedded"), 4, routed=True),
-        workplace / "wings",
-        companions=companions("embedded"),
-    )
+    write_lines(workplace / "own.jsonl", [lost, line])
+    wings = attach(load_model("embedded"), 4, routed=True)
+    export_model(wings, workplace / "wings", companions=companions("embedded"))
     shift.main("--model wings --data own.jsonl --out w".split())
     result = read_json(workplace / "w/shift.json")
     assert (result["slot"], result["undefined"], result["prompts"]) == ("inside", 0, 1)

@@ -4,9 +4,9 @@ template."""
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from eval.ask import main
@@ -58,16 +58,14 @@ def both(folder):
 
 def rendered(theirs, turns, **options):
     """The ids of the published template; an open turn of the model ends them."""
-    texts = [
-        (role, text)
-        for turn in turns
-        for role, text in zip(("user", "assistant"), turn, strict=True)
-    ]
-    messages = [{"role": role, "content": text} for role, text in texts if text is not None]
-    is_open = len(texts) > len(messages)
-    return theirs.apply_chat_template(messages, add_generation_prompt=is_open, **options)[
-        "input_ids"
-    ]
+    messages = []
+    for asked, said in turns:
+        messages.append({"role": "user", "content": asked})
+        if said is not None:
+            messages.append({"role": "assistant", "content": said})
+    is_open = len(messages) % 2 == 1
+    template = partial(theirs.apply_chat_template, add_generation_prompt=is_open, **options)
+    return template(messages)["input_ids"]
 
 
 def test_texts_and_turns_have_the_ids_of_transformers(both):
@@ -82,9 +80,8 @@ def test_texts_and_turns_have_the_ids_of_transformers(both):
         assert ours.decode(ids) == theirs.decode(ids), text
     several = [("  a?\n", " b \n"), ("c", " d\n"), ("e\n\n", None)]
     for turns in (several, [("a", "b")], *([(text, None)] for text in TEXTS[:5])):
-        behind = (
-            [] if turns[-1][1] is None else ours.encode("\n")
-        )  # the template ends a turn with its line
+        # the template ends a turn with its line
+        behind = [] if turns[-1][1] is None else ours.encode("\n")
         assert ours.conversation(turns)[0] + behind == rendered(theirs, turns)
     assert ours.decode([*ours.encode("yes"), *ours.end_of_turn, *ours.encode("no")]) == "yes"
 
@@ -110,15 +107,12 @@ def test_the_system_turn_is_the_models(folder, both, tmp_path):
 def test_what_cannot_be_asked_is_refused(both):
     """Breaks when a text forges a turn or is cut, or a model is asked in turns that it does not
     have."""
-    ours = both[0]
-    config = both[0].config
-    tokenizer = both[0].tokenizer
-    refused(
-        lambda: ours.prompt(f"a {MARKS[config.text.model_type][0]} b", chat=True), "control token"
-    )
-    refused(
-        lambda: TextTokenizer(config, tokenizer, max_length=9000).prompt("dog, " * 512), "512"
-    )  # trained
+    ours, _ = both
+    config, tokenizer = ours.config, ours.tokenizer
+    mark = MARKS[config.text.model_type][0]
+    refused(lambda: ours.prompt(f"a {mark} b", chat=True), "control token")
+    long = TextTokenizer(config, tokenizer, max_length=9000)
+    refused(lambda: long.prompt("dog, " * 512), "512")  # trained
     small = replace(config, text=replace(config.text, vocab_size=tokenizer.vocab_size() - 1))
     refused(lambda: TextTokenizer(small, tokenizer), "another model")
 
@@ -138,11 +132,8 @@ def test_a_language_model_is_asked_without_a_picture(folder, printed):
             {"prompt": "dog?", "answer": said[0], "confidence": sure[0].confidence},
             {"prompt": "a", "answer": said[1], "confidence": sure[1].confidence},
         ]
-        for prompt, text in zip(("dog?", "a"), said, strict=True):
-            ids = row = tokenizer.prompt(prompt, "chat" in flag)
-            while len(ids) < len(row) + 6 and not {ids[-1]} & tokenizer.ends:
-                ids = [*ids, int(model(torch.tensor([ids]))[0, -1].argmax())]
-            assert text == tokenizer.decode(ids[len(row) :])
+        alone = [ask_text(model, tokenizer, [text], 6, "chat" in flag)[0] for text in ("dog?", "a")]
+        assert said == alone
     assert answers["--json"] != answers["--json --chat"]
     refused(lambda: main(f"--model {folder} --draw a.png --prompt a".split()), "--draw")
     refused(lambda: main("--model embedded --chat --prompt a".split()), "--image")

@@ -1,6 +1,7 @@
 """Gemma, Gemma 2, Llama, Qwen1.5 and Qwen2 as language models for text alone equal transformers'
 `*ForCausalLM`."""
 
+import re
 import shutil
 from functools import partial
 
@@ -8,14 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GemmaConfig,
-    GenerationConfig,
-    LlamaConfig,
-    Qwen2Config,
-)
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from lora import adapter
 from model.differential import graft
@@ -26,8 +20,9 @@ from model.source import BUNDLED_FOLDER
 from model.systems.language import LanguageModel
 from tests.files import read_json, write_json
 from tests.reference import (
+    hf_language,
     outputs_by_layer,
-    randomize,
+    padded_texts,
     relative_error,
     reload_hf,
     right_padded,
@@ -38,35 +33,23 @@ from weights.export import export_model, main
 from weights.load import INDEX_FILE, SINGLE_FILE, load_model, load_siglip, load_text
 
 GATE = 1e-6
-SIZES = {"vocab_size": 128, "hidden_size": 72, "intermediate_size": 96, "num_attention_heads": 4}
-SIZES |= {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": 2, "rms_norm_eps": 3e-6}
-QWEN = {
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 2,
-    "max_window_layers": 2,
-    "sliding_window": 6,
-}
-THETA = {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}
+SIZES = {"hidden_size": 72, "num_hidden_layers": 3}
 # of the nine waves of a head the first stays, the second is between, the others are stretched
 STRETCH = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
 STRETCH |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 40}
-LLAMA = {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}
-SCALAR = {"query_pre_attn_scalar": 24, "sliding_window": 6}
-CONFIGS = {
-    "gemma": lambda: GemmaConfig(num_hidden_layers=3, num_key_value_heads=1, head_dim=16, **SIZES),
-    "gemma2": lambda: Gemma2Config(
-        num_hidden_layers=4, num_key_value_heads=2, head_dim=16, **SCALAR, **SIZES
-    ),
-    "llama": lambda: LlamaConfig(
-        num_hidden_layers=3, rope_parameters=STRETCH, max_position_embeddings=320, **LLAMA, **SIZES
-    ),
-    "tied llama": lambda: LlamaConfig(num_hidden_layers=3, tie_word_embeddings=True, **SIZES),
-    "qwen2": lambda: Qwen2Config(**QWEN, **THETA, **SIZES),
+THETA = {"rope_theta": 1e6, "rope_type": "default"}
+WINDOW = {"sliding_window": 6}
+KINDS = {
+    "gemma": {"num_key_value_heads": 1, "head_dim": 16},
+    "gemma2": {"num_hidden_layers": 4, "head_dim": 16, "query_pre_attn_scalar": 24, **WINDOW},
+    "llama": {"rope_parameters": STRETCH, "attention_bias": True, "mlp_bias": True},
+    "tied llama": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "qwen2": {"max_window_layers": 2, "rope_parameters": THETA, **WINDOW},
 }
 ROWS = (20, 13, 1)  # tokens of each row; the longest passes the window
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=KINDS)
 def kind(request):
     return request.param
 
@@ -74,9 +57,8 @@ def kind(request):
 @pytest.fixture(scope="module")
 def hf(kind):
     """A random model in fp32, its norms near the identity, so that nothing vanishes."""
-    torch.manual_seed(0)
-    hf = AutoModelForCausalLM.from_config(CONFIGS[kind](), attn_implementation="eager").eval()
-    randomize(hf)
+    hf = hf_language(kind.split()[-1], **SIZES | KINDS[kind])
+    hf.set_attn_implementation("eager")
     for name, parameter in hf.named_parameters():
         parameter.data += float("gemma" not in kind and "norm" in name)
     return hf
@@ -103,9 +85,7 @@ def opened(folder, backend="eager", **options):
 
 def batch(rows=ROWS):
     """A left-padded batch."""
-    ids = torch.randint(3, 128, (len(rows), max(rows)), generator=torch.Generator().manual_seed(1))
-    valid = (torch.arange(max(rows)) >= max(rows) - torch.tensor(rows)[:, None]).long()
-    return {"input_ids": ids * valid, "attention_mask": valid}
+    return padded_texts(rows, 3, 128)
 
 
 def theirs(hf, inputs):
@@ -118,12 +98,8 @@ def theirs(hf, inputs):
 def test_every_layer_and_the_logits(hf, model):
     """Breaks when a bias, norm, scale, position, window or head departs from the published
     computation."""
-    names = [
-        name
-        for name, _ in model.language_model.named_modules()
-        if name and not name.endswith("proj")
-    ]
-    names = [name for name in names if name not in ("layers", "lm_head", "embed_tokens")]
+    left = re.compile(r"|layers|lm_head|embed_tokens|.*proj")
+    names = [name for name, _ in model.language_model.named_modules() if not left.fullmatch(name)]
     assert len(names) >= 5 * 3 + 1
     for inputs in (batch(), right_padded(batch())):
         valid = inputs["attention_mask"].bool()
@@ -146,9 +122,8 @@ def test_bf16_is_equal_to_the_bit(kind, hf, folder, monkeypatch):
     """Breaks when a cast moves: the norm's factor before or after it, the √H, the RoPE tables, the
     first position."""
     monkeypatch.setattr("model.cpu.ways", frozenset())
-    for backend in (
-        ("eager",) if kind == "gemma2" else ("eager", "sdpa")
-    ):  # soft-capped logits have no fused kernel
+    # soft-capped logits have no fused kernel
+    for backend in ("eager",) if kind == "gemma2" else ("eager", "sdpa"):
         twin = reload_hf(hf, backend, torch.bfloat16)
         model = opened(folder, backend, dtype=torch.bfloat16)
         inputs = batch()
@@ -166,12 +141,9 @@ def test_gradients_and_the_loss(hf, model):
     F.cross_entropy(theirs(hf, inputs)[valid], labels[valid], reduction="sum").backward()
     expected = dict(hf.named_parameters())
     for name, parameter in model.named_parameters():
-        name = name.replace("language_model.lm_head", "lm_head").replace(
-            "language_model.", "model."
-        )
-        if (
-            expected[name].grad.norm() < 1e-4
-        ):  # of key biases: softmax is blind to a shift, what is left is rounding
+        name = name.replace("language_model.", "" if "lm_head" in name else "model.")
+        # of key biases: softmax is blind to a shift, what is left is rounding
+        if expected[name].grad.norm() < 1e-4:
             assert "k_proj.bias" in name
             assert parameter.grad.norm() < 1e-3
         else:
@@ -191,22 +163,18 @@ def test_greedy_tokens_are_those_of_transformers(hf, tmp_path):
     model = opened(tmp_path)
     assert model.config.eos_token_id == tuple(ends)
     ids, valid = inputs.values()
-    mine = generate(model, ids, None, torch.ones_like(ids), valid, 16)
+    asked = ids, None, torch.ones_like(ids), valid, 16
+    mine = generate(model, *asked)
     for row, reference in zip(mine, free.tolist(), strict=True):
         stop = min([reference.index(end) + 1 for end in ends if end in reference], default=16)
         assert row.tolist() == reference[:stop]
     assert len(mine[0]) <= 6
-    GenerationConfig(repetition_penalty=1.7, eos_token_id=127, pad_token_id=0).save_pretrained(
-        tmp_path
-    )
-    for n, row in enumerate(generate(opened(tmp_path), ids, None, torch.ones_like(ids), valid, 16)):
-        kept = {
-            "input_ids": ids[n : n + 1, valid[n] > 0],
-            "do_sample": False,
-            "max_new_tokens": 16,
-        }  # without padding
-        kept |= {"attention_mask": torch.ones_like(kept["input_ids"]), "eos_token_id": 127}
-        reference = hf.generate(**kept, repetition_penalty=1.7)[0, kept["input_ids"].shape[1] :]
+    penalty = {"repetition_penalty": 1.7, "eos_token_id": 127, "pad_token_id": 0}
+    GenerationConfig(**penalty).save_pretrained(tmp_path)
+    for n, row in enumerate(generate(opened(tmp_path), *asked)):
+        prompt = ids[n : n + 1, valid[n] > 0]  # without padding
+        kept = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 16} | penalty
+        reference = hf.generate(prompt, **kept, do_sample=False)[0, prompt.shape[1] :]
         assert torch.equal(row, reference)
         assert not torch.equal(row, free[n])
     assert read_config(tmp_path / "config.json").repetition_penalty == 1.7
@@ -216,10 +184,7 @@ def test_greedy_tokens_are_those_of_transformers(hf, tmp_path):
     GenerationConfig(repetition_penalty=1.7).save_pretrained(tmp_path)
     refused(lambda: read_config(tmp_path / "config.json"), "repetition_penalty")
     also = int(free[0, 1])
-    assert (
-        generate(model, ids, None, torch.ones_like(ids), valid, 16, also_end=[also])[0].tolist()[-1]
-        == also
-    )
+    assert generate(model, *asked, also_end=[also])[0][-1] == also
 
 
 def change(folder, **changes):
@@ -285,15 +250,10 @@ def test_an_export_is_opened_by_transformers(hf, folder, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     assert type(again) is type(hf)
     assert torch.equal(theirs(again, inputs), theirs(hf, inputs))
-    kept = {
-        name: value
-        for name, value in hf.config.to_dict().items()
-        if name not in ("_name_or_path", "dtype")
-    }
-    differing = {name for name, value in kept.items() if again.config.to_dict().get(name) != value}
-    assert differing <= {"max_window_layers", "sliding_window", "use_cache", "initializer_range"}, (
-        differing
-    )
+    written = again.config.to_dict()
+    differing = {name for name, value in hf.config.to_dict().items() if written.get(name) != value}
+    others = "_name_or_path dtype max_window_layers sliding_window use_cache initializer_range"
+    assert differing <= {*others.split()}, differing
     export_model(model, tmp_path / "again")
     assert torch.equal(load_text(tmp_path / "again")(**inputs), model(**inputs))
 

@@ -15,7 +15,7 @@ from model.systems import scan
 from model.systems.configs import MambaConfig
 from model.systems.mamba import Mamba, MambaLM, initialize_mamba
 from model.systems.scan import BLOCK, selective_scan
-from tests.reference import hf_mamba, our_mamba, relative_error
+from tests.reference import dice, hf_mamba, our_mamba, padded_texts, relative_error
 
 
 def loop(x, delta, A, B, C, state):
@@ -24,46 +24,32 @@ def loop(x, delta, A, B, C, state):
     state = state.mT
     outputs = []  # (B, E, N)
     for t in range(x.shape[1]):
-        state = (
-            torch.exp(delta[:, t, :, None] * A) * state
-            + (delta[:, t] * x[:, t])[..., None] * B[:, t, None]
-        )
+        decay = torch.exp(delta[:, t, :, None] * A)
+        state = decay * state + (delta[:, t] * x[:, t])[..., None] * B[:, t, None]
         outputs.append((state * C[:, t, None]).sum(-1))
     return torch.stack(outputs, dim=1), state.mT
 
 
 def scan_inputs(length, batch=2, channels=6, size=5, scale=1.0, seed=0):
     """x, Δ > 0, A < 0, B, C and a first state, in fp64."""
-    normal = partial(
-        torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
+    generator = dice(seed)
+    normal = partial(torch.randn, generator=generator, dtype=torch.float64)
     delta = F.softplus(normal(batch, length, channels)) * scale
     A = -normal(channels, size).exp()
-    sequences = (
-        normal(batch, length, channels),
-        delta,
-        A,
-        normal(batch, length, size),
-        normal(batch, length, size),
-    )
-    return *sequences, normal(batch, size, channels)
+    x = normal(batch, length, channels)
+    B, C = (normal(batch, length, size) for _ in range(2))
+    return x, delta, A, B, C, normal(batch, size, channels)
 
 
 def run_with_gradients(function, inputs, dtype):
     """Outputs, and the gradients of a loss that weighs every one of them differently."""
     inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in inputs]
     outputs = function(*inputs)
-    weights = [
-        torch.linspace(-1, 2, out.numel(), dtype=torch.float64).cos().view(out.shape)
-        for out in outputs
-    ]
-    sum(
-        (out * weight.to(out.dtype)).sum() for out, weight in zip(outputs, weights, strict=True)
-    ).backward()
-    return [
-        *outputs,
-        *(torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in inputs),
-    ]
+    loss = 0.0
+    for out in outputs:
+        weight = torch.linspace(-1, 2, out.numel(), dtype=torch.float64).cos().view(out.shape)
+        loss += (out * weight.to(out.dtype)).sum()
+    return [*outputs, *torch.autograd.grad(loss, inputs, materialize_grads=True)]
 
 
 def errors(function, inputs, dtype=torch.float32):
@@ -104,22 +90,17 @@ def test_a_large_batch_is_read_by_rows(monkeypatch):
 def test_the_recurrence_is_computed_in_fp32(autocast):
     """Breaks when bf16 inputs or autocast round the state at every step, forward or backward."""
     inputs = [tensor.bfloat16() for tensor in scan_inputs(60)]
+    dtype = torch.float32 if autocast else torch.bfloat16
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        y, last, *gradients = errors(
-            selective_scan, inputs, torch.float32 if autocast else torch.bfloat16
-        )
+        y, last, *gradients = errors(selective_scan, inputs, dtype)
     # the gradient of a bf16 input is rounded once, at the end
     assert max(y, last) <= 2e-6
     assert max(gradients) <= 2e-6 + (0.0 if autocast else 2**-8)
 
 
-def prompts(lengths=(9, 4, 1), seed=1):
+def prompts(lengths=(9, 4, 1)):
     """A left-padded batch, with token 0 as padding and as text."""
-    ids = torch.randint(
-        0, 60, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(seed)
-    )
-    valid = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
-    return {"input_ids": ids * valid, "attention_mask": valid.long()}
+    return padded_texts(lengths, 0, 60)
 
 
 @pytest.mark.long
@@ -137,7 +118,7 @@ def test_logits_and_gradients_equal_transformers(lengths):
     theirs = hf(**inputs, use_cache=False).logits
     assert mine.dtype == torch.float32
     assert relative_error(mine[valid], theirs[valid]) <= 1e-6
-    labels = torch.randint(0, 60, valid.shape, generator=torch.Generator().manual_seed(2))[valid]
+    labels = torch.randint(0, 60, valid.shape, generator=dice(2))[valid]
     F.cross_entropy(mine[valid], labels).backward()
     F.cross_entropy(theirs[valid], labels).backward()
     theirs = dict(hf.named_parameters())
@@ -153,7 +134,7 @@ def test_a_bf16_layer_rounds_only_what_it_must(monkeypatch):
     inputs = prompts((24, 24))
     seen = []
     model = our_mamba(hf, torch.bfloat16)
-    h = torch.randn(2, 30, 36, generator=torch.Generator().manual_seed(0))
+    h = torch.randn(2, 30, 36, generator=dice(0))
     exact = hf(**inputs).logits
     mine = model(**inputs)
     theirs = hf.to(torch.bfloat16)(**inputs).logits
@@ -182,19 +163,18 @@ def test_padding_within_what_follows_changes_nothing(places):
     """Breaks when a state fades over the padding of a later part, or the last inputs before it are
     lost."""
     model = our_mamba(hf_mamba())
-    generator = torch.Generator().manual_seed(5)
-    first, second, last = (
-        torch.randint(0, 60, (1, width), generator=generator) for width in (6, 2, 3)
-    )
+    generator = dice(5)
+    tokens = torch.randint(0, 60, (1, 11), generator=generator)
+    first, second, last = tokens.split((6, 2, 3), dim=1)
     ids = torch.full((1, 6), 9)
-    mask = torch.zeros(1, 6, dtype=torch.long)
+    mask = torch.ones(1, 12, dtype=torch.long)
     cache = model.new_cache()
     ids[:, places] = second
-    mask[:, places] = 1
+    mask[:, 6:] = (ids != 9).long()
     with torch.no_grad():
-        whole = model(torch.cat((first, second, last), dim=1))
+        whole = model(tokens)
         model(first, cache=cache)
-        read = model(ids, torch.cat((torch.ones_like(first), mask), dim=1), cache=cache)
+        read = model(ids, mask, cache=cache)
         assert relative_error(read[:, places], whole[:, 6:8]) <= 1e-6
         assert relative_error(model(last, cache=cache), whole[:, 8:]) <= 1e-6
 
@@ -205,12 +185,10 @@ def test_greedy_equals_transformers():
     differs."""
     hf = hf_mamba()
     inputs = prompts()
-    theirs = hf.generate(**inputs, max_new_tokens=15, do_sample=False)[
-        :, inputs["input_ids"].shape[1] :
-    ]
     ids, valid = inputs.values()
+    theirs = hf.generate(**inputs, max_new_tokens=15, do_sample=False)
     mine = generate(our_mamba(hf), ids, None, valid, valid, 15)
-    for a, b in zip(mine, theirs, strict=True):
+    for a, b in zip(mine, theirs[:, ids.shape[1] :], strict=True):
         ends = (b == 1).nonzero()
         assert a.tolist() == b[: int(ends[0]) + 1 if len(ends) else None].tolist()
     assert len({tuple(row.tolist()) for row in mine}) == 3
@@ -226,12 +204,9 @@ def test_memory_and_work_of_a_step_are_constant():
         model(torch.ones(1, tokens, dtype=torch.long), cache=cache)
         with FlopCounterMode(display=False) as counter:
             model(torch.ones(1, 1, dtype=torch.long), cache=cache)
-        held = sum(
-            tensor.untyped_storage().nbytes()
-            for layer in cache
-            for tensor in (layer.conv, layer.ssm)
-        )
-        assert held == 3 * 4 * (2 * 72 + 5 * 72)
+        for layer in cache:
+            assert layer.conv.untyped_storage().nbytes() == 4 * 2 * 72
+            assert layer.ssm.untyped_storage().nbytes() == 4 * 5 * 72
         work.add(counter.get_total_flops())
     assert len(work) == 1
 
@@ -250,13 +225,9 @@ def test_initialization_is_the_published_one():
         assert torch.allclose(-mixer.A_log.exp(), -torch.arange(1.0, 17).expand(128, 16))
         assert (mixer.D == 1).all()
         assert (mixer.conv1d.bias == 0).all()
-        bounds = {
-            mixer.in_proj: 64**-0.5,
-            mixer.x_proj: 128**-0.5,
-            mixer.dt_proj: 0.5,
-            mixer.conv1d: 0.5,
-        }
-        for part, bound in (bounds | {mixer.out_proj: 128**-0.5 / 4**0.5}).items():
+        bounds = {mixer.in_proj: 64**-0.5, mixer.x_proj: 128**-0.5, mixer.dt_proj: 0.5}
+        bounds |= {mixer.conv1d: 0.5, mixer.out_proj: 128**-0.5 / 4**0.5}
+        for part, bound in bounds.items():
             assert 0.97 * bound < part.weight.abs().max() <= bound
 
 
@@ -266,9 +237,8 @@ def test_transformers_reads_what_is_written():
         vocab_size=60, hidden_size=40, num_hidden_layers=3, state_size=5, eos_token_id=1
     )
     theirs = transformers.MambaConfig.from_dict(config.to_dict())
-    shapes = {
-        name: tensor.shape
-        for name, tensor in transformers.MambaForCausalLM(theirs).state_dict().items()
-    }
-    del shapes["lm_head.weight"]
-    assert {name: tensor.shape for name, tensor in MambaLM(config).state_dict().items()} == shapes
+    shapes = []
+    for model in (MambaLM(config), transformers.MambaForCausalLM(theirs)):
+        shapes.append({name: tensor.shape for name, tensor in model.state_dict().items()})
+    del shapes[1]["lm_head.weight"]
+    assert shapes[0] == shapes[1]

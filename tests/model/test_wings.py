@@ -12,41 +12,36 @@ import torch.nn.functional as F
 from lora import adapter
 from model.attention import Rope
 from model.compiled import CompiledStep
-from model.config import PaliGemmaConfig, TextConfig, VisionConfig
 from model.differential import graft
 from model.generate import generate
 from model.paligemma import PaliGemma, initialize
 from model.systems.configs import WingsConfig
 from model.systems.wings import OCTAVES, Learner, LearnerInput, Router, attach, route
-from tests.reference import set_attention_backend
-from tests.runs import refused, stage_settings
+from tests.model.test_contract import BASE, IMAGE, SLOTS
+from tests.reference import dice, set_attention_backend
+from tests.runs import assert_same_tensors, refused, stage_settings
 from train.model import load_start, open_model
+from train.optim import parameter_count, parameter_names
 from weights.export import export_model
 from weights.load import load_model
 
-IMAGE = 59
-SLOTS = 4
-HIDDEN = 24
-HEADS = 2  # a picture takes four tokens
-TEXT = TextConfig("gemma", 64, HIDDEN, 40, 3, HEADS, 1, head_dim=16)
-BASE = PaliGemmaConfig(VisionConfig(20, 28, 2, 2, patch_size=14, image_size=28), TEXT, IMAGE)
+HIDDEN = BASE.text.hidden_size
+HEADS = BASE.text.num_attention_heads
 
 
-def base(seed=0):
-    return initialize(PaliGemma(BASE), seed).eval()
+def base():
+    return initialize(PaliGemma(BASE)).eval()
 
 
 @torch.no_grad()
 def randomized(model, seed=1):
     """Every learner and router with weights that matter."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = dice(seed)
     for name, parameter in model.named_parameters():
-        if re.search(r"(visual|textual)\.|^[qkvo]\.", name):
-            parameter.copy_(
-                torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5
-            )
-        elif "router" in name or name.startswith("linear."):
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        is_learner = re.search(r"(visual|textual)\.|^[qkvo]\.", name)
+        if is_learner or "router" in name or name.startswith("linear."):
+            width = parameter.shape[1] if is_learner else 1
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * width**-0.5)
     return model
 
 
@@ -56,7 +51,7 @@ def wings(routed=True):
 
 def batch(rows=((2, 1, 3), (0, 0, 4), (0, 1, 2))):
     """Left-padded rows of (text before, pictures, text after) in tokens."""
-    generator = torch.Generator().manual_seed(2)
+    generator = dice(2)
     width = max(a + SLOTS * n + b for a, n, b in rows)
     ids = torch.randint(3, IMAGE, (len(rows), width), generator=generator)
     valid = torch.zeros_like(ids)
@@ -65,15 +60,9 @@ def batch(rows=((2, 1, 3), (0, 0, 4), (0, 1, 2))):
         ids[row, :start] = 0
         valid[row, start:] = 1
         ids[row, start + before : width - after] = IMAGE
-    pixels = (
-        torch.rand(sum(pictures for _, pictures, _ in rows), 3, 28, 28, generator=generator) * 2 - 1
-    )
-    return {
-        "input_ids": ids,
-        "pixel_values": pixels,
-        "token_type_ids": torch.zeros_like(ids),
-        "attention_mask": valid,
-    }
+    count = sum(pictures for _, pictures, _ in rows)
+    given = {"input_ids": ids, "token_type_ids": torch.zeros_like(ids), "attention_mask": valid}
+    return given | {"pixel_values": torch.rand(count, 3, 28, 28, generator=generator) * 2 - 1}
 
 
 @pytest.mark.long
@@ -85,7 +74,7 @@ def test_no_query_has_a_gradient_from_what_comes_after_it(routed):
     decoder = model.language_model
     valid = inputs["attention_mask"].bool()
     types = (inputs["input_ids"] != IMAGE).long()
-    x = torch.randn(*valid.shape, HIDDEN, generator=torch.Generator().manual_seed(3))
+    x = torch.randn(*valid.shape, HIDDEN, generator=dice(3))
     for query in range(x.shape[1]):
         x = x.detach().requires_grad_()
         hidden = decoder(x, valid, types)[:, query]
@@ -95,40 +84,19 @@ def test_no_query_has_a_gradient_from_what_comes_after_it(routed):
         assert torch.equal(reached, may), f"query {query}"
 
 
-def test_text_alone_has_no_visual_part():
-    """Breaks when the visual learner adds anything where no picture has been seen: text-only rows,
-    text before it."""
-    model = wings()
-    inputs = batch()
-    outputs = []
-    for layer in model.language_model.layers:
-        layer.self_attn.visual.register_forward_hook(
-            lambda module, args, output: outputs.append(output)
-        )
-    model(**inputs)
-    before = (inputs["input_ids"] == IMAGE).cumsum(
-        1
-    ) == 0  # text alone, and text before the picture
-    for output in outputs:
-        assert (output[before] == 0).all()
-        assert (output[~before & inputs["attention_mask"].bool()].abs().sum(-1) > 0).all()
-
-
 def rotated(vectors, positions):
     """RoPE of vectors (n, D) in fp64: pairs (i, i + D/2) are complex numbers that turn by their
     position."""
     half = vectors.shape[-1] // 2
     angles = positions[:, None] * 10000.0 ** -(torch.arange(half, dtype=torch.float64) / half)
-    turned = torch.complex(vectors[:, :half], vectors[:, half:]) * torch.polar(
-        torch.ones_like(angles), angles
-    )
+    turned = torch.complex(*vectors.split(half, dim=1)) * torch.exp(1j * angles)
     return torch.cat((turned.real, turned.imag), dim=-1)
 
 
 def test_a_learner_equals_the_formula_written_out():
     """Breaks when the residual 1 + W, the scale, RoPE's true positions, the mask or W_o are not
     LoRRA's."""
-    generator = torch.Generator().manual_seed(5)
+    generator = dice(5)
     width = HIDDEN // HEADS
     learner = randomized(Learner(HIDDEN, HEADS, 5)).double()
     h, x = (torch.randn(1, n, HIDDEN, generator=generator, dtype=torch.float64) for n in (5, 3))
@@ -136,25 +104,17 @@ def test_a_learner_equals_the_formula_written_out():
     of_keys = torch.tensor([2, 4, 6])  # the first query sees no key
     mask = of_keys <= at[:, None]
     # RoPE's angles are fp32 in the model: the keys' and queries' turns agree to its rounding alone
-    result = learner(
-        h, Rope(at[None], 10000.0), LearnerInput(x, Rope(of_keys[None], 10000.0), mask[None, None])
-    )[0]
-    matrix = {
-        name: (getattr(learner, name).B.weight @ getattr(learner, name).A.weight).T
-        for name in "qkvo"
-    }
-    q = h[0] + h[0] @ matrix["q"]
-    k = x[0] + x[0] @ matrix["k"]
-    v = x[0] + x[0] @ matrix["v"]
+    given = LearnerInput(x, Rope(of_keys[None], 10000.0), mask[None, None])
+    result = learner(h, Rope(at[None], 10000.0), given)[0]
+    state = learner.state_dict()
+    q, k, v, o = (state[f"{name}.A.weight"].T @ state[f"{name}.B.weight"].T for name in "qkvo")
+    parts = h[0] + h[0] @ q, x[0] + x[0] @ k, x[0] + x[0] @ v
     heads = []
-    for part in (slice(head * width, (head + 1) * width) for head in range(HEADS)):
-        weights = (
-            rotated(q[:, part], at) @ rotated(k[:, part], of_keys).T / math.sqrt(width)
-        ).exp() * mask
-        heads.append(weights[1:] / weights[1:].sum(1, keepdim=True) @ v[:, part])
-    torch.testing.assert_close(
-        result[1:], torch.cat(heads, dim=1) @ matrix["o"], atol=1e-6, rtol=1e-5
-    )
+    for q, k, v in zip(*(part.split(width, dim=1) for part in parts), strict=True):
+        logits = rotated(q, at) @ rotated(k, of_keys).T / math.sqrt(width)
+        weights = logits.exp() * mask
+        heads.append(weights[1:] / weights[1:].sum(1, keepdim=True) @ v)
+    torch.testing.assert_close(result[1:], torch.cat(heads, dim=1) @ o, atol=1e-6, rtol=1e-5)
     assert (result[0] == 0).all()
 
 
@@ -165,13 +125,9 @@ def test_the_start_is_the_base(routed):
     plain = base()
     inputs = batch()
     model = attach(plain, 5, routed=routed)
-    assert (
-        sum(p.numel() for p in model.language_model.layers[0].self_attn.visual.parameters())
-        == 8 * HIDDEN * 5
-    )
-    a = torch.cat(
-        [p.flatten() for name, p in model.named_parameters() if name.endswith(".A.weight")]
-    )
+    assert parameter_count(model.language_model.layers[0].self_attn.visual.parameters()) == 960
+    parameters = model.named_parameters()
+    a = torch.cat([p.flatten() for name, p in parameters if name.endswith(".A.weight")])
     assert abs(a.mean()) < 2e-3
     assert abs(a.std() - 0.02) < 1e-3
     for each in (plain, model):  # a router needs the weights: its main attention is never fused
@@ -198,10 +154,7 @@ def test_stage_2_starts_where_stage_1_ended(tmp_path):
     export_model(randomized(second, seed=7), tmp_path / "model")
     again = load_model(tmp_path / "model")
     assert again.config == second.config == WingsConfig(**vars(BASE), rank=5)
-    assert all(
-        torch.equal(again.state_dict()[name], tensor)
-        for name, tensor in second.state_dict().items()
-    )
+    assert_same_tensors(again.state_dict(), second.state_dict())
 
 
 def test_what_a_layer_adds_is_the_routed_sum():
@@ -216,11 +169,8 @@ def test_what_a_layer_adds_is_the_routed_sum():
         )
     attention.register_forward_hook(lambda m, args, out: seen.__setitem__("all", out))
     model(**inputs)
-    expected = (
-        seen["o_proj"]
-        + seen["router"][..., :1] * seen["visual"]
-        + seen["router"][..., 1:] * seen["textual"]
-    )
+    learners = torch.stack((seen["visual"], seen["textual"]), dim=-1)
+    expected = seen["o_proj"] + (learners * seen["router"][..., None, :]).sum(-1)
     torch.testing.assert_close(seen["all"], expected, atol=1e-6, rtol=1e-6)
     torch.testing.assert_close(seen["router"].sum(-1), torch.ones(seen["router"].shape[:2]))
 
@@ -230,7 +180,7 @@ def test_a_router_reads_octaves_of_distance():
     and text."""
     router = randomized(Router())
     size = 20
-    weights = torch.rand(1, HEADS, size, size, generator=torch.Generator().manual_seed(4)).tril()
+    weights = torch.rand(1, HEADS, size, size, generator=dice(4)).tril()
     columns = torch.tensor([[3, 4, 5, 6, 1 << 40]])
     decoder = wings().language_model
     at = torch.arange(1, 21)[None]
@@ -258,20 +208,14 @@ def test_a_batch_of_text_alone_gives_every_parameter_a_gradient():
 
 
 def test_what_a_cache_keeps():
-    """Breaks when a picture's keys change after the first call, or the caches have room for tokens
-    that never come."""
+    """Breaks when the caches have room for tokens that never come."""
     model = wings()
     inputs = batch(((2, 1, 6), (0, 0, 9), (0, 1, 5)))
-    ids = inputs["input_ids"]
-    types = inputs["token_type_ids"]
-    valid = inputs["attention_mask"]
-    cache = model.new_cache(ids.shape[1])
-    model(ids[:, :-3], inputs["pixel_values"], types[:, :-3], valid[:, :-3], cache=cache)
-    pictures = cache[0].visual.keys.clone()
-    model(ids[:, -3:], None, types, valid, cache=cache)
-    assert torch.equal(cache[0].visual.keys, pictures)
-    assert cache[0].visual.length == cache[0].visual.capacity == SLOTS
-    assert cache[0].textual.length == cache[0].textual.capacity == 9  # of the row of text alone
+    first = {name: of if name == "pixel_values" else of[:, :-3] for name, of in inputs.items()}
+    cache = model.new_cache(inputs["input_ids"].shape[1])
+    model(**first, cache=cache)
+    assert cache[0].visual.capacity == SLOTS
+    assert cache[0].textual.capacity == 9  # of the row of text alone
     refused(
         lambda: generate(model, **inputs, max_new_tokens=2, compiled=CompiledStep(model)),
         "without --compile",
@@ -293,28 +237,18 @@ def test_each_stage_trains_its_parts(tmp_path):
     for stage, (source, wanted) in enumerate(stages, 1):
         settings = stage_settings("wings", f"--stage {stage} --base {source} --r 4 --data jsonl:x")
         model, optimizer = open_model(settings, torch.device("cpu"))
-        rates = {
-            name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]
-        }
-        names = [name for name, _ in model.named_parameters()]
-        expected = {
-            name: rate
-            for name in names
-            for pattern, rate in wanted.items()
-            if re.fullmatch(pattern, name)
-        }
+        rates = {}
+        for group in optimizer.param_groups:
+            assert group["weight_decay"] == (1e-9, 1e-8)[stage - 1]
+            rates |= dict.fromkeys(group["names"], group["base_lr"])
+        expected = {}
+        for pattern, rate in wanted.items():
+            expected |= dict.fromkeys(parameter_names(model, pattern), rate)
         assert rates == pytest.approx(expected)
         assert model.config.routed == (stage == 2)
-        assert {group["weight_decay"] for group in optimizer.param_groups} == {
-            (1e-9, 1e-8)[stage - 1]
-        }
         assert settings.step_batch == (256, 64)[stage - 1]
-        assert (settings.schedule, settings.warmup, settings.clip, settings.epochs) == (
-            "cosine",
-            0.03,
-            1.0,
-            1,
-        )
+        recipe = settings.schedule, settings.warmup, settings.clip, settings.epochs
+        assert recipe == ("cosine", 0.03, 1.0, 1)
     settings = stage_settings("wings", "--stage 2 --base embedded --r 4 --data jsonl:x")
     refused(lambda: load_start(settings, torch.device("cpu")), "no model of stage 1")
 

@@ -14,7 +14,7 @@ from model.systems.wings import route
 from model.tokenizer import load_tokenizer
 from tests.files import draw, write_lines
 from tests.pieces import qwen_tokenizer
-from tests.reference import set_attention_backend
+from tests.reference import hf_language, set_attention_backend
 from tests.runs import stage_settings
 from train.model import open_model
 from train.systems import wings
@@ -41,34 +41,18 @@ def parts(request, tmp_path_factory):
     if request.param == "llama":
         tokenizer.chat_template = f"<|im_start|>system\n{SYSTEM['llama']}<|im_end|>\n"
     tokenizer.save_pretrained(folder / "text")
-    ids = {
-        "eos_token_id": len(tokenizer) - 1,
-        "bos_token_id": None,
-    }  # the end of a turn: a chat model
-    sizes = SIZES | {
-        "num_key_value_heads": 1,
-        "vocab_size": len(tokenizer) + 4,
-        "tie_word_embeddings": False,
-    }
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(request.param, **sizes, **ids)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "text")
-    vision = SIZES | {
-        "hidden_size": 20,
-        "patch_size": 14,
-        "image_size": 60,
-    }  # 16 patches, and a rest of 4 pixels
+    ends = {"eos_token_id": len(tokenizer) - 1, "bos_token_id": None}  # of a turn: a chat model
+    text = hf_language(request.param, vocab_size=len(tokenizer) + 4, **ends)
+    text.save_pretrained(folder / "text")
+    # 16 patches, and a rest of 4 pixels
+    vision = SIZES | {"hidden_size": 20, "patch_size": 14, "image_size": 60}
     siglip = transformers.SiglipConfig(vision_config=vision, text_config=SIZES | {"vocab_size": 50})
     transformers.SiglipModel(siglip).save_pretrained(folder / "siglip")
     draw(folder / "a.png", (200, 30, 90), size=(40, 20))
     said = zip(("human", "gpt") * 2, ("What is<image> it?", "a box", "Sure?", "yes"), strict=True)
-    rows = [
-        {"prefix": "Hello?", "suffix": "hi"},
-        {"image": "a.png", "prefix": "Say<image>", "suffix": "box"},
-    ]
-    rows.append(
-        {"image": "a.png", "conversations": [{"from": role, "value": text} for role, text in said]}
-    )
+    turns = [{"from": role, "value": text} for role, text in said]
+    rows = [{"prefix": "Hello?", "suffix": "hi"}, {"image": "a.png", "conversations": turns}]
+    rows.append({"image": "a.png", "prefix": "Say<image>", "suffix": "box"})
     write_lines(folder / "own.jsonl", rows)
     return folder
 
@@ -98,10 +82,8 @@ def test_the_start_is_the_language_model(parts, dtype):
     valid = torch.ones_like(ids)
     valid[0, :4] = 0
     for model in (first, route(first)):
-        for each in (model, text):
-            set_attention_backend(
-                each, "sdpa" if model is first else "eager"
-            )  # a router needs the attention's weights
+        for each in (model, text):  # a router needs the attention's weights
+            set_attention_backend(each, "sdpa" if model is first else "eager")
         logits = model(ids, None, torch.zeros_like(ids), valid)
         assert torch.equal(logits[valid.bool()], text(ids, valid)[valid.bool()])
 
@@ -172,7 +154,7 @@ def test_a_router_counts_distances_from_the_token_itself(parts):
     language models do."""
     model = route(opened(parts))
     valid = torch.ones(1, 5, dtype=torch.bool)
-    buckets = model.language_model.geometry(torch.randn(1, 5, 24), valid, valid.long())[0].buckets
+    buckets = model.language_model.geometry(torch.randn(1, 5, 64), valid, valid.long())[0].buckets
     assert buckets[0, 4].tolist() == [2, 2, 1, 1, 0]  # distances 4 to 0, by octave
 
 

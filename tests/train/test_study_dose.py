@@ -76,16 +76,13 @@ def test_both_tasks_from_end_to_end(tmp_path, monkeypatch, printed):
         "TUNING_SEEDS": (100,),
     }.items():
         monkeypatch.setattr(dose, name, value)
-    # test_built has the true one
-    monkeypatch.setattr(dose.built, "best_of_one_map", lambda cap, *_: 12.5 + cap)
     found = Mock(wraps=dose.found)
     monkeypatch.setattr(dose, "found", found)
-    command = f"--caps 0.5 --longer built --seeds 2 --jobs 1 --out {tmp_path} --rows".split()
+    command = f"--caps 0.5 --seeds 2 --jobs 1 --out {tmp_path} --rows".split()
     compare.run_study("dose", [*command, *dose.PLAIN, "plain + head norm", "v2"])
     lines = read_cells(tmp_path / "comparison.csv")
     assert "## needle, 1 × steps" in printed()
-    assert len(list(tmp_path.glob("*.png"))) == 4
     asked = [call.args[1] for call in found.call_args_list]
     assert asked.count("test") == asked.count("validation") - 2  # the base, under two caps
-    assert len({line.study for line in lines}) == 3
+    assert len({line.study for line in lines}) == 4  # each task, and at more steps
     assert {line.seed for line in lines} == {0, 1, 100}

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.files import read_json, write_vqav2
-from tests.runs import stage_settings
+from tests.reference import dice
+from tests.runs import cells_in, stage_settings, times_in
 from train.studies.cells import Job
 from train.systems.studies import qmamba
 from train.systems.studies.qmamba import ROWS, needs, open_row
@@ -65,12 +66,12 @@ cached_sample = cache(qmamba.scenes.sample)
 
 
 def study_folder(out, *flags):
-    """Run a study of one seed; the folders of its cells by row."""
+    """Run a study of one seed; its cells by row."""
     small = "--steps 1 --batch-size 4 --step-batch 4 --seeds 1 --rates 1 --jobs 1 --limit 4 --samples 40".split()
     with pytest.MonkeyPatch.context() as patch:  # thousands of training scenes are read again
         patch.setattr(qmamba.scenes, "sample", cached_sample)
         qmamba.main([*SMALL, *small, "--out", str(out), *flags])
-    return {read_json(file)["row"]: file.parent for file in out.glob("cells/*/cell.json")}
+    return cells_in(out)
 
 
 @pytest.mark.long
@@ -78,10 +79,10 @@ def test_the_study_from_end_to_end_and_again(tmp_path):
     """Breaks when a row is missing, is asked in another direction than it says, or a finished cell
     is made again."""
     cells = study_folder(tmp_path)
-    made = {file: file.stat().st_mtime_ns for file in tmp_path.glob("cells/*/*.json")}
+    made = times_in(tmp_path)
     assert set(cells) == {*ROWS}
     queries = {}
-    for row, folder in cells.items():
+    for row, (folder, _) in cells.items():
         if not ROWS[row].order:
             model = load_model(folder / "model")
             queries[row] = model.config.num_image_tokens
@@ -90,7 +91,7 @@ def test_the_study_from_end_to_end_and_again(tmp_path):
     eight = dict.fromkeys(("local", "global", "from scratch"), 8)
     sixteen = dict.fromkeys(("all queries", "connector", "linear"), 16)
     assert queries == eight | sixteen | {"half the queries": 4}
-    features = torch.randn(1, 16, 128, generator=torch.Generator().manual_seed(0))
+    features = torch.randn(1, 16, 128, generator=dice(0))
     read = set()
     for projector.connector.order in ("bidirectional", "forward", "backward"):
         read.add(projector(features).sum().item())
@@ -99,7 +100,7 @@ def test_the_study_from_end_to_end_and_again(tmp_path):
     table = tables["the row that the paper compares with"]
     assert {line["row"] for line in table} == {*ROWS} - {"from scratch"}
     assert study_folder(tmp_path) == cells
-    assert made == {file: file.stat().st_mtime_ns for file in tmp_path.glob("cells/*/*.json")}
+    assert made == times_in(tmp_path)
 
 
 @pytest.mark.long
@@ -109,4 +110,4 @@ def test_a_table_is_made_of_data_on_disk(tmp_path):
     flags = f"--data vqav2:{tmp_path}/data --validation 0.5 --tables 2".split()
     cells = study_folder(tmp_path / "study", *flags)
     assert set(cells) == {"local", "global", "connector"}  # whose connector the others start from
-    assert set(read_json(cells["global"] / "cell.json")["scores"]["test"]) == {"VQA"}
+    assert set(cells["global"][1]["scores"]["test"]) == {"VQA"}

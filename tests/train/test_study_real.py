@@ -1,21 +1,13 @@
 """The study on a pretrained model, on a tiny random one: rows are trained and asked as it says."""
 
-import json
 import random
 
 import pytest
 import torch
 
 from eval.systems.needles import Haystack, measure
-from tests.pieces import language_folder
+from tests.runs import cells_in
 from train.systems.studies import real
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("language") / "llama"
-    language_folder(path, "llama", 2048).save_pretrained(path)
-    return path
 
 
 @pytest.fixture
@@ -27,9 +19,9 @@ def short(monkeypatch):
     monkeypatch.setattr(real, "ASKED", 1)
 
 
-def test_rows_to_learn_from(folder, short):
+def test_rows_to_learn_from(llama, short):
     """Breaks when a row asks about another fact, or learns anything but the answers."""
-    haystack: Haystack = real.haystacks(str(folder), None)["train"]
+    haystack: Haystack = real.haystacks(str(llama), None)["train"]
     decode = haystack.tokenizer.decode
     ids, labels = real.row_of(haystack, "few", random.Random(2))
     assert len(ids) == len(labels) > 500
@@ -42,7 +34,7 @@ def test_rows_to_learn_from(folder, short):
     assert len(ids) == 60
 
 
-def test_each_seed_has_its_own_contexts(folder, short, monkeypatch):
+def test_each_seed_has_its_own_contexts(llama, short, monkeypatch):
     """Breaks when all seeds are asked about the same contexts, or two seeds share some."""
     seen = []
 
@@ -51,23 +43,20 @@ def test_each_seed_has_its_own_contexts(folder, short, monkeypatch):
         return measure(model, haystack, length, facts, contexts, asked)
 
     monkeypatch.setattr(real, "measure", spy)
-    options = real.Options(base=str(folder), contexts=2)
+    options = real.Options(base=str(llama), contexts=2)
     for seed in range(3):
         real.train(options, seed, "prose", 1, "softmax")
     assert sorted(seen) == sorted([*range(6)] * 3)
 
 
 @pytest.mark.long
-def test_the_study(folder, short, tmp_path, printed):
+def test_the_study(llama, short, tmp_path, printed):
     """Breaks when a row cannot be trained, a measure is missing, or equal rows are not equal."""
-    flags = f"--base {folder} --quick --steps 1 --contexts 2 --jobs 1 --out {tmp_path}".split()
+    flags = f"--base {llama} --quick --steps 1 --contexts 2 --jobs 1 --out {tmp_path}".split()
     real.main(flags)
     report = printed()
     assert "twin-small, few" in report
-    cells = {}
-    for file in (tmp_path / "cells").rglob("cell.json"):
-        cell = json.loads(file.read_text())
-        cells[cell["row"]] = cell["scores"]["test"]
+    cells = {row: cell["scores"]["test"] for row, (_, cell) in cells_in(tmp_path).items()}
     assert len(cells) == 2 * len(real.ROWS) + 1  # a control that trains longer
     scores = cells["plain, few"]
     assert [len(scores[name]) for name in "exact quiet fall loss".split()] == [4, 2, 2, 2]

@@ -10,7 +10,7 @@ from lora import adapter
 from model.systems.wings import attach, route
 from tests.files import read_json
 from tests.reference import relative_error
-from tests.runs import stage_settings
+from tests.runs import stage_settings, times_in
 from train.optim import parameter_count, parameter_names, trainable
 from train.studies.cells import Job
 from train.systems.studies import wings
@@ -126,7 +126,7 @@ def test_the_study_from_end_to_end_and_again(tmp_path, monkeypatch):
     monkeypatch.setattr(wings, "LOOKED_AT", 4)  # pictures whose attention is measured
     command = f"--base embedded {SMALL} --out {tmp_path}".split()
     wings.main(command)
-    made = {file: file.stat().st_mtime_ns for file in tmp_path.glob("cells/*/*.json")}
+    made = times_in(tmp_path)
     summary = read_json(tmp_path / "comparison.json")
     text = (tmp_path / "comparison.md").read_text()
     facts = {row: cells["facts"][0] for row, cells in summary["rows"].items()}
@@ -145,4 +145,4 @@ def test_the_study_from_end_to_end_and_again(tmp_path, monkeypatch):
     assert all(f"\n| {row} " in text for row in ROWS)
     assert all(f" {task} " in text for task in TASKS)
     wings.main(command)
-    assert made == {file: file.stat().st_mtime_ns for file in tmp_path.glob("cells/*/*.json")}
+    assert made == times_in(tmp_path)

@@ -1,6 +1,5 @@
 """Language models from nothing: what rows are made of, and that a run resumes to the bit."""
 
-import itertools
 import re
 import shutil
 from collections import Counter
@@ -53,15 +52,13 @@ def test_rows_are_full_of_whole_documents(corpus):
 
 
 def test_targets_are_the_next_tokens_of_the_same_document(corpus):
-    """Breaks when a target is of another document than its input, or a token that nothing foretells
-    is learned."""
+    """Breaks when a target is of another document than its input, a token that nothing foretells is
+    learned, or two seeds learn the same rows."""
     order = TextOrder(corpus, SETTINGS)
     batch = order[range(3, 5)]
     unforeseen = {*map(corpus.tokenizer.piece_to_id, (*RECORDS, *QUESTIONS))}
     for at, number in enumerate((3, 4)):
-        ids = []
-        documents = []
-        targets = []
+        ids, documents, targets = [], [], []
         for n, document in enumerate(draw_documents(corpus, order.tasks, SETTINGS, number)):
             ids += document[:-1]
             documents += [n] * (len(document) - 1)
@@ -70,47 +67,19 @@ def test_targets_are_the_next_tokens_of_the_same_document(corpus):
         assert batch.documents[at].tolist() == documents
         assert batch.targets[at].tolist() == targets
     assert batch.tokens == (batch.targets != -100).sum() < 2 * SETTINGS.length
-
-
-def test_the_order_starts_anywhere(corpus):
-    """Breaks when a resumed run sees other rows, or two seeds the same."""
-    settings = replace(SETTINGS, step_batch=4, tokens=4 * 128 * 6)
-    whole = list(TextOrder(corpus, settings).steps(0))
-    assert len(whole) == 6 == TextOrder(corpus, settings).total
-    assert all(len(step) == 2 for step in whole)
-    resumed = TextOrder(corpus, settings).steps(4, workers=2)
-    for ours, theirs in zip(itertools.chain(*resumed), itertools.chain(*whole[4:]), strict=True):
-        assert torch.equal(ours.input_ids, theirs.input_ids)
-        assert ours.names == theirs.names
-    assert not torch.equal(
-        TextOrder(corpus, replace(settings, seed=1))[range(2)].input_ids, whole[0][0].input_ids
-    )
-
-
-def test_processes_share_the_rows_of_a_step(corpus):
-    """Breaks when a row of a step is taken twice or by no process, or a process takes more than its
-    share."""
-    settings = replace(SETTINGS, step_batch=6)
-    names = []
-    for rank in range(2):
-        micros = next(TextOrder(corpus, settings, "train", rank, 2).steps(2))
-        assert [len(micro.names) for micro in micros] == [2, 1]
-        for micro in micros:
-            names += micro.names
-    assert names == [f"row {n}" for n in range(12, 18)]
-    refused(lambda: TextOrder(corpus, settings, "train", 0, 4), "--step-batch 6: ", "4 processes")
+    other = TextOrder(corpus, replace(SETTINGS, seed=1))[range(3, 5)]
+    assert not torch.equal(other.input_ids, batch.input_ids)
 
 
 def test_decay_leaves_norms_scalars_and_the_embedding_alone():
     """Breaks when the optimizer leaves parameters out, or decay pulls norms, λ or the embedding."""
     model = new_model("nano", True)
     bare, decayed = text_optimizer(model, SETTINGS).param_groups
-    names = dict(model.named_parameters())
-    assert {*bare["names"], *decayed["names"]} == names.keys()
     assert bare["weight_decay"] == 0
-    assert {*decayed["names"]} == {
-        name for name in names if names[name].dim() == 2 and "embed_tokens" not in name
-    }
+    assert {*bare["names"], *decayed["names"]} == {name for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.dim() == 2 and "embed_tokens" not in name
+        assert (name in decayed["names"]) == is_matrix
 
 
 @pytest.mark.long
@@ -128,18 +97,17 @@ def test_a_run_resumes_to_the_bit(tmp_path, kind):
     ]  # 2000 tokens are 8 steps of 256
     (text / "0.txt").write_text(prose(1000))
     main(["--resume", str(cut)])
-    ours, theirs = (load_model(run / "model").state_dict() for run in (cut, whole))
-    assert ours.keys() == theirs.keys()
-    assert_same_tensors(ours, theirs)
+    assert_same_tensors(*(load_model(run / "model").state_dict() for run in (cut, whole)))
     assert metrics(cut) == metrics(whole)
 
 
 @pytest.mark.long
-def test_two_processes_learn_what_one_does(text_folder, tmp_path):
+def test_two_processes_learn_what_one_does(text_folder, corpus, tmp_path):
     """Breaks when a row is learned twice or not, or FSDP2 loses a weight."""
-    step = (
-        f"{SMALL} --tokens {4 * 6 * 128} --step-batch 6 --checkpoint-every 2"  # 4 steps of 6 rows
-    )
+    settings = replace(SETTINGS, step_batch=6)
+    refused(lambda: TextOrder(corpus, settings, "train", 0, 4), "--step-batch 6: ", "4 processes")
+    # 4 steps of 6 rows
+    step = f"{SMALL} --tokens {4 * 6 * 128} --step-batch 6 --checkpoint-every 2"
     step += f" --text {text_folder} --corpus {tmp_path}/corpus --out {tmp_path}"
     # each process takes 3 rows of a step, in micro-batches of 2 and 1
     in_pair(main, f"{step}/ddp", f"{step}/sharded --shard", meet=tmp_path)
@@ -152,6 +120,5 @@ def test_two_processes_learn_what_one_does(text_folder, tmp_path):
             assert ours["gradient_norm"] == pytest.approx(theirs["gradient_norm"], rel=1e-4)
         ours, theirs = (load_model(folder / "model").state_dict() for folder in (run, alone))
         apart = torch.cat([(ours[name] - theirs[name]).abs().flatten() for name in theirs])
-        assert (
-            apart.mean() < 1e-5
-        )  # AdamW moves a weight by a whole rate where rounding turns a gradient near 0
+        # AdamW moves a weight by a whole rate where rounding turns a gradient near 0
+        assert apart.mean() < 1e-5

@@ -12,18 +12,15 @@ have one.
 """
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 
 from model.attention import Attention
 from model.differential import KINDS, Differential, options_of
-from train.chart import line_chart
 from train.optim import rate_factor
 from train.studies import report
 from train.studies.cells import Job
@@ -58,22 +55,6 @@ def best_of_one_map(cap: float = 1.0, others: int = OTHERS, draws: int = 200_000
 def without_second_map(attention: Differential) -> None:
     """Make λ 0: of `shared`, plain attention and the norm by head are left."""
     attention.coefficient = partial(torch.zeros, 1)
-
-
-def draw_bound(heads: Sequence[float]) -> Image.Image:
-    """That bound over the cap and the number of others, beside guessing; heads by their caps are
-    dots on the axis."""
-    exponents = [step / 4 for step in range(-8, 14)]
-    lines = {}
-    for n in (15, 63, 255, 1023):
-        lines[f"{n} others"] = [(x, best_of_one_map(2**x, n, 20_000)) for x in exponents]
-    lines["guessing"] = [(x, 100 / CLASSES) for x in exponents]
-    lines["heads of the base"] = []
-    for cap in heads:
-        lines["heads of the base"] += [(math.log2(cap), 0.0), (math.nan, 0.0)]  # not a line
-    labels = "Best accuracy of one map", "its logits are within ± this", "right answers, %"
-    names = {math.log2(cap): f"{cap:g}" for cap in (0.25, 0.5, 1, 2, 4, 8)}
-    return line_chart(lines, *labels, x_names=names)
 
 
 def draw(rows: int, seed: int, others: int = OTHERS) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,31 +20,27 @@ could tell it at any cap: the bound says nothing of it.
 
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from PIL import Image
 
 from eval.data import scenes
-from eval.figures import save
 from eval.report import interval_text, markdown_table
-from model.attention import attention_modules, tapped
+from model.attention import attention_modules
 from model.paligemma import PaliGemma
 from model.processor import Processor
-from train.chart import line_chart
 from train.flags import flag, from_values, several
 from train.model import load_base, make_optimizer, rules_of
-from train.optim import parameter_count, trainable
 from train.settings import Settings
 from train.studies import built, report
 from train.studies.cells import Job
 from train.studies.engine import Run, Study, StudyOptions
 from train.studies.rules import Measure
-from train.studies.training import descend, open_row, read_given
+from train.studies.training import descend, facts_of, open_row, read_given
 from weights.export import export_model
 
 CPU = torch.device("cpu")
@@ -52,7 +48,7 @@ CAPS = (None, 2.0, 1.0, 0.5, 0.25)
 MILD = 1.0  # by the bound, nothing can be gained from here up
 # caps of the base, BASE_STEPS each
 FALLING = (None, None, 8.0, 5.6, 4.0, 2.8, 2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25)
-LONGER = (None, 0.5)  # at these caps also TIMES the steps
+LONGER = (None, 0.5)  # at these caps also TIMES the steps, but in a quick study
 TIMES = 4
 OTHERS = 15  # distractors
 TUNING_SEEDS = (100, 101, 102)
@@ -102,7 +98,7 @@ BATCH = 32  # of a step
 TUNED = ("plain", "twin-small", "v2")
 BASE = "base"  # a job, from which the rows of needles start
 BASE_STEPS = 50
-QUICK = {"tasks": ("built",), "seeds": 3, "rates": (0.02,), "longer": ("none",)}
+QUICK = {"tasks": ("built",), "seeds": 3, "rates": (0.02,)}
 QUICK |= {"rows": (*PLAIN, "shared", "twin-small", "v2", "dex", "mean")}
 
 
@@ -112,7 +108,6 @@ class Options(StudyOptions):
     rows: tuple[str, ...] = several(ROWS, "(default: all)")
     tasks: tuple[str, ...] = several(TASKS, "(default: both)")
     caps: tuple[str, ...] = several(map(str, CAPS), "of the logits")
-    longer: tuple[str, ...] = several([*TASKS, "none"], "tasks with longer runs too", TASKS)
 
 
 # Needles
@@ -228,8 +223,7 @@ def train(
     model, optimizer = open_row(model, settings, attention, **graft)
     learn(model.train(), optimizer, steps, "cosine", seed)
     scores = {split: {"needle": found(model.eval(), split)} for split in TESTS}
-    facts = {"parameters": parameter_count(trainable(model).values())}
-    return {"scores": scores, "facts": facts}
+    return {"scores": scores, "facts": facts_of(model)}
 
 
 # The studies, one for each dose
@@ -238,9 +232,9 @@ def train(
 def doses_of(options: Options) -> list[tuple[str, float | None, int]]:
     """Task, cap, and how many times the steps; the first needles choose the rates of all."""
     caps = [None if cap == "None" else float(cap) for cap in options.caps]
-    longer = [task for task in options.tasks if task in options.longer]
     doses = [(task, cap, 1) for task in options.tasks for cap in caps]
-    return doses + [(task, cap, TIMES) for task in longer for cap in caps if cap in LONGER]
+    longer = [] if options.quick else [cap for cap in caps if cap in LONGER]
+    return doses + [(task, cap, TIMES) for task in options.tasks for cap in longer]
 
 
 def study_of(options: Options, task: str, cap: float | None, times: int) -> Study:
@@ -304,7 +298,7 @@ def compute_doses(options: Options, first: Run) -> dict:
 
 
 def blocks(options: Options, first: Run) -> list:
-    """A table and a figure of each task, and the figure of the bound."""
+    """A table of each task."""
     tables = []
     for (task, times), by_cap in compute_doses(options, first).items():
         # 1. the controls, and differences by cap and row
@@ -323,57 +317,7 @@ def blocks(options: Options, first: Run) -> list:
             body.append([row, *texts])
         title = f"{task}, {times} × steps"
         tables += [f"## {title}", markdown_table(head, body)]
-        save(draw_gaps(title, gaps), first.out / f"dose-{task}{times}.png")
-    save(built.draw_bound(head_bounds()), first.out / "bound.png")
     return tables
-
-
-# Figures
-
-
-def draw_gaps(title: str, by_cap: Mapping) -> Image.Image:
-    """Differences to the plain rows over the cap, with intervals; `plain again` is the difference
-    of equal rows. by_cap: of each cap the differences by row."""
-    rows = next(iter(by_cap.values()))
-    lines, bars = {}, {}
-    for row in rows:
-        places = [(math.log2(cap or 4.0), gaps[row]) for cap, gaps in by_cap.items()]
-        lines[row] = sorted((x, gap["mean"]) for x, gap in places)
-        bars[row] = [(x, gap["low"], gap["high"]) for x, gap in places]
-    labels = title, "cap of the logits, on a scale of logarithms", "points beside plain rows"
-    names = {math.log2(cap): f"{cap:g}" for cap in by_cap if cap}
-    if None in by_cap:
-        names[math.log2(4.0)] = "none"
-    return line_chart(lines, *labels, marked=rows, bars=bars, x_names=names)
-
-
-@torch.no_grad()
-def head_bounds() -> list[float]:
-    """Of each head of the base's decoder half of what the logit of the needle's patch has above the
-    mean of the 15 others', at the word where that is largest; the mean over 64 needles. A map
-    bounded to ±c has at most c."""
-    model = load_base(Settings(device="cpu"), CPU).eval()
-    count = 64
-    numbers = torch.arange(count)
-    batch, _ = needles("validation", count)
-    # 1. the weights of all layers
-    weights = []
-    attentions = attention_modules(model.language_model).values()
-    with tapped(dict.fromkeys(attentions, weights.append)):
-        answers(model, "validation", count, numbers)
-    # 2. where the patches are, and what does not look at them
-    image = batch.input_ids == model.config.image_token_id
-    patches = image.nonzero()[:, 1].view(count, 1, 1, 16)
-    hidden = (image | (batch.attention_mask == 0) | (batch.token_type_ids > 0))[:, None]
-    # 3. the gap of each head
-    bounds = []
-    for of_layer in weights:  # (B, N, S, S); logarithms of weights differ as logits do
-        logits = of_layer.clamp(min=1e-38).log()
-        logits = logits.gather(3, patches.expand(*logits.shape[:3], 16))
-        needle = logits[numbers, :, :, numbers % 16]  # needles take the places in turn
-        gaps = (needle - (logits.sum(-1) - needle) / OTHERS) / 2
-        bounds += gaps.masked_fill(hidden, -math.inf).amax(-1).mean(0).tolist()
-    return bounds
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -94,7 +94,6 @@ class Options(NeedleOptions):
     )
     plan: bool = flag(False, "train nothing: print what the runs take (memory, disk, hours)")
     gpu: str = flag("H100", "GPU of --plan", choices=list(GPUS))
-    gpus: int = flag(1, "number of them", least=1)
 
     @property
     def finished(self) -> dict[str, Path]:
@@ -296,12 +295,12 @@ def main(argv: Sequence[str]) -> None:
     models = read_models(argv)
     options = models["paper-1"]
     if options.plan:
-        rows = [plan(on_share(models[name]), name, gpus=options.gpus) for name in options.rows]
+        rows = [plan(on_share(models[name]), name) for name in options.rows]
         # which the paper chose for Part 2
         whole = [name for name in ("paper-1", "paper-2") if name in options.rows]
-        rows += [plan(models[name], f"{name}, all pictures", gpus=options.gpus) for name in whole]
+        rows += [plan(models[name], f"{name}, all pictures") for name in whole]
         if "paper-2" in whole:
-            rows.append(plan(plain(models["paper-2"]), CONTROL, gpus=options.gpus))
+            rows.append(plan(plain(models["paper-2"]), CONTROL))
         print(plan_table(rows, options.gpu))
     else:
         report.publish(study_of(models), options)

@@ -93,8 +93,18 @@ def train_and_ask(settings: Settings, tasks: Tasks, folder: Path) -> dict:
     records = training_records(settings)
     seconds = train_cell(model, optimizer, processor, records, settings, folder)
     adapter.save(model, folder, settings.base, settings.question_prompt)
-    facts = {"parameters": parameter_count(trainable(model).values()), "seconds": seconds}
-    return {"scores": ask_tasks(model, processor, settings, tasks, folder), "facts": facts}
+    scores = ask_tasks(model, processor, settings, tasks, folder)
+    return {"scores": scores, "facts": facts_of(model, seconds=seconds)}
+
+
+def facts_of(model: Any, **more) -> dict:
+    """What a report says of a trained model beside its scores."""
+    return {"parameters": parameter_count(trainable(model).values()), **more}
+
+
+def option_of(options: Mapping) -> tuple[str, ...]:
+    """Options by name as --option takes them."""
+    return tuple(f"{name}={json.dumps(value)}" for name, value in options.items())
 
 
 def open_row(
@@ -111,8 +121,7 @@ def open_row(
         for variant in variants_of(model).values():
             without_second_map(variant)
         kind = "softmax"  # no other graft
-    option = tuple(f"{name}={json.dumps(value)}" for name, value in options.items())
-    settings = replace(settings, attention=kind, option=option)
+    settings = replace(settings, attention=kind, option=option_of(options))
     return open_model(settings, choose_device(settings.device), model)
 
 
@@ -122,11 +131,13 @@ def descend(
     losses: Iterable[torch.Tensor],
     steps: int,
     schedule: str = "cosine",
+    warmup: float = 0.1,
 ) -> None:
-    """A step down each of the losses, which are computed one by one."""
+    """A step down each of the losses, which are computed one by one. schedule, warmup: of
+    `rate_factor`."""
     learned = list(trainable(model).values())
     for step, loss in enumerate(losses):
-        set_rates(optimizer, rate_factor(step, steps, 0.1, schedule))
+        set_rates(optimizer, rate_factor(step, steps, warmup, schedule))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(learned, 1.0)
         optimizer.step()

@@ -53,13 +53,8 @@ class StageSettings(Settings):
 
     stage: int = flag(1, "its stage; 2 starts from the model of stage 1, --base RUN/model")
 
-    @property
-    def is_grafted(self) -> bool:
-        return False
-
-    @property
-    def writes_model(self) -> bool:
-        return True
+    is_grafted = False
+    writes_model = True
 
     @property
     def program(self) -> str:
@@ -104,14 +99,11 @@ class StageSettings(Settings):
         super().check()
 
 
-def stage_defaults(
-    kind: type[StageSettings],
-    stage: int,
-    is_embedded: bool,
-) -> dict[str, object]:
-    """The settings of a stage, on the embedded data or on others; empty where there is no such
-    stage."""
+def stage_defaults(kind: type[StageSettings], stage: int, given: Mapping) -> dict[str, object]:
+    """The settings of a stage, on the embedded data or on those of the `given` flags; empty where
+    there is no such stage."""
     recipe = kind.STAGES.get(stage, StageRecipe({}))
+    is_embedded = tuple(given.get("data", EMBEDDED)) == EMBEDDED
     return {**recipe.defaults, **(recipe.embedded if is_embedded else {})}
 
 
@@ -142,8 +134,7 @@ def parse_stage(
     """The settings and the run folder of the flags of a system, in words or by name."""
 
     def defaults(given: dict) -> dict:
-        is_embedded = tuple(given.get("data", EMBEDDED)) == EMBEDDED
-        of_stage = stage_defaults(kind, given.get("stage", 1), is_embedded)
+        of_stage = stage_defaults(kind, given.get("stage", 1), given)
         return of_stage | recipe_values(given.get("recipe", ""), given)
 
     groups = {**GROUPS, "model": f"stage {GROUPS['model']}"}

@@ -18,12 +18,11 @@ A prompt to copy or to look up belongs to exactly one split, by its hash. All sp
 140 sums and facts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 
 from eval.command import add_flag, command_parser, whole
@@ -36,8 +35,9 @@ from model.processor import Processor
 from model.source import EMBEDDED
 from train.data.batches import MicroBatch, collate
 from train.model import supervised_loss
-from train.optim import Rule, make_adamw, parameter_groups, parameter_names, rate_factor, set_rates
+from train.optim import Rule, make_adamw, parameter_groups, parameter_names
 from train.run import check_empty
+from train.studies.training import descend
 from train.systems.wings import TEXT_FOLDER
 from weights.export import companions, export_model
 from weights.load import load_model
@@ -100,13 +100,13 @@ def make_text_base(seed: int, folder: Path, steps: int = STEPS) -> PaliGemma:
     model.vision_tower.load_state_dict(base.vision_tower.state_dict())
     decoder = Rule(parameter_names(model, r"language_model\..*"), RATE, 1e-9)
     optimizer = make_adamw(parameter_groups(model, [decoder]), (0.9, 0.98))
-    for step in tqdm(range(steps), "text"):
-        micro = sentences(step, seed, processor)
-        (supervised_loss(model, micro) * (1 / micro.tokens)).backward()
-        clip_grad_norm_(model.language_model.parameters(), 1.0)
-        set_rates(optimizer, rate_factor(step, steps, 0.05, "cosine"))
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def losses() -> Iterator[torch.Tensor]:
+        for step in tqdm(range(steps), "text"):
+            micro = sentences(step, seed, processor)
+            yield supervised_loss(model, micro) * (1 / micro.tokens)
+
+    descend(model, optimizer, losses(), steps, warmup=0.05)
     export_model(model.eval(), folder, companions=companions(EMBEDDED))
     return model
 

@@ -35,13 +35,12 @@ from model.paligemma import PaliGemma
 from train.flags import several
 from train.loop import Diverged
 from train.model import load_start, open_processor
-from train.optim import parameter_count, trainable
 from train.settings import Settings
 from train.studies import engine, report
 from train.studies.cells import Job
 from train.studies.engine import MEAN
 from train.studies.measures import Task, asking, training_records, vqa_task
-from train.studies.training import Tasks, ask_tasks, key_of
+from train.studies.training import Tasks, ask_tasks, facts_of, key_of, option_of
 from train.systems.qmamba import QMambaSettings
 from train.systems.studies.stages import StagedOptions, read_stages, train_stage
 from weights.export import export_model
@@ -122,13 +121,12 @@ def make(
     if needed and not (needed[0] / "model").exists():
         raise Diverged("the row that it starts from diverged")
     if row.order:
-        return scan(
-            stages[1],
-            tasks,
-            row.order,
-            needed[0],
-            folder,
-        )
+        settings = replace(stages[1], base=str(needed[0] / "model"))
+        model = load_start(settings, choose_device(settings.device))
+        model.multi_modal_projector.connector.order = row.order
+        processor, _ = open_processor(settings, model)
+        facts = json.loads((needed[0] / "cell.json").read_text())["facts"]
+        return {"scores": ask_tasks(model, processor, settings, tasks, folder), "facts": facts}
     # 1. both stages
     model = open_row(stages[0], row, job.seed, *needed)
     processor, files = open_processor(stages[0], model)
@@ -141,28 +139,11 @@ def make(
         )
     # 2. what it says
     scores = ask_tasks(model, processor, stages[1], tasks, folder)
-    facts = {"parameters": parameter_count(trainable(model).values()), "seconds": seconds}
     # 3. the model stays, for other rows
     shutil.rmtree(folder / "model", ignore_errors=True)  # of a study that was killed here
     export_model(model, folder / "model", companions=files)
     shutil.rmtree(folder / "stages")
-    return {"scores": scores, "facts": facts}
-
-
-def scan(
-    settings: Options,
-    tasks: Tasks,
-    order: str,
-    trained: Path,
-    folder: Path,
-) -> dict:
-    """Ask the model of the cell `trained`, whose connector scans in one direction."""
-    settings = replace(settings, base=str(trained / "model"))
-    model = load_start(settings, choose_device(settings.device))
-    model.multi_modal_projector.connector.order = order
-    processor, _ = open_processor(settings, model)
-    facts = json.loads((trained / "cell.json").read_text())["facts"]
-    return {"scores": ask_tasks(model, processor, settings, tasks, folder), "facts": facts}
+    return {"scores": scores, "facts": facts_of(model, seconds=seconds)}
 
 
 def open_row(
@@ -181,8 +162,7 @@ def open_row(
         options["queries"] = sizes.vision.num_image_tokens
         if queries == "half":
             options["queries"] = max(1, sizes.projector.queries // 2)
-    option = tuple(f"{name}={json.dumps(value)}" for name, value in options.items())
-    settings = replace(settings, seed=seed, option=option)
+    settings = replace(settings, seed=seed, option=option_of(options))
     return load_start(settings, choose_device(settings.device))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from eval.data.records import Record
 from train.flags import flag, from_values
 from train.model import make_optimizer, rules_of
-from train.settings import EMBEDDED, Settings
+from train.settings import Settings
 from train.studies.training import TuningOptions, read_given, train_cell
 from train.systems.stages import StageSettings, stage_defaults
 
@@ -40,10 +40,9 @@ def read_stages(
 ) -> list:
     """The settings of both stages, of a kind of StagedOptions. Raises UserError."""
     given = read_given(kind, argv, f"train.reproduce {kind.NAME}", doc, quick)
-    is_embedded = tuple(given.get("data", EMBEDDED)) == EMBEDDED
     stages = []
     for stage in (1, 2):
-        defaults = stage_defaults(kind, stage, is_embedded) | {"stage": stage}
+        defaults = stage_defaults(kind, stage, given) | {"stage": stage}
         stages.append(from_values(kind, defaults | given))
     first, second = stages
     if first.stage_1_data:

@@ -197,7 +197,8 @@ def study_of(options: Options, corpus: Corpus) -> engine.Study:
 
 
 def blocks(options: Options, run: engine.Run) -> list:
-    """λ, the paper's figures, and the command that measures the runs by depth and number."""
+    """λ, and the paper's figures. `eval.systems.text all CELL…` measures the cells by depth and
+    number."""
     first = options.sizes[0]
     rows = {kind: f"{kind}, {first}" for kind in KINDS}
     # 1. λ
@@ -212,16 +213,10 @@ def blocks(options: Options, run: engine.Run) -> list:
             here.append(f"{np.mean([cell[name] for cell in run.facts(row)]):.3f}")
         shares.append([f"attention {title}", *published, *here])
     head = ["share of", *KINDS, *(f"{kind}, here" for kind in KINDS)]
-    # 3. the command
-    command = "python -m eval.systems.text all"
-    for job in run.used:
-        if job.row in rows.values() and job.rate == run.rates[job.row]:
-            command += f" {run.file(job).parent}"
     found = [
         f"λ of {first} by layer, mean over seeds: {by_layer}.",
         "## Published (Ye et al. 2024, 3B) and here",
         markdown_table(head, shares),
-        f"By depth, number and length of context: `{command}`",
     ]
     return found + built.blocks(run, built.ORIGINAL) if options.positive else found
 

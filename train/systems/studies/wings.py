@@ -49,7 +49,7 @@ from train.studies import engine, report
 from train.studies.cells import Job
 from train.studies.measures import Task, asking, training_records, vqa_task
 from train.studies.rules import Measure, exact_interval
-from train.studies.training import Tasks, ask_tasks, key_of
+from train.studies.training import Tasks, ask_tasks, facts_of, key_of
 from train.systems.studies.stages import StagedOptions, read_stages, train_stage
 from train.systems.text_base import TASKS, make_text_base, sentence
 from train.systems.wings import TEXT_BASE, WingsSettings
@@ -130,8 +130,7 @@ def make(
     # a flat curve has no correlation
     scores["test"][SHIFT] = np.nan_to_num(shift.each, nan=1.0).tolist()
     shutil.rmtree(folder / "stages")
-    facts = {"parameters": parameter_count(trainable(model).values()), "seconds": seconds}
-    facts["laws"] = shift.shares.tolist()
+    facts = facts_of(model, seconds=seconds, laws=shift.shares.tolist())
     if second.is_embedded and np.mean(scores["validation"][PICTURES]) < READ:
         facts["unusable"] = "it has not learned to read pictures"
     return {"scores": scores, "facts": facts}
@@ -159,13 +158,13 @@ def lora_rank(model: Wings) -> int:
     return -(-learners // parameter_count(trainable(plain).values()))
 
 
-def pictures_to_learn(settings: Settings) -> Sequence[Record]:
+def pictures_to_learn(settings: Options) -> Sequence[Record]:
     """Data on disk as it is; scenes with the picture at a random place in the question."""
     if not settings.is_embedded:
         return training_records(settings)
     seed = settings.seed
     dice = random.Random(f"places/{seed}/{settings.stage}")
-    first = 10_000_000 * (settings.stage or 0)
+    first = 10_000_000 * settings.stage
     return [scene("train", first + n, dice.random(), seed) for n in range(settings.samples)]
 
 
@@ -190,22 +189,19 @@ def looked_at(settings: Settings) -> list[Record]:
     return [record for record in records if len(record.pictures) == 1][:LOOKED_AT]
 
 
-def tasks_of(
-    settings: Settings,
-    split: str,
-    limit: int,
-) -> dict[str, Task]:
+def tasks_of(options: Options, split: str) -> dict[str, Task]:
     """Text, and held-out questions about pictures; of scenes the share of the objects that the
     answer names."""
-    kinds = [TASKS[n % len(TASKS)] for n in range(limit)]
+    kinds = [TASKS[n % len(TASKS)] for n in range(options.limit)]
     asks = []
     for n, kind in enumerate(kinds):
         prompt, answer = sentence(kind, split, n // len(TASKS))
         asks.append(Question(n, f"{n}", (), prompt, truth=answer))
     tasks = {TEXT: asking("text alone", asks, rungs=kinds)}
-    if not settings.is_embedded:
-        return tasks | {PICTURES: replace(vqa_task(settings, split, limit), in_mean=False)}
-    records = [scene(split, n) for n in range(limit)]
+    if not options.is_embedded:
+        pictures = vqa_task(options, split, options.limit)
+        return tasks | {PICTURES: replace(pictures, in_mean=False)}
+    records = [scene(split, n) for n in range(options.limit)]
     asks = [question_of(record, truth=record.suffix) for record in records]
     return tasks | {PICTURES: asking("pictures", asks, share_named, in_mean=False)}
 
@@ -228,7 +224,7 @@ def study_of(stages: Sequence[Options]) -> engine.Study:
         for row, control in table.items():
             if {row, control} <= {*options.rows}:
                 beside.setdefault(title, {})[row] = (control,)
-    tasks = {split: tasks_of(options, split, options.limit) for split in ("validation", "test")}
+    tasks = {split: tasks_of(options, split) for split in ("validation", "test")}
     start = first
     if first.base == TEXT_BASE:  # the cells train it
         start = replace(first, base=EMBEDDED)
