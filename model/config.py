@@ -235,14 +235,6 @@ class TextConfig(Config):
 
     fixed = {"attention_bias": False}
     rope_types: ClassVar[tuple[str, ...]] = ("default",)
-    # what no size says; in another family some of it is read
-    norm_offset: ClassVar[int] = 1  # the factor of a norm is its weight and this
-    scales_embeddings: ClassVar[bool] = True  # by √H
-    qkv_bias: ClassVar[Any] = False
-    attention_bias: ClassVar[Any] = False  # of the attention's output
-    mlp_bias: ClassVar[Any] = False  # of its three products
-    # of RoPE's frequencies (D/2,), for longer texts than those of the first training
-    stretch: ClassVar[Callable[[Any], Any] | None] = None
     model_type: Literal["gemma", "gemma2"] = "gemma"
     vocab_size: int = 257152
     hidden_size: int = 2048
@@ -260,6 +252,14 @@ class TextConfig(Config):
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
     sliding_window: int | None = None
+    # what no size says; in another family some of it is read
+    norm_offset: ClassVar[int] = 1  # the factor of a norm is its weight and this
+    scales_embeddings: ClassVar[bool] = True  # by √H
+    qkv_bias: ClassVar[Any] = False
+    attention_bias: ClassVar[Any] = False  # of the attention's output
+    mlp_bias: ClassVar[Any] = False  # of its three products
+    # of RoPE's frequencies (D/2,), for longer texts than those of the first training
+    stretch: ClassVar[Callable[[Any], Any] | None] = None
 
     def __post_init__(self):
         super().__post_init__()
