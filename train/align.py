@@ -32,81 +32,40 @@ from eval.progress import Bar
 from model.common import UserError
 from model.device import autocast_of
 from model.images import to_pixels
-from model.paligemma import PaliGemma, initialize
+from model.paligemma import PaliGemma
 from model.siglip import Siglip
+from model.source import BUNDLED_FOLDER
 from train.checkpoint import Progress, load_checkpoint, save_checkpoint
 from train.data.batches import shifted
 from train.distributed import World
 from train.optim import MuonAdamW, Rule, parameter_groups, parameter_names, rate_factor, set_rates
 from train.run import Interrupted, catch_signals
 from train.settings import Settings
+from weights.load import open_tensors
 
 PICTURES, MOST_PASSES = 32, 50  # of a step; over the data
 CACHED = 1 << 28  # bytes of pictures that are kept in memory
 COMMON = 1000  # questions, and answers, that have a number of their own
 MUON_LR, ADAMW_RATIO, HEAD_LR = 0.02, 0.05, 3e-3
-TOWER_SIDE, TOWER_PATCH = 64, 8  # pixels of a new tower's pictures and patches
-FAINT = 0.05  # variance of a patch's pattern, in pixels from -1 to 1, below which it stays faint
+# of the small tower: pixels of its pictures and patches
+SIDE, PATCH = 64, 8
+SMALL_TOWER = BUNDLED_FOLDER / "tower.safetensors"
 
 
-@torch.no_grad()
-def new_tower(model: PaliGemma, seed: int = 0) -> None:
-    """Give `model` a vision tower that has seen nothing, and whose layers read neighbouring
-    patches, as a convolution.
-
-    Positions are waves of row and column, q·k is near the identity and o·v near minus the identity:
-    a patch attends to what is near and like it (mimetic initialization, Trockman & Kolter 2023).
-    From 1,500 pictures of letters such a tower reads 93 % of others after two CPU minutes, random
-    weights 42 %.
-    """
-    vision = replace(model.config.vision, image_size=TOWER_SIDE, patch_size=TOWER_PATCH)
-    width, heads, side = vision.hidden_size, vision.num_attention_heads, TOWER_SIDE // TOWER_PATCH
+def small_tower(model: PaliGemma) -> None:
+    """Give the embedded base, in place, the small tower that lies beside it: `train/tower.py` has
+    trained it. Raises UserError for a base of other sizes."""
+    vision = replace(model.config.vision, image_size=SIDE, patch_size=PATCH)
+    tower = Siglip(vision)
+    stored = open_tensors(SMALL_TOWER)
+    weights = {name: stored.get_tensor(name) for name in stored.keys()}
+    sizes = {name: tensor.shape for name, tensor in weights.items()}
+    if sizes != {name: tensor.shape for name, tensor in tower.state_dict().items()}:
+        raise UserError("--new-tower: the small tower fits the embedded base alone: leave it out")
+    tower.load_state_dict(weights)
     old = model.vision_tower.embeddings.patch_embedding.weight
-    generator = torch.Generator().manual_seed(seed)
     model.config = replace(model.config, vision=vision)
-    model.vision_tower = initialize(Siglip(vision).to(old), seed)
-
-    def factors(scale: float, noise: float, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(width, rank) and (rank, width), whose product is near scale · identity, with noise."""
-        drawn = torch.randn(width, width, generator=generator) / width**0.5
-        near = scale * torch.eye(width) + noise * drawn
-        left, values, right = torch.linalg.svd(near)
-        root = values[:rank].sqrt()
-        return left[:, :rank] * root, right[:rank] * root[:, None]
-
-    for layer in model.vision_tower.encoder.layers:
-        attention = layer.self_attn
-        queries = attention.q_proj.weight.chunk(heads)
-        keys = attention.k_proj.weight.chunk(heads)
-        for q, k in zip(queries, keys, strict=True):
-            left, right = factors(0.7, 0.7, width // heads)
-            q.copy_(left.T)
-            k.copy_(right)
-        left, right = factors(-0.4, 0.4, width)
-        attention.out_proj.weight.copy_(left)
-        attention.v_proj.weight.copy_(right)
-    frequencies = torch.linspace(0.25, side / 2, width // 4)
-    angles = torch.arange(side)[:, None] * math.pi / side * frequencies
-    waves = torch.cat((angles.sin(), angles.cos()), 1)  # (side, width / 2)
-    places = torch.cat((waves.repeat_interleave(side, 0), waves.repeat(side, 1)), 1)
-    model.vision_tower.embeddings.position_embedding.weight.copy_(places)
-
-
-@torch.no_grad()
-def whiten(embedding: nn.Conv2d, pictures: torch.Tensor) -> None:
-    """Let channels of `embedding` be the principal components of the patches of `pictures`
-    (B, 3, R, R), with variances near 1.
-
-    Random channels see little but how bright a patch is, since its pixels are nearly equal. Here
-    they see its edges as clearly.
-    """
-    patches = F.unfold(pictures, embedding.kernel_size, stride=embedding.stride)  # (B, 3·p², I)
-    patches = patches.transpose(1, 2).flatten(0, 1)
-    variances, components = torch.linalg.eigh(torch.cov(patches.T))  # in ascending order
-    weight = (components * (variances + FAINT).rsqrt()).T[-embedding.out_channels :]
-    kernels, bias = embedding.parameters()
-    kernels.flatten(1)[: len(weight)] = weight
-    bias[: len(weight)] = -weight @ patches.mean(0)
+    model.vision_tower = tower.to(old)
 
 
 class AnswerHead(nn.Module):
@@ -152,8 +111,7 @@ def align(
     MOST_PASSES passes if these are fewer, in place.
 
     It goes on from the checkpoint of `progress`, and writes its own to `run`, if that is given.
-    The patch embedding of a new tower is first fitted to the first pictures, see `whiten`. Returns
-    the loss of each step. Records without exactly one picture, and pictures that cannot be read,
+    Returns the loss of each step. Records without exactly one picture, and pictures that cannot be read,
     are left out. Every process does the same work and takes the tower of the first. Raises UserError
     for a loss that is not finite, and Interrupted after a signal, once all is saved.
     """
@@ -193,8 +151,6 @@ def align(
             found = {key: pixels_of(key) for key in keys}
             opened = {key: pixels for key, pixels in found.items() if pixels is not None}
             if opened:
-                if settings.new_tower and step == 0:
-                    whiten(tower.embeddings.patch_embedding, torch.stack([*opened.values()]))
                 loss = loss_of(model, head, opened, asked, autocast)
                 losses.append(loss.item())
                 if not math.isfinite(losses[-1]):

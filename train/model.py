@@ -20,7 +20,7 @@ from model.device import choose_dtype
 from model.differential import default_options, graft
 from model.paligemma import PaliGemma
 from model.processor import Processor
-from train.align import new_tower
+from train.align import small_tower
 from train.checkpoint import Progress
 from train.data.batches import MicroBatch, Order, shifted
 from train.distributed import World, whole_model
@@ -62,7 +62,7 @@ def load_start(settings: Settings, device: torch.device) -> PaliGemma:
     """What training starts from: the base, without graft and adapter."""
     model = load_base(settings, device)
     if settings.new_tower:
-        new_tower(model, settings.seed)
+        small_tower(model)
     return model
 
 

@@ -104,7 +104,7 @@ class Settings(LoopSettings):
         False, "move the pictures of training by up to a sixteenth of their side, at random"
     )
     new_tower: bool = flag(
-        False, "with --align: the tower starts anew, on 8×8 patches of pictures of 64 pixels"
+        False, "with --align: the small tower beside the embedded base, for pictures of 64 pixels"
     )
     lr: float = flag(1.5e-3, "peak learning rate", least=0, most=1e6)
     scalar_lr: float | None = flag(
@@ -269,7 +269,8 @@ class Settings(LoopSettings):
             f"--dtype {self.dtype} loses updates of weights: use --autocast": (
                 self.writes_model and self.dtype not in ("auto", "fp32")
             ),
-            "--new-tower knows nothing: add --full and --align N": self.new_tower and not self.full,
+            "--new-tower has not seen your pictures: add --full and --align N": self.new_tower
+            and not self.full,
             f"--align {self.align} trains the vision tower, which no adapter holds: add --full": (
                 self.align and not self.full
             ),

@@ -78,49 +78,6 @@ def test_the_head_reads_by_attention_and_by_the_greatest():
     assert loss.item() == pytest.approx((0.6931 + 9.0001) / 2, abs=1e-3)  # -log 1/2, log(1 + e⁹)
 
 
-def test_a_new_tower_reads_what_is_near():
-    """Breaks when a patch of a new tower attends to far ones as to near ones, or rows and columns
-    are exchanged."""
-    model = load_model("tiny")
-    alignment.new_tower(model)
-    layer = model.vision_tower.encoder.layers[0]
-    x = layer.layer_norm1(model.vision_tower.embeddings.position_embedding.weight)
-    q = layer.self_attn.q_proj(x).view(64, 4, 32)
-    k = layer.self_attn.k_proj(x).view(64, 4, 32)
-    maps = (torch.einsum("ihd,jhd->hij", q, k) * 32**-0.5).softmax(-1).mean(0)
-    assert model.encode_images(torch.zeros(1, 3, 64, 64)).shape == (1, 64, 128)
-    assert model.config.num_image_tokens == 64
-    row = torch.arange(64) // 8
-    column = torch.arange(64) % 8
-    down = row[:, None] - row
-    right = column[:, None] - column
-    distance = down.abs() + right.abs()
-    far = maps[distance >= 4].mean()
-    assert maps[distance <= 1].mean() > 10 * far
-    assert maps[(down == 0) & (right == 1)].mean() > 5 * far  # a neighbour in the row
-    assert maps[(down == 1) & (right == 0)].mean() > 5 * far  # and one in the column
-
-
-def test_a_new_tower_sees_edges_as_clearly_as_brightness():
-    """Breaks when channels follow the brightness alone, a faint noise is made loud, or a wide or a
-    narrow embedding cannot be set."""
-    generator = torch.Generator().manual_seed(0)
-    brightness = torch.rand(40, 3, 1, 1, generator=generator) - 0.5
-    edges = torch.where(torch.rand(40, 1, 1, 64, generator=generator) < 0.5, 0.4, -0.4)
-    pictures = brightness + edges + 0.01 * torch.randn(40, 3, 64, 64, generator=generator)
-    for width in (5, 200):
-        embedding = torch.nn.Conv2d(3, width, 8, 8)
-        alignment.whiten(embedding, pictures)
-        channels = embedding(pictures).movedim(1, 0).flatten(1)[:192]
-        assert channels.mean(1).abs().max() < 1e-3
-        loudest = channels.var(1).sort().values[-5:]
-        assert loudest[0] > 0.5
-        assert loudest[-1] < 1.1
-        correlation = torch.corrcoef(channels)[-5:, -5:] - torch.eye(5)
-        assert correlation.abs().max() < 0.01
-        assert channels.var(1)[:-11].lt(0.01).all()  # 8 columns, 3 colors
-
-
 def test_pictures_are_moved_and_boxes_are_not(processor, monkeypatch, tmp_path):
     """Breaks when a row is moved as a column, pictures move together, a border is torn, or a box
     leaves its object."""
