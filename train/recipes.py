@@ -55,8 +55,8 @@ RECIPES: dict[str, dict] = {
         "prompt": "answer en {question}",
         "answers": "sampled",
     },
-    # The embedded base on other pictures than its 40 emojis: its vision tower starts anew, then all
-    # else learns. Questions of one picture in one batch make the picture matter, and share its
+    # The embedded base on other pictures than its 40 emojis: a small tower learns first, then all
+    # else. Questions of one picture in one batch make the picture matter, and share its
     # encoding.
     "own": {
         **_WHOLE,

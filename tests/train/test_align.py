@@ -1,6 +1,7 @@
 """The alignment stage: the vision tower, and nothing else, learns from the answers."""
 
 import os
+import random
 import signal
 from argparse import Namespace
 from functools import partial
@@ -9,10 +10,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import load_file
 
 from eval.data.records import Record, Refusal
+from model.images import to_pixels
+from model.paligemma import initialize
 from tests.files import draw, write_lines
 from tests.runs import WORLD, assert_same_tensors, metrics, refused, settings_of, words
 from train import align as alignment
@@ -76,6 +79,45 @@ def test_the_head_reads_by_attention_and_by_the_greatest():
     logits = torch.tensor([[[0.0, 0.0]], [[0.0, 9.0]]])
     loss = alignment.loss_of(model, Mock(return_value=logits), opened, {"a": [(1, 0)]}, "none")
     assert loss.item() == pytest.approx((0.6931 + 9.0001) / 2, abs=1e-3)  # -log 1/2, log(1 + e⁹)
+
+
+def test_the_small_tower_tells_letters_apart():
+    """Breaks when the file beside the embedded base is another, or too large: of eight letters that
+    it has not learned, most are nearest to the mean of their kind. Random weights tell few."""
+    dice = random.Random(0)
+    pixels = []
+    for number in range(320):
+        image = Image.new("RGB", (64, 64), tuple(dice.choices(range(60, 120), k=3)))
+        place = dice.randrange(4, 30), dice.randrange(0, 24)
+        font = ImageFont.load_default(dice.randrange(28, 44))
+        ImageDraw.Draw(image).text(place, "AEHKORTX"[number % 8], (230, 230, 60), font)
+        pixels.append(to_pixels(image, 64))
+    letters = torch.arange(320) % 8
+
+    def share(model):
+        with torch.no_grad():
+            greatest = model.encode_images(torch.stack(pixels)).amax(1)
+        means = torch.stack([greatest[:160][letters[:160] == n].mean(0) for n in range(8)])
+        nearest = torch.cdist(greatest[160:], means).argmin(1)
+        return (nearest == letters[160:]).float().mean().item()
+
+    assert alignment.SMALL_TOWER.stat().st_size < 1.3e6
+    model = load_model("embedded")
+    alignment.small_tower(model)
+    shipped = share(model.eval())
+    initialize(model.vision_tower)
+    assert shipped > 0.7
+    assert share(model) < 0.5
+
+
+def test_a_run_on_own_pictures_starts_from_the_small_tower():
+    """Breaks when a run has another tower, or a base of other sizes takes this one."""
+    model, _ = open_model(settings_of("--recipe own"), torch.device("cpu"))
+    stored = {name: part.float() for name, part in load_file(alignment.SMALL_TOWER).items()}
+    assert_same_tensors(model.vision_tower.state_dict(), stored)
+    assert model.encode_images(torch.zeros(1, 3, 64, 64)).shape == (1, 64, 128)
+    assert model.config.num_image_tokens == 64
+    refused(lambda: alignment.small_tower(load_model("mini")), "--new-tower", "embedded base alone")
 
 
 def test_pictures_are_moved_and_boxes_are_not(processor, monkeypatch, tmp_path):
