@@ -35,7 +35,6 @@ from eval.open import model_of, open_subject, out_folder
 from eval.report import bootstrap, interval_text, markdown_table
 from model.common import UserError, read_text, run_command, shown, write_text
 from model.systems.chat import TextTokenizer
-from model.systems.reader import TextReader
 
 SEED = 11
 LEAST = 200  # sentences of a split
@@ -319,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sentences = sentences_of(args.text)
     subject = model_of(args)
     model, reader = open_subject(args, subject, text=True)
-    if not isinstance(reader, TextReader):
+    if not isinstance(reader.tokenizer, TextTokenizer):
         raise UserError(f"{shown(subject.name)}: is no published language model: give one")
     haystack = Haystack(reader.tokenizer, sentences, "test")
     plan = list(product(args.lengths, args.facts))

@@ -129,5 +129,5 @@ LANGUAGE = System(
     aliases={"lm_head.weight": "language_model.embed_tokens.weight"},
 )
 SYSTEMS = dict.fromkeys([LanguageConfig.kind, *FAMILIES], LANGUAGE) | {
-    TextModelConfig.kind: System(TextModelConfig, TextModel),
+    TextModelConfig.kind: System(TextModelConfig, TextModel, asked_as="text", reader=open_reader),
 }

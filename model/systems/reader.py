@@ -14,18 +14,22 @@ from torch import Tensor
 
 from model.common import UserError
 from model.processor import Batch, TokenRow
+from model.registry import read_config
+from model.source import resolve
 from model.systems.chat import TextTokenizer, ask_text, load_text_tokenizer, pad_left
+from model.systems.configs import BOS, PAD, LanguageConfig
+from model.tokenizer import Texts, find_tokenizer, load_tokenizer
 from model.turns import Turn
 
 
 class TextReader:
-    """Rows of texts for a published language model, and what may follow each."""
+    """Rows of texts for a language model, and what may follow each."""
 
-    def __init__(self, tokenizer: TextTokenizer):
+    def __init__(self, tokenizer: Texts, begin: list[int], pad: int | None, max_length: int):
         self.tokenizer = tokenizer
         # a prompt is encoded with each of its choices
         self.encode = lru_cache(maxsize=4096)(tokenizer.encode)
-        self.begin, self.max_length = tokenizer.begin, tokenizer.max_length
+        self.begin, self.padding, self.max_length = begin, pad, max_length
 
     def pixels(self, picture) -> Tensor:
         raise UserError(
@@ -42,11 +46,13 @@ class TextReader:
         return self.encode(f"{prefix} {answer}")[len(self.encode(prefix.rstrip())) :]
 
     def ask(self, model: Any, prompts: Sequence[str], *options, **more) -> list[str]:
-        """As `ask_text`."""
+        """As `ask_text`. Raises UserError for one of our own text models."""
+        if not isinstance(self.tokenizer, TextTokenizer):
+            raise UserError("a model that was trained from nothing is measured, not asked")
         return ask_text(model, self.tokenizer, prompts, *options, **more)
 
     def pad(self, rows: Sequence[TokenRow]) -> Batch:
-        ids, valid = pad_left([row for row, *_ in rows], self.tokenizer.config.pad_token_id)
+        ids, valid = pad_left([row for row, *_ in rows], self.padding)
         return Batch(
             ids,
             pixel_values=torch.empty(0, 3, 1, 1),
@@ -59,4 +65,9 @@ class TextReader:
 
 def open_reader(source: str, max_length: int) -> TextReader:
     """The reader of a language model. Raises UserError."""
-    return TextReader(load_text_tokenizer(source, max_length))
+    config = read_config(resolve(source, ["config.json"]) / "config.json")
+    if isinstance(config, LanguageConfig):
+        known = load_text_tokenizer(source, max_length)
+        return TextReader(known, known.begin, config.pad_token_id, known.max_length)
+    texts = Texts(load_tokenizer(find_tokenizer(source)), config.text.vocab_size, (), ())
+    return TextReader(texts, [BOS], PAD, max_length)

@@ -12,15 +12,19 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, PaliGemmaForConditionalGeneration
 
 from eval import answer
+from eval import ask as ask_command
 from eval.bench import parser_of
+from eval.explore import __main__ as explore
 from eval.question import Question
 from eval.systems import choices
 from model.processor import Processor
+from model.systems.language import new_model
 from tests.eval.conftest import TOKENIZER
 from tests.files import draw, read_json, write_json, write_lines
 from tests.pieces import language_folder
-from tests.runs import refused
+from tests.runs import refused, refuses
 from tests.runs import words as words_of
+from weights.export import export_model
 
 
 def log_p(logits, prompt, choice):
@@ -105,6 +109,17 @@ def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
     choices.main([*flags, "--max-length", "40", "--no-resume"])
     assert len(read_json(tmp_path / "out/results.json")) == 2
     assert "tokens with the longest choice, more than 40" in capsys.readouterr().err
+
+
+def test_our_own_text_models_are_read_and_not_asked(tmp_path):
+    """Breaks when one is read as a model of pictures, or an id beyond its embedding ends a command
+    with a traceback."""
+    for name in ("nano", "0.1m"):
+        export_model(new_model(name, False, 0), tmp_path / name, companions=[TOKENIZER])
+    small, large = (f"--model {tmp_path / name} --prompt a" for name in ("nano", "0.1m"))
+    refuses(ask_command, small, "only 1024 rows")
+    refuses(ask_command, large, "is measured, not asked")
+    explore.main(words_of(large, "--out", tmp_path / "a.html"))
 
 
 @pytest.mark.parametrize("scored", [True, False])
