@@ -36,7 +36,7 @@ from eval.data.files import check, check_unique, find_image, find_picture, read,
 from eval.data.haystacks import NEEDLE_TITLES, NEEDLES, haystack, layout_of, place_questions
 from eval.data.mmneedle import ABSENT, NeedleTest, read_captions, read_needle_tests
 from eval.figures import contact_sheet, draw_boxes, heatmaps, save
-from eval.question import Question
+from eval.question import Question, parts_of
 from model.common import UserError, quoted, run_command
 from model.images import load_image
 
@@ -407,8 +407,8 @@ def respond(test: NeedleTest, answers: Sequence, protocol: str) -> str | None:
         return answers[0]
     words = [words for _, words in place_questions("", test.side)]
     places = []
-    for at in range(0, len(answers), len(words)):
-        said = [answer.strip().lower() for answer in answers[at : at + len(words)]]
+    for of_needle in parts_of(answers, len(words)):
+        said = [answer.strip().lower() for answer in of_needle]
         pairs = list(zip(said, words, strict=True))
         place = "-1"
         if all(word in known for word, known in pairs):

@@ -56,7 +56,7 @@ class Question:
         return replace(self, key=f"gray {count}", picture=(gray_picture,) * count, files=())
 
 
-def parts_of(items: Sequence, size: int) -> list[Sequence]:
+def parts_of(items: Sequence, size: int) -> list:
     """The items in parts of this size; the last one may be shorter."""
     return [items[start : start + size] for start in range(0, len(items), size)]
 

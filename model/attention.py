@@ -266,7 +266,7 @@ class Attention(nn.Module):
 
     def heads_of(self, name: str, x: Tensor) -> Tensor:
         """(B, S, H) to (B, n, S, D) by the projection `name`."""
-        return self.split_heads(self.get_submodule(name)(x))
+        return self.split_heads(getattr(self, name)(x))
 
     def mix(self, x, q, k, v, mask) -> Tensor:
         """Heads (B, N, S, D) from queries and all keys and values, cached ones included."""

@@ -29,6 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eval.data.records import Record
 from eval.progress import Bar
+from eval.question import parts_of
 from model.common import UserError
 from model.device import autocast_of
 from model.images import to_pixels
@@ -41,7 +42,7 @@ from train.distributed import World
 from train.optim import MuonAdamW, Rule, parameter_groups, parameter_names, rate_factor, set_rates
 from train.run import Interrupted, catch_signals
 from train.settings import Settings
-from weights.load import open_tensors
+from weights.masks import read_arrays
 
 PICTURES, MOST_PASSES = 32, 50  # of a step; over the data
 CACHED = 1 << 28  # bytes of pictures that are kept in memory
@@ -58,12 +59,11 @@ def small_tower(model: PaliGemma) -> None:
     letter, no digit and no photograph. Raises UserError for a base of other sizes."""
     vision = replace(model.config.vision, image_size=SIDE, patch_size=PATCH)
     tower = Siglip(vision)
-    stored = open_tensors(SMALL_TOWER)
-    weights = {name: stored.get_tensor(name) for name in stored.keys()}
-    sizes = {name: tensor.shape for name, tensor in weights.items()}
-    if sizes != {name: tensor.shape for name, tensor in tower.state_dict().items()}:
-        raise UserError("--new-tower: the small tower fits the embedded base alone: leave it out")
-    tower.load_state_dict(weights)
+    try:
+        tower.load_state_dict(read_arrays(SMALL_TOWER))
+    except RuntimeError:  # of other names or sizes
+        problem = "--new-tower: the small tower fits the embedded base alone: leave it out"
+        raise UserError(problem) from None
     old = model.vision_tower.embeddings.patch_embedding.weight
     model.config = replace(model.config, vision=vision)
     model.vision_tower = tower.to(old)
@@ -112,9 +112,9 @@ def align(
     MOST_PASSES passes if these are fewer, in place.
 
     It goes on from the checkpoint of `progress`, and writes its own to `run`, if that is given.
-    Returns the loss of each step. Records without exactly one picture, and pictures that cannot be read,
-    are left out. Every process does the same work and takes the tower of the first. Raises UserError
-    for a loss that is not finite, and Interrupted after a signal, once all is saved.
+    Returns the loss of each step. Records without exactly one picture, and pictures that cannot be
+    read, are left out. Every process does the same work and takes the tower of the first. Raises
+    UserError for a loss that is not finite, and Interrupted after a signal, once all is saved.
     """
     # 1. the head, and one optimizer for both
     asked = examples(records)
@@ -191,7 +191,7 @@ def plan_pictures(keys: Sequence[str], settings: Settings) -> list[list[str]]:
     rng = random.Random(f"align/{settings.seed}")
     passes = (rng.sample(keys, len(keys)) for _ in range(MOST_PASSES))
     order = list(islice(chain.from_iterable(passes), settings.align * PICTURES))
-    return [order[start : start + PICTURES] for start in range(0, len(order), PICTURES)]
+    return parts_of(order, PICTURES)
 
 
 def update(loss: torch.Tensor, model: PaliGemma, head: AnswerHead, optimizer: MuonAdamW) -> None:

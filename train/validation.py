@@ -27,7 +27,7 @@ from eval.data.haystacks import NEEDLE_TITLES, NEEDLES
 from eval.data.record import Record
 from eval.data.records import blind
 from eval.detect import Row, asks_masks, boxes_of, overlap_of, score_boxes
-from eval.question import question_of
+from eval.question import parts_of, question_of
 from eval.vqa_scoring import record_scores
 from model.common import UserError
 from model.device import autocast_of
@@ -327,7 +327,7 @@ def open_held_out(
     rows = min(settings.batch_size, rows)
     characters = [len("".join(chain(*record.turns))) for record in records]
     order = sorted(range(len(records)), key=characters.__getitem__)
-    plan = [order[start : start + rows] for start in range(0, len(order), rows)]
+    plan = parts_of(order, rows)
     coder = load_mask_coder(settings.masks_file)
     return HeldOut(
         records,

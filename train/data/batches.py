@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from eval.data.records import Record, gray_picture
+from eval.question import parts_of
 from model.common import UserError, shown
 from model.processor import Batch, Movable, Processor
 from train.distributed import World
@@ -147,7 +148,7 @@ def plan_epoch(
     units = []
     for indices in by_picture.values():
         rng.shuffle(indices)
-        units += [indices[i : i + per_picture] for i in range(0, len(indices), per_picture)]
+        units += parts_of(indices, per_picture)
     rng.shuffle(units)
 
     def bucket(unit: list[int]) -> int:

@@ -32,12 +32,11 @@ import torch.nn.functional as F
 from eval.systems.needles import Haystack, measure, sentences_of
 from model.systems.chat import load_text_tokenizer
 from train.flags import flag, from_values
-from train.optim import parameter_count, trainable
 from train.settings import Settings
 from train.studies import engine, report
 from train.studies.cells import Job, digest
 from train.studies.rules import Measure
-from train.studies.training import descend, open_row, read_given
+from train.studies.training import descend, facts_of, open_row, read_given
 from weights.fingerprint import exact_fingerprint
 from weights.load import load_text
 
@@ -146,8 +145,7 @@ def train(
     # 3. what it finds, and what it costs elsewhere
     first = seed * options.contexts
     scores = asked(model.eval(), of["test"], range(first, first + options.contexts))
-    facts = {"parameters": parameter_count(trainable(model).values())}
-    return {"scores": {"test": scores}, "facts": facts}
+    return {"scores": {"test": scores}, "facts": facts_of(model)}
 
 
 @torch.no_grad()
