@@ -47,7 +47,7 @@ PUBLISHED_WIDTH = 2048  # of the smallest published decoder, Gemma 2B
 # embedded base
 _NOT_OWN = {
     *"recipe attention diff_in feed_forward option full targets r alpha dropout".split(),
-    *"quantize align shard dtype".split(),
+    *"quantize shard dtype".split(),
 }
 
 

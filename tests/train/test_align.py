@@ -153,7 +153,7 @@ def test_own_pictures_on_the_embedded_base_take_their_recipe():
     """Breaks when a user's own data is trained as the scenes are, or a flag that asks for LoRA is
     overruled."""
     own = "--data jsonl:a.jsonl --data csv:b"
-    for flags in (own, f"{own} --epochs 3 --seed 1", f"{own} --base embedded"):
+    for flags in (own, f"{own} --epochs 3 --align 1", f"{own} --base embedded"):
         settings = settings_of(flags)
         assert (settings.recipe, settings.full, settings.new_tower) == ("own", True, True)
     for flags, patience in {
