@@ -160,6 +160,9 @@ class GgufFile:
             scaling = self.told(f"{self.kind}.rope.{key}")
             is_plain = scaling in (None, "none", 0, 1)
             require(is_plain, f"its RoPE is not computed here: {key} {quoted(scaling)}")
+        turned = self.told(f"{self.kind}.rope.dimension_count")
+        is_whole = turned in (None, raw["head_dim"])
+        require(is_whole, f"its RoPE turns {turned} of {raw['head_dim']} dimensions of a head")
         if self.factors is not None:
             require(self.factors.numel(), f"{ROPE_FACTORS} is empty")
             raw["rope_scaling"] = LLAMA3_ROPE | {"factor": self.factors.max().item()}

@@ -97,7 +97,7 @@ def write_file(
     packed: str = "F32",
     factors=None,
     pre: str = "smollm",
-    scaling="",
+    rope="",
     more=None,
     adds_bos=None,
 ) -> dict:
@@ -131,10 +131,12 @@ def write_file(
         writer.add_tensor(name, tensor.numpy())
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
-    if isinstance(scaling, float):  # without its type
-        writer.add_float32(f"{kind}.rope.scaling.factor", scaling)
-    elif scaling:
-        writer.add_string(f"{kind}.rope.scaling.type", scaling)
+    if isinstance(rope, int):
+        writer.add_rope_dimension_count(rope)
+    elif isinstance(rope, float):  # a factor without its type
+        writer.add_float32(f"{kind}.rope.scaling.factor", rope)
+    elif rope:
+        writer.add_string(f"{kind}.rope.scaling.type", rope)
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     for name, tensor in hf.state_dict().items():
         if name in tied:
@@ -328,7 +330,9 @@ def test_damaged_and_foreign_files(bpe, tmp_path):
     said("GGUF's lm_head.weight")
     write_file(file, hf, bpe, pre="default")  # llama.cpp's own, by four expressions
     said("tokenizer.ggml.pre is 'default'")
-    write_file(file, hf, bpe, scaling="yarn")
+    write_file(file, hf, bpe, rope="yarn")
     said("scaling.type 'yarn'")
-    write_file(file, hf, bpe, scaling=4.0)
+    write_file(file, hf, bpe, rope=4.0)
     said("scaling.factor 4.0")
+    write_file(file, hf, bpe, rope=2)
+    said("turns 2 of")
