@@ -12,7 +12,6 @@ import json
 import random
 import shutil
 import signal
-import sys
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
@@ -39,7 +38,6 @@ from train.settings import Settings, parse
 from weights.load import load_model, load_system
 from weights.masks import load_mask_coder
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has no timer of CPU time")
 CASES = 60  # of each reader
 SECONDS = 10  # of CPU time that one case may take: a busy machine is no hang
 NASTY = [
