@@ -55,7 +55,7 @@ SMALL_TOWER = BUNDLED_FOLDER / "tower.safetensors"
 
 def small_tower(model: PaliGemma) -> None:
     """Give the embedded base, in place, the small tower that lies beside it. It has learned strokes,
-    colors, places and angles, also under noise, from 83,000 drawn pictures of signs; it has seen no
+    colors, places and angles, also under noise, from 371,000 drawn pictures of signs; it has seen no
     letter, no digit and no photograph. Raises UserError for a base of other sizes."""
     vision = replace(model.config.vision, image_size=SIDE, patch_size=PATCH)
     tower = Siglip(vision)
