@@ -62,7 +62,7 @@ RECIPES: dict[str, dict] = {
         **_WHOLE,
         "new_tower": True,
         "shift": True,
-        "align": 340,
+        "align": 500,
         "validation": 0.05,
         "warmup": 0.04,
         "optimizer": "muon",
