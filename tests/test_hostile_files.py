@@ -250,7 +250,7 @@ def broken_json(raw, dice):
 
 
 class TooLong(BaseException):
-    """Raised by the alarm; no `except Exception` of a reader may take it for a broken file."""
+    """Raised by the timer; no `except Exception` of a reader may take it for a broken file."""
 
 
 def expire(*_):

@@ -138,10 +138,9 @@ def answer(
     if is_text:
         slots = marked(processor, prompt, mark, ids)
     words = {}
-    bos = getattr(model.config, "bos_token_id", None)
     for position, id_ in enumerate(ids):
         if is_text or not slots[position]:
-            words[position] = spell_token(texts, bos, id_)
+            words[position] = spell_token(texts, model.config.bos_token_id, id_)
     return TokenizedAnswer(batch, new, texts.decode(new.tolist()), words, slots[:-1])
 
 

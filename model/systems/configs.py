@@ -177,6 +177,9 @@ class TextModelConfig(Config):
     differential."""
 
     kind = "diff-transformer"
+    # of its tokenizer
+    bos_token_id = BOS
+    pad_token_id = PAD
     text: TextConfig
     differential: bool = False
 

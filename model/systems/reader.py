@@ -17,7 +17,7 @@ from model.processor import Batch, TokenRow
 from model.registry import read_config
 from model.source import resolve
 from model.systems.chat import TextTokenizer, ask_text, load_text_tokenizer, pad_left
-from model.systems.configs import BOS, PAD, LanguageConfig
+from model.systems.configs import LanguageConfig
 from model.tokenizer import Texts, find_tokenizer, load_tokenizer
 from model.turns import Turn
 
@@ -70,4 +70,4 @@ def open_reader(source: str, max_length: int) -> TextReader:
         known = load_text_tokenizer(source, max_length)
         return TextReader(known, known.begin, config.pad_token_id, known.max_length)
     texts = Texts(load_tokenizer(find_tokenizer(source)), config.text.vocab_size, (), ())
-    return TextReader(texts, [BOS], PAD, max_length)
+    return TextReader(texts, [config.bos_token_id], config.pad_token_id, max_length)
