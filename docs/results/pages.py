@@ -46,7 +46,8 @@ BUDGETS = (100, 400, 1600)  # steps
 EARLIER = ("plain + head norm", "shared", "twin-small", "v2", "dex")
 CONTROLS = ("twin-small", "v2", "difflora", "mean", "gate", "temperature", "sink")
 PLAIN_GRAFTS = (LORA, "LoRA r17", "LoRA r19", "LoRA r20")
-REAL = ("twin-small", "v2", "dex", "mean")
+REAL = "twin-small v2 dex mean gate temperature sink".split()
+REAL += [f"{row} free" for row in ("twin-small", "v2", "mean")]
 PLAIN_REAL = ("plain, few", "plain again, few")
 # The row or rows that each row is subtracted from, by file
 BESIDE: dict[str, dict[str, tuple[str, ...]]] = {
