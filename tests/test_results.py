@@ -90,6 +90,7 @@ def from_cells(page):
         for pool in (
             ("plain", "plain again"),
             ("plain, few", "plain again, few"),
+            ("plain, prose", "plain again, prose"),
             ("fine-tuned", *(f"LoRA r{rank}" for rank in range(17, 21))),
             ("fine-tuned", "LoRA r17", "LoRA r19", "LoRA r20"),
         ):

@@ -46,9 +46,14 @@ BUDGETS = (100, 400, 1600)  # steps
 EARLIER = ("plain + head norm", "shared", "twin-small", "v2", "dex")
 CONTROLS = ("twin-small", "v2", "difflora", "mean", "gate", "temperature", "sink")
 PLAIN_GRAFTS = (LORA, "LoRA r17", "LoRA r19", "LoRA r20")
-REAL = "twin-small v2 dex mean gate temperature sink".split()
-REAL += [f"{row} free" for row in ("twin-small", "v2", "mean")]
-PLAIN_REAL = ("plain, few", "plain again, few")
+# Of the pretrained language model: by what rows learned from
+REAL = {"few": "twin-small v2 dex mean gate temperature sink".split(), "prose": []}
+REAL["few"] += [f"{row} free" for row in ("twin-small", "v2", "mean")]
+REAL["prose"] += "twin-small v2 dex mean".split()
+BESIDE_REAL = {}
+for design, variants in REAL.items():
+    pair = f"plain, {design}", f"plain again, {design}"
+    BESIDE_REAL |= {f"{row}, {design}": pair for row in variants} | {pair[1]: pair[:1]}
 # The row or rows that each row is subtracted from, by file
 BESIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "scratch": {"split": ("plain",), "narrow": ("plain",)},
@@ -58,7 +63,7 @@ BESIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "dose": dict.fromkeys(EARLIER, dose.PLAIN) | {"plain again": ("plain",)},
     "controls": dict.fromkeys(CONTROLS, dose.PLAIN) | {"plain again": ("plain",)},
     "grafts": dict.fromkeys(CONTROLS[1:], PLAIN_GRAFTS) | dict.fromkeys(PLAIN_GRAFTS[1:], (LORA,)),
-    "real": {f"{row}, few": PLAIN_REAL for row in REAL} | {PLAIN_REAL[1]: PLAIN_REAL[:1]},
+    "real": BESIDE_REAL,
     "attention": dict.fromkeys(GRAFTS, (LORA, *SIZES)) | dict.fromkeys(SIZES, (LORA,)),
     **{f"budget-{steps}": dict.fromkeys(GRAFTS[2:], (LORA,)) for steps in BUDGETS},
 }
@@ -390,14 +395,20 @@ HEADS = {
 }
 
 
-def judged(name: str, study: str, measure: str, guess: float) -> dict[str, dict]:
+def beside_rows(name: str, ending: str = "") -> dict[str, tuple[str, ...]]:
+    """BESIDE, of the rows whose names end so."""
+    return {row: beside for row, beside in BESIDE[name].items() if row.endswith(ending)}
+
+
+def judged(name: str, study: str, measure: str, guess: float, ending: str = "") -> dict[str, dict]:
     """The differences to all plain rows, with their verdicts by the rules of all studies, Holm's
-    over them."""
+    over the rows whose names end so."""
     scores = read(name)
     known = read(name, "validation")
-    control = next(iter(BESIDE[name].values()))
+    rows = beside_rows(name, ending)
+    control = next(iter(rows.values()))
     gaps = {}
-    for row, beside in BESIDE[name].items():
+    for row, beside in rows.items():
         if beside == control:
             gaps[row, measure] = gap(scores, study, row, control, measure)
     shares = [mean(known[study, row, measure]) for row in control if (study, row, measure) in known]
@@ -475,51 +486,64 @@ def branches() -> str:
     return "\n".join(markdown_table(["row", "when", "learning", "input"], body))
 
 
-def rows_beside(name: str, study: str, titles: dict[str, str], guess: float, about: str) -> str:
-    """Rows minus all plain ones, by measure and its title; the verdicts are those of the first
-    measure."""
+def rows_beside(
+    name: str, study: str, titles: dict[str, str], guess: float, about: str, ending: str = ""
+) -> list[list[str]]:
+    """Rows minus all plain ones, by measure and its title, of rows whose names end so; the verdicts
+    are those of the first measure. The first line is the head."""
     # 1. the plain rows
     scores = read(name)
-    plain = next(iter(BESIDE[name].values()))
+    rows = beside_rows(name, ending)
+    plain = next(iter(rows.values()))
     middles = []
     for measure in titles:
         middles.append(np.mean([mean(scores[study, row, measure]) for row in plain]))
     body = [["**plain**", *(f"{middle:.1f}" for middle in middles), ""]]
     # 2. the others
-    tables = [judged(name, study, measure, guess) for measure in titles]
+    tables = [judged(name, study, measure, guess, ending) for measure in titles]
     for row, first in tables[0].items():
         texts = [interval_text(table[row], 1, signed=True) for table in tables]
         verdict = first["verdict"]
         if verdict == "undecided":
             verdict += f" (visible from {first['visible']:.1f})"
-        body.append([f"`{row.removesuffix(', few')}`", *texts, verdict])
+        body.append([f"`{row.removesuffix(ending)}`", *texts, verdict])
     # 3. the first plain row that is beside another
-    row, beside = next((row, of) for row, of in BESIDE[name].items() if row in plain)
+    row, beside = next((row, of) for row, of in rows.items() if row in plain)
     gaps = [gap(scores, study, row, beside, measure) for measure in titles]
     texts = [interval_text(of_row._asdict(), 1, signed=True) for of_row in gaps]
-    pair = f"A/A: {row} − {beside[0]}".replace(", few", "")
-    body.append([pair, *texts, ""])
+    pair = row.removesuffix(ending), beside[0].removesuffix(ending)
+    body.append([f"A/A: {' − '.join(pair)}", *texts, ""])
     runs = len(scores[study, plain[0], next(iter(titles))])
     verdict = f"verdict, {next(iter(titles.values())).partition(',')[0]}"
-    return "\n".join(markdown_table([f"{about}, {runs} runs", *titles.values(), verdict], body))
+    return [[f"{about}, {runs} runs", *titles.values(), verdict], *body]
 
 
 def grafts() -> str:
     """The controls as grafts: the mean of five measures, and needles under noise on the pixels."""
     titles = {"mean": "five measures, %"}
     titles |= {f"n4o1, noise {strength}": f"noise {strength}, %" for strength in NOISE}
-    return rows_beside("grafts", "attention", titles, GUESSING["n4o1"], "minus four plain rows")
+    guess = GUESSING["n4o1"]
+    head, *body = rows_beside("grafts", "attention", titles, guess, "minus four plain rows")
+    return "\n".join(markdown_table(head, body))
 
 
 def real() -> str:
-    """Rows on a pretrained language model that learned from few facts."""
+    """Rows on a pretrained language model that learned from few facts, and beside them from
+    prose."""
     titles = {
         "exact": "many facts, %",
         "quiet": "few facts, %",
         "signal": "log(asked ÷ others), /100",
         "loss": "loss, nats/100",
     }
-    return rows_beside("real", "compare-real", titles, 0.0, "minus two plain rows")
+    given = {"guess": 0.0, "about": "minus two plain rows"}
+    head, *few = rows_beside("real", "compare-real", titles, **given, ending=", few")
+    exact = {"exact": "after prose, %"}
+    (about, *more), *prose = rows_beside("real", "compare-real", exact, **given, ending=", prose")
+    more[0] += about.removeprefix(given["about"])
+    by_row = {row: rest for row, *rest in prose}
+    body = [[*line, *by_row.get(line[0], ["", ""])] for line in few]
+    return "\n".join(markdown_table([*head, *more], body))
 
 
 TABLES = {
