@@ -46,14 +46,12 @@ BUDGETS = (100, 400, 1600)  # steps
 EARLIER = ("plain + head norm", "shared", "twin-small", "v2", "dex")
 CONTROLS = ("twin-small", "v2", "difflora", "mean", "gate", "temperature", "sink")
 PLAIN_GRAFTS = (LORA, "LoRA r17", "LoRA r19", "LoRA r20")
-# Of the pretrained language model: by what rows learned from
-REAL = {"few": "twin-small v2 dex mean gate temperature sink".split(), "prose": []}
-REAL["few"] += [f"{row} free" for row in ("twin-small", "v2", "mean")]
-REAL["prose"] += "twin-small v2 dex mean".split()
-BESIDE_REAL = {}
-for design, variants in REAL.items():
-    pair = f"plain, {design}", f"plain again, {design}"
-    BESIDE_REAL |= {f"{row}, {design}": pair for row in variants} | {pair[1]: pair[:1]}
+# Of the pretrained language model, which learned from few facts or from prose
+FEW = ("plain, few", "plain again, few")
+PROSE = ("plain, prose", "plain again, prose")
+REAL_FEW = "twin-small v2 dex mean gate temperature sink".split()
+REAL_FEW += [f"{row} free" for row in ("twin-small", "v2", "mean")]
+REAL_PROSE = "twin-small v2 dex mean".split()
 # The row or rows that each row is subtracted from, by file
 BESIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "scratch": {"split": ("plain",), "narrow": ("plain",)},
@@ -63,7 +61,9 @@ BESIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "dose": dict.fromkeys(EARLIER, dose.PLAIN) | {"plain again": ("plain",)},
     "controls": dict.fromkeys(CONTROLS, dose.PLAIN) | {"plain again": ("plain",)},
     "grafts": dict.fromkeys(CONTROLS[1:], PLAIN_GRAFTS) | dict.fromkeys(PLAIN_GRAFTS[1:], (LORA,)),
-    "real": BESIDE_REAL,
+    "real": {f"{row}, few": FEW for row in REAL_FEW}
+    | {f"{row}, prose": PROSE for row in REAL_PROSE}
+    | {plain[1]: plain[:1] for plain in (FEW, PROSE)},
     "attention": dict.fromkeys(GRAFTS, (LORA, *SIZES)) | dict.fromkeys(SIZES, (LORA,)),
     **{f"budget-{steps}": dict.fromkeys(GRAFTS[2:], (LORA,)) for steps in BUDGETS},
 }
@@ -395,20 +395,15 @@ HEADS = {
 }
 
 
-def beside_rows(name: str, ending: str = "") -> dict[str, tuple[str, ...]]:
-    """BESIDE, of the rows whose names end so."""
-    return {row: beside for row, beside in BESIDE[name].items() if row.endswith(ending)}
-
-
-def judged(name: str, study: str, measure: str, guess: float, ending: str = "") -> dict[str, dict]:
-    """The differences to all plain rows, with their verdicts by the rules of all studies, Holm's
-    over the rows whose names end so."""
+def judged(
+    name: str, study: str, measure: str, guess: float, control: tuple[str, ...]
+) -> dict[str, dict]:
+    """The differences to these plain rows, of the rows that stand beside them, with their verdicts
+    by the rules of all studies, Holm's over them."""
     scores = read(name)
     known = read(name, "validation")
-    rows = beside_rows(name, ending)
-    control = next(iter(rows.values()))
     gaps = {}
-    for row, beside in rows.items():
+    for row, beside in BESIDE[name].items():
         if beside == control:
             gaps[row, measure] = gap(scores, study, row, control, measure)
     shares = [mean(known[study, row, measure]) for row in control if (study, row, measure) in known]
@@ -432,7 +427,7 @@ def doses(task: str, guess: float) -> str:
     if task == "built":
         parts.append(("dose", ("plain + head norm", "shared", "dex")))
     for name, others in parts:
-        tables = [judged(name, study, task, guess) for study in studies]
+        tables = [judged(name, study, task, guess, dose.PLAIN) for study in studies]
         for row in others:
             texts = [interval_text(table[row], 1, signed=True) for table in tables]
             verdicts = " and ".join(dict.fromkeys(table[row]["verdict"] for table in tables))
@@ -487,31 +482,29 @@ def branches() -> str:
 
 
 def rows_beside(
-    name: str, study: str, titles: dict[str, str], guess: float, about: str, ending: str = ""
+    name: str, study: str, titles: dict[str, str], guess: float, plain: tuple[str, ...], about: str
 ) -> list[list[str]]:
-    """Rows minus all plain ones, by measure and its title, of rows whose names end so; the verdicts
-    are those of the first measure. The first line is the head."""
+    """Rows minus these plain ones, by measure and its title; the verdicts are those of the first
+    measure. The first line is the head."""
     # 1. the plain rows
     scores = read(name)
-    rows = beside_rows(name, ending)
-    plain = next(iter(rows.values()))
     middles = []
     for measure in titles:
         middles.append(np.mean([mean(scores[study, row, measure]) for row in plain]))
     body = [["**plain**", *(f"{middle:.1f}" for middle in middles), ""]]
     # 2. the others
-    tables = [judged(name, study, measure, guess, ending) for measure in titles]
+    tables = [judged(name, study, measure, guess, plain) for measure in titles]
     for row, first in tables[0].items():
         texts = [interval_text(table[row], 1, signed=True) for table in tables]
         verdict = first["verdict"]
         if verdict == "undecided":
             verdict += f" (visible from {first['visible']:.1f})"
-        body.append([f"`{row.removesuffix(ending)}`", *texts, verdict])
+        body.append([f"`{row.partition(', ')[0]}`", *texts, verdict])
     # 3. the first plain row that is beside another
-    row, beside = next((row, of) for row, of in rows.items() if row in plain)
+    row, beside = next((row, of) for row, of in BESIDE[name].items() if row in plain)
     gaps = [gap(scores, study, row, beside, measure) for measure in titles]
     texts = [interval_text(of_row._asdict(), 1, signed=True) for of_row in gaps]
-    pair = row.removesuffix(ending), beside[0].removesuffix(ending)
+    pair = [known.partition(", ")[0] for known in (row, *beside)]
     body.append([f"A/A: {' − '.join(pair)}", *texts, ""])
     runs = len(scores[study, plain[0], next(iter(titles))])
     verdict = f"verdict, {next(iter(titles.values())).partition(',')[0]}"
@@ -523,7 +516,8 @@ def grafts() -> str:
     titles = {"mean": "five measures, %"}
     titles |= {f"n4o1, noise {strength}": f"noise {strength}, %" for strength in NOISE}
     guess = GUESSING["n4o1"]
-    head, *body = rows_beside("grafts", "attention", titles, guess, "minus four plain rows")
+    about = "minus four plain rows"
+    head, *body = rows_beside("grafts", "attention", titles, guess, PLAIN_GRAFTS, about)
     return "\n".join(markdown_table(head, body))
 
 
@@ -536,11 +530,11 @@ def real() -> str:
         "signal": "log(asked ÷ others), /100",
         "loss": "loss, nats/100",
     }
-    given = {"guess": 0.0, "about": "minus two plain rows"}
-    head, *few = rows_beside("real", "compare-real", titles, **given, ending=", few")
-    exact = {"exact": "after prose, %"}
-    (about, *more), *prose = rows_beside("real", "compare-real", exact, **given, ending=", prose")
-    more[0] += about.removeprefix(given["about"])
+    cells = "real", "compare-real"
+    about = "minus two plain rows"
+    head, *few = rows_beside(*cells, titles, 0.0, FEW, about)
+    (runs, *more), *prose = rows_beside(*cells, {"exact": "after prose, %"}, 0.0, PROSE, "")
+    more[0] += runs
     by_row = {row: rest for row, *rest in prose}
     body = [[*line, *by_row.get(line[0], ["", ""])] for line in few]
     return "\n".join(markdown_table([*head, *more], body))
