@@ -449,7 +449,7 @@ def doses(task: str, guess: float) -> str:
 
 ANGLES = """# The angles between two branches
 
-Cosines of their gradients on 64 needles, the mean of six runs and four layers with the least and the
+Cosines of their gradients on 64 needles, the mean of six or seven runs and four layers with the least and the
 most: *learning* by the queries, *input* by the input of a layer. How: [branches.py](branches.py).
 
 {}
