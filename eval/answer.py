@@ -10,7 +10,6 @@ up to ties that rounding decides.
 
 import contextlib
 import fcntl
-import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from eval.data.files import check
 from eval.progress import Bar
 from eval.question import Answer, Question, certainty_of, parts_of
 from lora.adapter import lora_layers
-from model.common import UserError, file_errors, quoted, shown
+from model.common import UserError, file_errors, quoted, short_hash, shown
 from model.compiled import CompiledStep
 from model.confidence import Certainty
 from model.generate import NonFiniteError, finite_rows, generate_texts, last_valid
@@ -262,7 +261,7 @@ def log_likelihoods(
         rest = torch.where(is_read[..., None], rest, 0)
         known = torch.cat((known, rest), dim=1)
     finite = finite_rows(known)
-    if not bool(finite.all()):
+    if not finite.all():
         raise NonFiniteError(owner[~finite].unique().tolist())
     chosen = targets.clamp(min=0)[..., None]
     scores = known.log_softmax(-1).gather(-1, chosen)[..., 0]
@@ -300,8 +299,7 @@ def marks_of(
         with contextlib.suppress(UserError):  # a prompt that is refused is not answered, either
             ids = processor.encode(q.prefix)
         parts = [of_model, q.key, versions[q.key], q.prefix, ids, q.choices, q.before, q.scored]
-        digest = hashlib.sha256(json.dumps(parts).encode())
-        marks.append(digest.hexdigest()[:16])
+        marks.append(short_hash(json.dumps(parts)))
     return marks
 
 

@@ -108,12 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_answers(answers)
 
 
-def answers_in_text(
-    model,
-    reader,
-    prompts: list[str],
-    **options,
-) -> list[dict]:
+def answers_in_text(model, reader, prompts: list[str], **options) -> list[dict]:
     """The answer of a language model to each prompt."""
     sure = []
     texts = reader.ask(model, prompts, sure=sure, **options)
@@ -147,12 +142,19 @@ def answers_about(
             for found in parse_objects(text, *images[name].size):
                 box = [round(side, 1) for side in found.box]
                 score = certainty.scores[found.part]
-                entry: dict = {"label": found.label, "box": box, "score": score}
+                entry = {"label": found.label, "box": box, "score": score}
                 if found.codes:
                     entry["codes"] = found.codes
                 boxes.append(entry)
-            answer = {"image": name, "prompt": prompt, "answer": text}
-            answers.append(answer | {"confidence": certainty.confidence, "boxes": boxes})
+            answers.append(
+                {
+                    "image": name,
+                    "prompt": prompt,
+                    "answer": text,
+                    "confidence": certainty.confidence,
+                    "boxes": boxes,
+                }
+            )
     return answers
 
 

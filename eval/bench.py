@@ -123,12 +123,7 @@ class Benchmark:
         questions = context.run(self.questions, args)
         return self.rows(questions, *read_answers(file, questions))
 
-    def write(
-        self,
-        rows: Sequence[Row],
-        out: Path,
-        subject: Any,
-    ) -> None:
+    def write(self, rows: Sequence[Row], out: Path, subject: Any) -> None:
         """Write the files of one model, a `Subject`."""
         records = []
         for row in rows:
@@ -372,6 +367,9 @@ def values_of(benchmark: Benchmark, results: Results) -> dict[str, dict]:
     over groups of questions, and the paired difference on the questions that both have answered: of
     a model on gray pictures to the model, else to the first; AT_LIMIT, and ECE with its bins."""
 
+    def asked(row: Row) -> tuple:
+        return row.question.id, row.question.choices
+
     def percent(rows: Sequence[Row], scores: Sequence[float]) -> dict[str, float]:
         groups = [row.question.group or row.question.key for row in rows]
         interval = bootstrap(scores, groups)._asdict()
@@ -385,17 +383,18 @@ def values_of(benchmark: Benchmark, results: Results) -> dict[str, dict]:
             reference = title.removesuffix(BLIND)
         other = {}
         if title != reference:
-            other = {row.question.id: row.scores for row in results[reference]}
+            other = {asked(row): row.scores for row in results[reference]}
         # 2. the measures, and their differences
         measures = {}
         for measure in dict.fromkeys(measure for row in rows for measure in row.scores):
             scored = [row for row in rows if measure in row.scores]
             found = percent(scored, [row.scores[measure] for row in scored])
             found["questions"] = len(scored)
-            both = [row for row in scored if measure in other.get(row.question.id, ())]
+            both = [row for row in scored if measure in other.get(asked(row), ())]
             if both:
-                gaps = [row.scores[measure] - other[row.question.id][measure] for row in both]
+                gaps = [row.scores[measure] - other[asked(row)][measure] for row in both]
                 found["difference"] = percent(both, gaps)
+                found["paired"] = len(both)
             measures[measure] = found
         values[title] = {"summary": benchmark.summary(rows), "measures": measures}
         # 3. how the answers were decoded, and how sure of its own data's the model was
@@ -469,6 +468,9 @@ def comparison_table(values: Mapping[str, Mapping]) -> list[str]:
             if difference := found.get(measure, {}).get("difference"):
                 verdict = "n.s." if difference["low"] <= 0 <= difference["high"] else "*"
                 line[-1] = f"{interval_text(difference, signed=True)} {verdict}"
+                paired, count = found[measure]["paired"], found[measure]["questions"]
+                if paired < count:
+                    notes.append(f"{title}: its difference is of {paired} of {count} questions")
                 if title.endswith(BLIND) and difference["high"] >= 0:
                     notes.append(f"{title}: not shown to use the picture: {measure}")
         cells.append(line)

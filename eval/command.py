@@ -75,12 +75,6 @@ def add_model_flags(parser: ArgumentParser, many: bool = False) -> None:
     dtype = "of the weights (default: bf16 on CUDA or in few bits, else fp32)"
     add_flag(parser, "--dtype", dtype, choices=["fp32", "bf16", "fp16"])
     add_flag(parser, "--device", "cpu, cuda, mps, … (default: cuda or mps if there is one)", "auto")
-    add_flag(
-        parser,
-        "--threads",
-        THREADS,
-        type=whole(1, 1024),
-        metavar="N",
-    )
+    add_flag(parser, "--threads", THREADS, type=whole(1, 1024), metavar="N")
     limit = "limit of a prompt's tokens, pictures too"
     add_flag(parser, "--max-length", limit, 8192, type=positive, metavar="N")

@@ -172,14 +172,7 @@ def serve(
             if is_explored:
                 return framed(explored(subject, model, processor, limit, image, prompt))
             sure = []
-            (text,) = ask(
-                model,
-                processor,
-                [image],
-                [prompt],
-                limit,
-                sure=sure,
-            )
+            (text,) = ask(model, processor, [image], [prompt], limit, sure=sure)
         except UserError as error:
             raise gradio.Error(str(error), print_exception=False) from None
         said, drawn = shown_answer(image, text, sure[0], coder)
@@ -251,13 +244,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_model_flags(parser)
     add_limit(parser, 64)
     port = "(default: the first free one from 7860)"
-    add_flag(
-        parser,
-        "--port",
-        port,
-        type=whole(1, 65535),
-        metavar="N",
-    )
+    add_flag(parser, "--port", port, type=whole(1, 65535), metavar="N")
     masks = f"draw masks too, with the coder of the model: {MASKS_HELP}"
     add_flag(parser, "--masks", masks, metavar="FILE")
     args = parser.parse_args(argv)

@@ -168,10 +168,17 @@ class Detect(Benchmark):
         results = []
         for row in rows:
             question, (answer, scores), *_ = row
-            result = {"question_id": question.id, "picture": question.key}
-            result |= {"question": question.prefix, "answer": answer}
-            result |= asdict(question.truth) | {"scores": scores}
-            results.append(result | certainty_in(row))
+            results.append(
+                {
+                    "question_id": question.id,
+                    "picture": question.key,
+                    "question": question.prefix,
+                    "answer": answer,
+                    **asdict(question.truth),
+                    "scores": scores,
+                    **certainty_in(row),
+                }
+            )
         write_json(out / "results.json", results)
         title = f"{subject.title}: true boxes green, found ones orange"
         figures.save(draw_sheet(rows, title, self.coder), out / "detect.png")
@@ -409,13 +416,7 @@ def match(
             neither[at, number] = ignored[best]
     scores = np.array([box.score for box in found], np.float64)
     to_find = int((~ignored).sum())
-    return Matches(
-        scores,
-        np.arange(len(found)),
-        hit,
-        neither,
-        to_find,
-    )
+    return Matches(scores, np.arange(len(found)), hit, neither, to_find)
 
 
 def overlaps(found: Sequence[Found], truths: Sequence[Box]) -> np.ndarray:

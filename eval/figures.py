@@ -72,7 +72,7 @@ class Canvas:
         color: Color = INK,
         width: float = 1.0,
     ) -> None:
-        corners = [tuple(self._px(x, y)) for x, y in points]
+        corners = [tuple(self._px(*point)) for point in points]
         self.draw.line(corners, color, *self._px(width), joint="curve")
 
     def box(
@@ -85,13 +85,7 @@ class Canvas:
         """sides: left, top, right, bottom."""
         self.draw.rectangle(self._px(*sides), fill, outline, *self._px(width))
 
-    def dot(
-        self,
-        x: float,
-        y: float,
-        radius: float,
-        color: Color,
-    ) -> None:
+    def dot(self, x: float, y: float, radius: float, color: Color) -> None:
         self.draw.ellipse(self._px(x - radius, y - radius, x + radius, y + radius), color)
 
     def text(
@@ -113,13 +107,7 @@ class Canvas:
             anchor,
         )
 
-    def upright(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        size: float = 12,
-    ) -> None:
+    def upright(self, x: float, y: float, text: str, size: float = 12) -> None:
         """Text centered at (x, y), turned by 90 degrees to read upward."""
         font = ImageFont.TransposedFont(_font(*self._px(size)), Image.Transpose.ROTATE_90)
         _, _, wide, high = font.getbbox(printable(text))
@@ -157,12 +145,7 @@ def text_width(text: str, size: float) -> float:
     return _font(round(size * 100)).getlength(printable(text)) / 100
 
 
-def wrap(
-    text: str,
-    width: float,
-    size: float,
-    lines: int,
-) -> list[str]:
+def wrap(text: str, width: float, size: float, lines: int) -> list[str]:
     """`text` broken into at most `lines` lines of `width` points, "..." where it is cut."""
     text = printable(text)
     for letters in range(max(4, int(4 * width / size)), 3, -1):
@@ -178,7 +161,7 @@ def wrap(
 def accuracy_color(accuracy: float) -> Color:
     """From pale yellow at 0 over teal at one half to dark blue at 1."""
     levels = zip(*ACCURACIES, strict=True)
-    return tuple(round(float(np.interp(accuracy, (0, 0.5, 1), of))) for of in levels)
+    return tuple(round(np.interp(accuracy, (0, 0.5, 1), of)) for of in levels)
 
 
 def _ink_on(color: Color) -> Color:
@@ -225,22 +208,9 @@ def heatmaps(grids: Mapping[str, Sequence[Sequence[float]]], title="") -> Image.
             for col, value in enumerate(values):
                 color, label = _cell(value)
                 x = x0 + col * wide
-                sheet.box(
-                    x,
-                    y,
-                    x + wide,
-                    y + high,
-                    fill=color,
-                    outline=PAPER,
-                )
+                sheet.box(x, y, x + wide, y + high, fill=color, outline=PAPER)
                 size = min(22, 0.3 * high + 3)
-                sheet.text(
-                    x + wide / 2,
-                    y + high / 2,
-                    label,
-                    size,
-                    _ink_on(color),
-                )
+                sheet.text(x + wide / 2, y + high / 2, label, size, _ink_on(color))
         # 3. its columns
         for col in range(len(grid[0])):
             sheet.text(
@@ -290,13 +260,7 @@ def contact_sheet(
     rows = math.ceil(len(images) / columns)
     sheet = Canvas(gap + columns * (size + gap), top + rows * step, title)
     # 3. the cells
-    cells = zip(
-        images,
-        sizes,
-        broken,
-        hits or [None] * len(images),
-        strict=True,
-    )
+    cells = zip(images, sizes, broken, hits or [None] * len(images), strict=True)
     for number, (image, (wide, high), caption, hit) in enumerate(cells):
         row, col = divmod(number, columns)
         y = top + row * step
@@ -306,29 +270,11 @@ def contact_sheet(
         lower = upper + high
         if hit is not None:
             color = HIT if hit else MISS
-            sheet.box(
-                left - 4,
-                upper - 4,
-                right + 4,
-                lower + 4,
-                fill=color,
-            )
+            sheet.box(left - 4, upper - 4, right + 4, lower + 4, fill=color)
         sheet.picture(left, upper, right, lower, image=image)
         if hit is not None:  # what the color of the frame says, without color
-            sheet.box(
-                right - 22,
-                upper - 4,
-                right + 4,
-                upper + 9,
-                fill=color,
-            )
-            sheet.text(
-                right - 9,
-                upper + 2,
-                "hit" if hit else "miss",
-                9,
-                PAPER,
-            )
+            sheet.box(right - 22, upper - 4, right + 4, upper + 9, fill=color)
+            sheet.text(right - 9, upper + 2, "hit" if hit else "miss", 9, PAPER)
         for line, words in enumerate(caption):
             sheet.text(left + wide / 2, y + tall + 12 + line * line_height, words, text)
     return sheet.finish()
@@ -383,14 +329,7 @@ def draw_boxes(
     labels = labels or [""] * len(boxes)
     for box, label, color in zip(boxes, labels, colors_of(labels, colors), strict=True):
         left, top, right, bottom = (value * scale / DENSITY for value in box)
-        sheet.box(
-            left,
-            top,
-            right,
-            bottom,
-            outline=color,
-            width=width * points,
-        )
+        sheet.box(left, top, right, bottom, outline=color, width=width * points)
         if label:
             size = 7.5 * points
             pad = 2 * points

@@ -107,7 +107,7 @@ class Model(lmms):
 def check_greedy(options: dict) -> None:
     """Raise UserError for a task that samples, or searches with several beams."""
     beams = options.get("num_beams") or 1
-    if options.get("do_sample") or beams > 1:
+    if options.get("do_sample", options.get("temperature")) or beams > 1:
         remedy = "add --gen_kwargs do_sample=False,num_beams=1"
         raise UserError(f"--model {NAME} answers greedily: {remedy}")
 

@@ -28,7 +28,6 @@ open-compass/VLMEvalKit.
 
 import base64
 import csv
-import hashlib
 import io
 import re
 from collections import defaultdict
@@ -38,7 +37,7 @@ from functools import partial
 from eval.bench import Benchmark, Row, certainty_in, means, run, sure_of, write_json
 from eval.data.files import check, check_unique, read, rows_in
 from eval.question import Question
-from model.common import UserError, quoted, run_command, shown, write_text
+from model.common import UserError, quoted, run_command, short_hash, shown, write_text
 
 BASE = 1_000_000
 FAILED = "Failed to obtain answer via API"
@@ -78,7 +77,7 @@ class MMBench(Benchmark):
             raise UserError("--tsv is missing: give MMBench's file for CircularEval")
         questions = []
         for lines in read_lines(args.tsv)[: args.limit]:
-            keys = [hashlib.sha256(line["image"].encode()).hexdigest()[:16] for line in lines]
+            keys = [short_hash(line["image"]) for line in lines]
             for line, key in zip(lines, keys, strict=True):
                 questions.append(
                     Question(

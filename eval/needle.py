@@ -111,13 +111,7 @@ class Needle(Benchmark):
         rows = []
         for record in read_responses(file):
             name = str(record["id"])
-            question = Question(
-                record["id"],
-                name,
-                (),
-                "",
-                kind=Path(file).stem,
-            )
+            question = Question(record["id"], name, (), "", kind=Path(file).stem)
             rows.append(judged_row(question, record))
         return rows
 
@@ -192,9 +186,10 @@ def tests_of(args: Namespace) -> dict[str, list[NeedleTest]]:
         return {"1_2_2": drawn_tests(args.coco, args.captions, args.limit)}
     tests = {}
     for kind in args.kind or NEEDLES:
-        tests[kind] = embedded_tests(kind, args.limit, needles=args.needles)
+        make = partial(embedded_tests, kind, args.limit, needles=args.needles)
+        tests[kind] = make()
         if args.negatives:
-            tests[kind] += embedded_tests(kind, args.limit, needles=args.needles, absent=True)
+            tests[kind] += make(absent=True)
     return tests
 
 
@@ -327,11 +322,7 @@ def stitch(pictures: Sequence[Path]) -> Image.Image:
 # Prompts and answers
 
 
-def official_prompt(
-    captions: Sequence[str],
-    pictures: int,
-    side: int,
-) -> str:
+def official_prompt(captions: Sequence[str], pictures: int, side: int) -> str:
     """MMNeedle's own instruction for K captions, M `pictures` of `side`×`side` sub-images."""
     images = "images" if pictures > 1 else "image"
     parts = "subimages" if side > 1 else "subimage"

@@ -126,7 +126,7 @@ def stored_prompt(subject: Subject, default: str = PROMPT) -> str:
     complete prompts. Raises UserError."""
     folder = subject.run
     source = Path(subject.source)
-    if folder is None and source.name == "model":
+    if folder is None and source.name in ("model", "best"):
         folder = source.parent
     if folder is None:
         return default

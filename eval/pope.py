@@ -67,13 +67,7 @@ class Pope(Benchmark):
             questions += scored_twins(questions, ("yes", "no"), "P(yes)")
         return questions
 
-    def question(
-        self,
-        args,
-        kind: str,
-        record: dict,
-        picture=None,
-    ) -> Question:
+    def question(self, args, kind: str, record: dict, picture=None) -> Question:
         label = record["label"]
         check(label in ("yes", "no"), f"label is {quoted(label)}, expected yes or no")
         picture = picture or find_picture(args.images or "", text_at(record, "image"))

@@ -28,7 +28,15 @@ from eval.data.record import PROMPT, Record, fill_prompt
 from eval.data.records import ANNOTATIONS_FILE, QUESTIONS_FILE, groups_of, read_data, source_parts
 from eval.document_scoring import TITLES, cider_scorer, document_scores
 from eval.question import Question, question_of, scored_twins
-from eval.vqa_scoring import SCORERS, answerability, official, record_scores, summarize, truths_of
+from eval.vqa_scoring import (
+    ANNOTATORS,
+    SCORERS,
+    answerability,
+    official,
+    record_scores,
+    summarize,
+    truths_of,
+)
 from model.common import UserError, run_command, shown
 
 # of a question and its answer in the files of their servers
@@ -128,10 +136,13 @@ class Vqa(Benchmark):
         """Of published files, questions and annotations, on pictures in the folder `images`."""
         fitting, asked = read_vqa(*files)
         questions = questions_of(asked[: args.limit], images, args.template)
-        if fitting in ("gqa", *TITLES) and args.scoring not in (None, "gqa", "paper", *TITLES):
-            problem = f"{args.scoring} scoring cannot apply to one answer a question"
-            raise UserError(f"{shown(files[1] or files[0])}: {problem}: take --scoring {fitting}")
         self.scoring = args.scoring or fitting
+        has_few = any(0 < len(q.truth.answers) < ANNOTATORS for q in questions)
+        if self.scoring not in ("gqa", "paper", *TITLES) and (has_few or fitting in TITLES):
+            problem = f"{self.scoring} scoring cannot apply to fewer than {ANNOTATORS} answers"
+            others = fitting if fitting in TITLES else "gqa, anls or relaxed"
+            remedy = f"take --scoring {others}"
+            raise UserError(f"{shown(files[1] or files[0])}: {problem} a question: {remedy}")
         if args.answerability:  # the same ones, for the probability of this answer
             if any(q.truth.answerable is None for q in questions):
                 problem = "no annotation says which questions are answerable"
@@ -245,15 +256,7 @@ def of_samples(
         )
         prompt = fill_prompt(template, s.question)
         key = f"{split}/{s.image_id}"
-        questions.append(
-            Question(
-                s.question_id,
-                key,
-                s.scene.render,
-                prompt,
-                truth=truth,
-            )
-        )
+        questions.append(Question(s.question_id, key, s.scene.render, prompt, truth=truth))
     return questions
 
 
@@ -266,15 +269,7 @@ def questions_of(
     for truth in asked:
         path = find_picture(images, truth.image) if images else ()
         prompt = fill_prompt(template, truth.question)
-        questions.append(
-            Question(
-                truth.question_id,
-                truth.image,
-                path,
-                prompt,
-                truth=truth,
-            )
-        )
+        questions.append(Question(truth.question_id, truth.image, path, prompt, truth=truth))
     return questions
 
 

@@ -256,11 +256,7 @@ def unload(model: Adaptable) -> None:
         model.set_submodule(path, layer.base_layer)
 
 
-def quantize(
-    model: Adaptable,
-    kind: str = "int8",
-    head: bool = False,
-) -> None:
+def quantize(model: Adaptable, kind: str = "int8", head: bool = False) -> None:
     """Turn every frozen linear layer of `model` into that of `weights.quantize.KINDS`, in place;
     embedding and head only with `head`. `load` quantizes its base in the same way. Raises UserError
     as `replaceable`, for merged LoRA, and where no layer is frozen."""
@@ -318,7 +314,7 @@ def save(
         raise UserError(
             f"{len(other)} parameters outside the adapter are trained ({other[0]}, …): freeze them"
         )
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for name, parameter in parameters.items():
         whole = gathered(parameter).detach()  # one at a time, and kept only where it is written
         tensors[name] = whole.cpu().contiguous() if write else torch.empty(0)
@@ -367,12 +363,7 @@ def read_config(folder: str | Path) -> dict:
     return config
 
 
-def load(
-    model: Adaptable,
-    folder: str | Path,
-    *,
-    force: bool = False,
-) -> list[str]:
+def load(model: Adaptable, folder: str | Path, *, force: bool = False) -> list[str]:
     """Put the adapter in `folder`, ours or PEFT's, on a plain `model`; return the paths that carry
     LoRA.
 

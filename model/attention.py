@@ -43,11 +43,7 @@ class Rope:
         cos, sin = self._table(x.shape[-1], x.dtype)
         return x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin
 
-    def _table(
-        self,
-        width: int,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, Tensor]:
+    def _table(self, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if (width, dtype) in self._tables:
             return self._tables[width, dtype]
         even = torch.arange(0, width, 2, dtype=torch.float32, device=self.positions.device)
@@ -149,11 +145,7 @@ class LayerCache:
         self.position: Tensor | None = None
         self.keys = self.values = torch.empty(0)
 
-    def extend(
-        self,
-        k: Tensor,
-        v: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k and v (B, heads, S, width) and return all keys and values so far."""
         if self.position is not None:
             self.keys.index_copy_(2, self.position, k)

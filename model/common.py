@@ -7,6 +7,7 @@ their traceback.
 
 import contextlib
 import ctypes
+import hashlib
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import secrets
 import sys
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,16 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(value) < len(pairs):
         raise ValueError(f"a key of {len(pairs)} stands twice")
     return value
+
+
+def short_hash(text: str) -> str:
+    """Sixteen hexadecimal digits that name a text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def without_none(values: Mapping) -> dict:
+    """The values by name, without those that are None."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 @contextlib.contextmanager

@@ -21,12 +21,7 @@ class CompiledStep:
     torch.compile's.
     """
 
-    def __init__(
-        self,
-        model: PaliGemma,
-        bucket: int = 128,
-        **options: Any,
-    ):
+    def __init__(self, model: PaliGemma, bucket: int = 128, **options: Any):
         device = next(model.parameters()).device
         if options == {} and device.type == "cuda":
             options = {"mode": "reduce-overhead"}

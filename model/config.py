@@ -21,7 +21,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
-from model.common import UserError, quoted, read_json, read_json_if, shown
+from model.common import UserError, quoted, read_json, read_json_if, shown, without_none
 
 # Gemma's, where a file says nothing
 CONTROL_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
@@ -61,7 +61,7 @@ def config_errors(path: str | Path) -> Iterator[None]:
     ) as error:
         what = "" if isinstance(error, UserError) else f"{type(error).__name__} "
         raise UserError(
-            f"{shown(path)}: {what}{shown(str(error))}: take another model or download it again"
+            f"{shown(path)}: {what}{shown(error)}: take another model or download it again"
         ) from None
 
 
@@ -85,11 +85,7 @@ _NEUTRAL = {
 }
 
 
-def read_generation(
-    path: str | Path,
-    *followed: str,
-    **ours: int | None,
-) -> dict:
+def read_generation(path: str | Path, *followed: str, **ours: int | None) -> dict:
     """The generation_config.json beside `path`. Raises UserError for other keys than `followed`
     that change answers. ours: tokens, alone or in a list, by the keys that name them here too."""
     file = Path(path).with_name("generation_config.json")
@@ -100,7 +96,7 @@ def read_generation(
             raise UserError(
                 f"{shown(file)}: {name} changes answers, and is not followed here: delete this key"
             )
-    return {name: value for name, value in given.items() if value is not None}
+    return without_none(given)
 
 
 def fits(value: Any, annotation: Any) -> bool:
@@ -217,8 +213,7 @@ class VisionConfig(Config):
             raw = raw["vision_config"]
         # transformers' defaults: no shape would show another number of heads
         defaults = vars(cls(768, 3072, 12, 12, 16))
-        given = {name: value for name, value in raw.items() if value is not None}
-        return super().from_dict(defaults | given)
+        return super().from_dict(defaults | without_none(raw))
 
 
 def rope_of(raw: dict) -> tuple[dict, Any]:

@@ -93,11 +93,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-) -> Tensor:
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (…, in) · weightᵀ (in, out) + bias (out,), as F.linear."""
     if is_reversed(x, weight, bias):
         rows = x.reshape(-1, x.shape[-1])

@@ -29,7 +29,7 @@ def choose_device(name: str = "auto") -> torch.device:
         torch.empty(1, device=name).tolist()
     except (RuntimeError, AssertionError) as error:
         raise UserError(
-            f"--device {shown(name)}: {shown(str(error))}: take auto, or a device that is there"
+            f"--device {shown(name)}: {shown(error)}: take auto, or a device that is there"
         ) from None
     return torch.device(name)
 

@@ -37,7 +37,7 @@ from model.attention import Attention, Rope, attention_modules, tapped
 from model.common import UserError, quoted
 from model.config import fits
 from model.gemma import Adaptable, GemmaMLP
-from model.linear import Linear
+from model.linear import Linear, filled
 from model.lowrank import LowRank
 from model.variant import Differential, Gate, Mean, Sink, Softmax, Temperature, scores_of
 
@@ -238,7 +238,7 @@ class Twin(Branched):
             raise UserError(
                 f"mu is {mu!r}, expected a number above 0: at 0 the second branch gets no gradient"
             )
-        self.mu = nn.Parameter(torch.full((self.num_heads,), float(mu)))
+        self.mu = filled(self.num_heads, mu)
 
     def difference(self, factor: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """Equal ones give `first` to the bit."""
@@ -321,7 +321,7 @@ class DiffLora(Branched):
         if not 0 <= lambda_init < 1:
             raise UserError(f"lambda_init is {lambda_init!r}, expected a number in [0, 1)")
         self.lambda_init = lambda_init
-        self.lambda_d = nn.Parameter(torch.full((1,), float(lambda_init)))
+        self.lambda_d = filled(1, lambda_init)
         self.alone = alone
         for name in ("q2", "k2") if alone else ():
             weight = self.get_parameter(f"{name}.lora_B.weight")
@@ -364,7 +364,7 @@ class Dex(Differential):
                 "at 0"
             )
         self.w_d = nn.Parameter(torch.zeros(self.head_dim, self.head_dim))
-        self.lambda_d = nn.Parameter(torch.full((1,), float(lambda_init)))
+        self.lambda_d = filled(1, lambda_init)
 
     def mix(self, x, q, k, v, mask) -> Tensor:
         heads = self.softmax_attention(q, k, v, mask)
@@ -479,7 +479,7 @@ def graft(
     before = new_parameters(model)
     device = model.language_model.embed_tokens.weight.device
     drawn_on = "meta" if device.type == "meta" else "cpu"
-    new: list[tuple[nn.Module, str, nn.Module]] = []
+    new = []
     with torch.random.fork_rng(devices=[]), torch.device(drawn_on):
         torch.default_generator.manual_seed(seed)
         for tower in TOWERS[diff_in]:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from model.attention import Attention, LayerCache, Positions, Rope, attention_mask, keep_positions
 from model.config import TextConfig
-from model.linear import Embedding, Linear, activated
+from model.linear import Embedding, Linear, activated, filled
 
 
 class RMSNorm(nn.Module):
@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float, offset: int = 1):
         super().__init__()
         self.eps, self.offset = eps, offset
-        self.weight = nn.Parameter(torch.full((width,), 1.0 - offset))
+        self.weight = filled(width, 1.0 - offset)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
@@ -196,7 +196,7 @@ class Gemma(nn.Module):
 
         def mask(window: int | None = None) -> Tensor | None:
             visible = attention_mask(valid, types, queries, window, documents=documents)
-            return None if may_read and bool(visible.all()) else visible
+            return None if may_read and visible.all() else visible
 
         full = sliding = mask()
         window = self.config.sliding_window

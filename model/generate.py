@@ -135,7 +135,7 @@ def generate(
         ends = end_tokens(model, also_end).to(logits.device)
         check_every = CHECK_EVERY if logits.is_cuda else 1
         ended = broken = torch.zeros(rows, dtype=torch.bool, device=logits.device)
-        tokens: list[Tensor] = []
+        tokens = []
         for seen in range(prompt + 1, end + 1):
             # a row of NaN counts as ended, and is reported in the end: no step waits for a GPU
             finite = finite_rows(logits)
@@ -154,7 +154,7 @@ def generate(
             tokens.append(token)
             on_token(token)
             ended = ended | (token[:, None] == ends).any(1)
-            if seen == end or len(tokens) % check_every == 0 and bool(ended.all()):
+            if seen == end or len(tokens) % check_every == 0 and ended.all():
                 break
             if compiled is None:
                 valid = F.pad(valid, (0, 1), value=1)

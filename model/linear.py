@@ -38,6 +38,11 @@ class Embedding(nn.Embedding):
         return linear(hidden, self.weight)
 
 
+def filled(count: int, value: float) -> nn.Parameter:
+    """A parameter of `count` numbers that start at one value."""
+    return nn.Parameter(torch.full((count,), float(value)))
+
+
 def fp32_is_faster(x: Tensor) -> bool:
     """Whether x (…, in), in bf16, is multiplied faster with x and the weights in fp32, which costs
     a pass over both."""
@@ -47,11 +52,7 @@ def fp32_is_faster(x: Tensor) -> bool:
     return many and not (torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"))
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x (…, in) · weightᵀ (in, out) + bias (out,), as F.linear."""
     if fp32_is_faster(x) and weight.dtype == x.dtype and not torch.is_grad_enabled():
 

@@ -176,11 +176,7 @@ def logits_or_loss(
 
 
 @torch.no_grad()
-def initialize(
-    model: Any,
-    seed: int = 0,
-    position_std: float = 0.02,
-) -> Any:
+def initialize(model: Any, seed: int = 0, position_std: float = 0.02) -> Any:
     """Fill a model with random weights: unit variance through every layer, norms as the identity.
 
     Embeddings have a standard deviation of H^-½: the factor √H makes it 1 at the input, and the

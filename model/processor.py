@@ -38,11 +38,7 @@ class Movable:
     """A dataclass whose tensors, and parts with tensors, go together to a device, or to page-locked
     memory, which DataLoader asks for: copies to a GPU then overlap with work."""
 
-    def to(
-        self,
-        device: str | torch.device,
-        non_blocking: bool = True,
-    ) -> Self:
+    def to(self, device: str | torch.device, non_blocking: bool = True) -> Self:
         # a non-blocking copy to the CPU could be read before it is complete
         later = non_blocking and torch.device(device).type == "cuda"
         return self._each("to", device, non_blocking=later)
@@ -75,12 +71,7 @@ class Batch(Movable):
 class Processor:
     """From pictures and prompts to a `Batch`, and from answer tokens to text."""
 
-    def __init__(
-        self,
-        config: Any,
-        tokenizer: Tokenizer,
-        max_length: int = 8192,
-    ):
+    def __init__(self, config: Any, tokenizer: Tokenizer, max_length: int = 8192):
         """config: of a model that reads pictures. max_length: tokens of a row, by default what
         PaliGemma's decoders were trained with; a longer row is an error, it is never cut.
         Raises UserError if config and tokenizer disagree."""
@@ -172,8 +163,10 @@ class Processor:
         """
         has_marks = check_turns(n_images, turns)
         said = " ".join(text or "" for turn in turns for text in turn)
-        if beyond := re.search(r"<loc(?!0|10[01]|102[0-3])\d{4}>", said):
-            raise UserError(f"{beyond[0]} is no place in a picture: they end at <loc1023>")
+        if beyond := re.search(r"<loc(?!(0\d\d|10[01]|102(?=[0-3]))\d>)[_\d]+>", said):
+            raise UserError(
+                f"{beyond[0]} is no place in a picture: they are <loc0000> to <loc1023>"
+            )
         ids, types, learned = self.layout(n_images, turns, has_marks)
         if len(ids) > self.max_length:
             remedy = "give fewer pictures, shorten the text or raise max_length"
@@ -206,7 +199,8 @@ class Processor:
     ) -> list[int]:
         """The ids of a prompt: pictures come before the first one, wherever they are marked."""
         if has_marks and SLOT in prompt:
-            prompt = re.sub(rf"\s*{SLOT}", "", prompt).strip()
+            # where a mark alone parts two words, a blank does
+            prompt = re.sub(rf"(?:\s*{SLOT})+(\s?)", lambda mark: mark[1] or " ", prompt).strip()
         # the newline is encoded with the prompt: a prompt that ends in one makes a single piece
         # "\n\n" with it
         ids = self.encode(prompt + "\n")

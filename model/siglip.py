@@ -69,7 +69,7 @@ class Siglip(nn.Module):
         self.embeddings = SiglipEmbeddings(config)
         layers = nn.ModuleList(SiglipLayer(config) for _ in range(config.num_hidden_layers))
         self.encoder = nn.ModuleDict({"layers": layers})
-        self.post_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.post_layernorm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         """pixel_values (B, 3, R, R) to features (B, I, H)."""

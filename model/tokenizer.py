@@ -80,8 +80,6 @@ class JsonTokenizer:
             self.tokenizer.add_tokens([token for token in LOCATIONS if token in known])
         elif ends:
             control = [known[ends[0]]] * 4
-            # in a text its spelling is text; Gemma's control tokens are refused by the callers
-            self.tokenizer.encode_special_tokens = True
         else:
             raise UserError(
                 f"{path}: has neither <pad>, <eos>, <bos> and <unk> nor one of "

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from model.attention import Attention, Rope
 from model.common import UserError
+from model.linear import filled
 
 
 class Differential(Attention):
@@ -34,7 +35,7 @@ class Differential(Attention):
     def __init__(self, plain: Attention, layer: int, norm: bool = False):
         self.adopt(plain)
         self.folds_into = self.output_name
-        self.subln = nn.RMSNorm(self.head_dim, eps=1e-5) if norm else None
+        self.subln = nn.RMSNorm(self.head_dim, 1e-5) if norm else None
 
     def coefficient(self) -> Any:
         """The weight of the second map in fp32: λ (1,), or λ or μ of each head (N,).
@@ -100,7 +101,7 @@ class Mean(Differential):
 
     def __init__(self, plain: Attention, layer: int):
         super().__init__(plain, layer)
-        self.lambda_mean = nn.Parameter(torch.zeros(self.num_heads))
+        self.lambda_mean = filled(self.num_heads, 0.0)
 
     def mix(self, x, q, k, v, mask) -> Tensor:
         queries = q, torch.zeros_like(q)
@@ -132,7 +133,7 @@ class Temperature(Differential):
     def __init__(self, plain: Attention, layer: int):
         super().__init__(plain, layer)
         self.folds_into = "q_proj"
-        self.temperature = nn.Parameter(torch.ones(self.num_heads))
+        self.temperature = filled(self.num_heads, 1.0)
 
     def project(self, x: Tensor, rope: Rope | None):
         q, k, v = super().project(x, rope)
@@ -158,7 +159,7 @@ class Sink(Differential):
         super().__init__(plain, layer)
         if not abs(start) <= 60:
             raise UserError(f"start is {start!r}, expected a logit of at most ±60")
-        self.sinks = nn.Parameter(torch.full((self.num_heads,), float(start)))
+        self.sinks = filled(self.num_heads, start)
 
     def mix(self, x, q, k, v, mask) -> Tensor:
         with torch.autocast(q.device.type, enabled=False):

@@ -55,6 +55,19 @@ def printed(capsys):
 
 
 @pytest.fixture
+def warned(capsys):
+    """A function: what the commands have said on stderr since its last call."""
+    return lambda: capsys.readouterr().err
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """An empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def seeded() -> None:
     """Fresh weights are the same in every run."""
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("model", "lora", "weights", "eval", "train")
+PACKAGES = "model lora weights eval train".split()
 # not of the main story: sister systems, studies and the benchmark of speed
 ASIDE = ("systems", "studies", "benchmark")
 LAYOUT = {

@@ -5,7 +5,6 @@ Every child is a fork of this process, which imports everything but uses no thre
 at once.
 """
 
-import json
 import os
 import random
 import signal
@@ -19,6 +18,7 @@ import torch._dynamo  # every optimizer imports it: once here, or for a second i
 from safetensors import safe_open
 
 from model.config import PRESETS
+from tests.files import read_json
 from tests.runs import QUICK, metrics, words
 from train import finetune, loop
 from train.checkpoint import checkpoints
@@ -68,9 +68,7 @@ def dying(save: Callable[..., Path], part: float) -> Callable[..., Path]:
 def newest_step(run: Path) -> int:
     """The step of the newest checkpoint; whatever bears a checkpoint's name is whole."""
     for folder in checkpoints(run):
-        assert json.loads((folder / "state.json").read_text())["step"] == int(
-            folder.name.removeprefix("step-")
-        )
+        assert read_json(folder / "state.json")["step"] == int(folder.name.removeprefix("step-"))
         for name in ("trainable.safetensors", "optimizer.safetensors"):
             with safe_open(folder / name, "pt") as file:
                 assert all(torch.isfinite(file.get_tensor(key)).all() for key in file.keys()), (

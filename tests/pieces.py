@@ -33,20 +33,11 @@ SENTENCES = """caption en the cow is standing in the green field beside two dogs
 the cat is on the mat, and the dog isn't; 12 34 567. <b>bold</b> <unused0> <table>
 日本語のテキスト と 絵 un éléphant gris près de l'étang aaaa abab aabbaa""".splitlines()
 ODD = r"< <<b> </ <unused <unused1 <0x41> <0x09> <loc00011> <seg> ▁▁a▁".split()
-ODD += ["\u200d", "\ufeff"]
-ODD += [
-    "\0",
-    "\r\n",
-    "e\u0301",
-    "🐮🏽",
-    "👩‍🚀",
-    "日本語",
-    "<unused0><b>\n\n",
-    "> </",
-    "aab",
-    "a b",
-    "cow stand",
-]
+ODD += (
+    "\u200d|\ufeff|\0|\r\n|e\u0301|🐮🏽|👩‍🚀|日本語|<unused0><b>\n\n|> </|aab|a b|cow stand".split(
+        "|"
+    )
+)
 
 
 def train_pieces(
@@ -57,26 +48,20 @@ def train_pieces(
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(corpus),
         model_prefix=str(prefix),
-        **{
-            "model_type": "bpe",
-            "vocab_size": size,
-            "hard_vocab_limit": False,
-            "byte_fallback": True,
-        },
+        model_type="bpe",
+        vocab_size=size,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        add_dummy_prefix=dummy_prefix,
+        remove_extra_whitespaces=False,
+        split_digits=True,
+        allow_whitespace_only_pieces=True,
+        minloglevel=2,
+        num_threads=1,
+        user_defined_symbols=symbols,
         **{f"{name}_id": number for number, name in enumerate(CONTROL)},
         **{f"{name}_piece": f"<{name}>" for name in CONTROL},
-        **{
-            "normalization_rule_name": "identity",
-            "add_dummy_prefix": dummy_prefix,
-            "remove_extra_whitespaces": False,
-        },
-        **{
-            "split_digits": True,
-            "allow_whitespace_only_pieces": True,
-            "minloglevel": 2,
-            "num_threads": 1,
-        },
-        user_defined_symbols=symbols,
     )
     return prefix.with_name(f"{prefix.name}.model")
 

@@ -1,7 +1,6 @@
 """Runs of train.finetune that tests start, alone or under torchrun, and what they log."""
 
 import csv
-import json
 import os
 import signal
 import tempfile
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 from model.common import UserError
+from tests.files import read_json, read_lines
 from train import finetune
 from train.distributed import World
 from train.run import MEASURED
@@ -64,7 +64,7 @@ def run(*arguments, out: Path) -> list[dict]:
 
 def metrics(folder: Path) -> list[dict]:
     """The lines of a run's metrics.jsonl, without what depends on the clock."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(folder / "metrics.jsonl")
     for line in lines:
         for name in MEASURED:
             line.pop(name, None)
@@ -85,7 +85,7 @@ def read_cells(file: Path) -> list[SimpleNamespace]:
 
 def cells_in(out: Path) -> dict[str, tuple[Path, dict]]:
     """Of each row of a study the folder of a cell, and what it holds."""
-    cells = {file.parent: json.loads(file.read_text()) for file in out.glob("cells/*/cell.json")}
+    cells = {file.parent: read_json(file) for file in out.glob("cells/*/cell.json")}
     return {cell["row"]: (folder, cell) for folder, cell in cells.items()}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("model", "lora", "weights", "eval", "train", "tests")
+ROOMS = "model lora weights eval train tests".split()
 TABLES = ("model/registry.py", "train/compare.py")
 RUN = "--base tiny --samples 48 --steps 2 --batch-size 8 --eval-limit 4 --device cpu --out run"
 

@@ -296,9 +296,8 @@ def test_a_damaged_file_opens_or_gives_one_line(name, files, tmp_path):
     assert not {case: problem for case, problem in wrong.items() if problem}
 
 
-def test_sessions_find_the_last_run_among_broken_ones(tmp_path, monkeypatch):
+def test_sessions_find_the_last_run_among_broken_ones(workplace):
     """Breaks when one broken run folder keeps every command without flags from starting."""
-    monkeypatch.chdir(tmp_path)
     for number, text in enumerate(('{"base": "embedded"}', "", "[]", "{", '{"base": 1}')):
         folder = Path("runs", str(number))
         (folder / "model").mkdir(parents=True)

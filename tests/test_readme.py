@@ -13,8 +13,8 @@ import pytest
 
 from eval.data.scenes import sample
 from model.common import UserError
+from tests.house import ROOT
 
-ROOT = Path(__file__).parent.parent
 LINES = {
     "README.md": 180,
     "BENCHMARKS.md": 60,
@@ -134,10 +134,9 @@ def test_git_does_not_see_what_the_documents_write():
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if "```python" in text])
-def test_python_of_the_documents(name, tmp_path, monkeypatch, printed):
+def test_python_of_the_documents(name, workplace, printed):
     """Breaks when a name in a document's Python is gone, or its lines do not work one after the
     other."""
-    monkeypatch.chdir(tmp_path)
     sample("vqa", "test", 192).image.save("scene.png")
     record = {"image": "scene.png", "prefix": "answer en Where is the dog?", "suffix": "top left"}
     Path("train.jsonl").write_text(f"{json.dumps(record)}\n" * 4)

@@ -6,15 +6,14 @@ import re
 import runpy
 from collections import defaultdict
 from itertools import permutations
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from model.differential import graft
+from tests.house import ROOT
 from weights.load import load_model
 
-ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "docs/results"
 PAGES = sorted(page for page in FOLDER.glob("*.md") if page.with_suffix(".csv").exists())
 REPORTS = "".join(file.read_text(encoding="utf-8") for file in FOLDER.glob("*.json"))

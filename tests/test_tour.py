@@ -4,15 +4,13 @@ what it says."""
 import re
 import resource
 import shutil
-from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from tests import house
+from tests.house import PACKAGES, ROOT
 
-ROOT = Path(__file__).parent.parent
 TOUR = ROOT / "docs" / "tour.ipynb"
 SECONDS = 300  # of CPU time, and at most for a cell
 BYTES = 400_000
@@ -66,7 +64,7 @@ def test_what_is_stored_is_fit_to_publish():
 def test_it_runs_from_top_to_bottom(tmp_path, monkeypatch):
     """Breaks when a call of the notebook is gone, it takes minutes, or its numbers are others:
     exactly up to the training, within bounds after it."""
-    for room in house.PACKAGES:
+    for room in PACKAGES:
         (tmp_path / room).symlink_to(ROOT / room)
     docs = tmp_path / "docs"
     docs.mkdir()

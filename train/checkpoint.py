@@ -213,7 +213,7 @@ def load_checkpoint(run: Path, progress: Progress, optimizer: Optimizer) -> None
     for group in optimizer.param_groups:
         fused |= dict.fromkeys(group["names"], group.get("fused", False))
     optimizer.state.clear()
-    tensors: dict[str, torch.Tensor] = dict(parameters)
+    tensors = dict(parameters)
     for moment in sizes:
         name, _, kind = moment.rpartition("/")
         parameter = parameters.get(name)

@@ -79,7 +79,7 @@ def joined_world(device: str = "auto") -> Iterator[World]:
         try:
             dist.init_process_group(kind, device_id=chosen if on_gpu else None)
         except (ValueError, RuntimeError) as error:  # of the address
-            raise UserError(f"{problem} ({shown(str(error))})") from None
+            raise UserError(f"{problem} ({shown(error)})") from None
     try:
         yield World(rank, size, chosen)
     finally:
@@ -176,7 +176,7 @@ def ask_together(
     answers = ask_all(model, processor, asks, left_out={}, **options)
 
     # 2. those of all
-    together: dict[int, str | None] = {}
+    together = {}
     for of_process in world.gather(dict(zip(places, answers, strict=True))):
         together |= of_process
     return [together[place] for place in range(len(questions))]

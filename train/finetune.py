@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -95,7 +95,7 @@ def finetune(
             "another name"
         )
     # 1. data: sources are flags, examples stay in memory
-    examples: dict[str, Any] = {}
+    examples = {}
     for name, value in (("data", data), ("eval_data", eval_data)):
         if isinstance(value, str | Path):
             value = [str(value)]

@@ -181,18 +181,14 @@ class Update:
         if tokens:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         record = {"step": step}
         if tokens:
             record["loss"] = loss_sum / tokens
         rate = self.optimizer.param_groups[-1]["lr"]
         return record | {"lr": rate, "gradient_norm": norm}, signals
 
-    def backward(
-        self,
-        micros: Sequence,
-        tokens: int,
-    ) -> list[torch.Tensor]:
+    def backward(self, micros: Sequence, tokens: int) -> list[torch.Tensor]:
         """Add up the gradients of the mean loss over `tokens`; returns the sums of the
         micro-batches."""
         losses = []

@@ -169,7 +169,8 @@ def train_on(
 
     def loss(called: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
         micro = micro.to(world.device)
-        is_location = (micro.targets >= location) & (micro.targets < location + 1024)
+        ids = micro.batch.input_ids
+        is_location = (ids >= location) & (ids < location + 1024)
         if settings.shift and not is_location.any():
             pixels = shifted(micro.batch.pixel_values)
             micro = replace(micro, batch=replace(micro.batch, pixel_values=pixels))

@@ -121,7 +121,7 @@ class MuonAdamW(torch.optim.Optimizer):
         ratio: float,
         plain: Sequence[dict] = (),
     ):
-        split: dict[bool, list[dict]] = {False: [*plain], True: []}
+        split = {False: [*plain], True: []}
         for group, is_matrix in product(groups, split):
             named = zip(group["names"], group["params"], strict=True)
             chosen = {name: p for name, p in named if is_inner_matrix(name, p) == is_matrix}

@@ -90,11 +90,7 @@ class PlanRow:
         return " – ".join(f"{self.flops / (share * peak) / 3600:,.2f}" for share in SHARES)
 
 
-def plan(
-    settings: Settings,
-    name: str | None = None,
-    gpus: int = 1,
-) -> PlanRow:
+def plan(settings: Settings, name: str | None = None, gpus: int = 1) -> PlanRow:
     """What the run of `settings` on `gpus` GPUs takes. `device` decides dtypes; "auto" is a GPU
     here. Raises UserError for all that the run would refuse."""
     # 1. the model, without its values, and some data

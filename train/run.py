@@ -53,7 +53,7 @@ class Interrupted(KeyboardInterrupt):
 def catch_signals(least: int = 2) -> Iterator[list[int]]:
     """SIGTERM and Ctrl-C are put into the yielded list instead of ending the process; the signal
     number `least` of the block raises Interrupted."""
-    received: list[int] = []
+    received = []
 
     def handler(number, frame):
         received.append(number)
@@ -180,13 +180,7 @@ class Log:
     were.
     """
 
-    def __init__(
-        self,
-        run: Path,
-        total: int,
-        progress: Progress,
-        world: World,
-    ):
+    def __init__(self, run: Path, total: int, progress: Progress, world: World):
         self.progress = progress
         self.device = world.device
         self.samples = progress.samples  # before the step that runs
@@ -320,7 +314,7 @@ def data_fingerprints(records: Sequence[Record]) -> dict[str, str]:
         paths |= {picture for picture in record.pictures if isinstance(picture, Path)}
     every = max(1, len(paths) // 1024)
     for number, path in enumerate(sorted(paths)):
-        entry: object = "none"
+        entry = "none"
         if path.is_file():
             entry = path.stat().st_size if number % every else file_digest(path, 2)
         pictures.update(f"{entry}\n".encode())

@@ -186,7 +186,7 @@ class Settings(LoopSettings):
     @property
     def options(self) -> dict[str, object]:
         """The values of `option`, which are JSON or else texts, by name."""
-        options: dict[str, object] = {}
+        options = {}
         for name, _, value in (text.partition("=") for text in self.option):
             options[name] = value
             with contextlib.suppress(json.JSONDecodeError, RecursionError):

@@ -18,8 +18,8 @@ from model.common import shown
 from model.processor import Processor
 from train.data.batches import Order
 from train.data.sources import read_split
-from train.distributed import World
 from train.model import open_model, open_processor
+from train.plan import ALONE
 from train.settings import Settings
 from weights.masks import load_mask_coder
 
@@ -32,7 +32,7 @@ def show_batch(settings: Settings, sheet: Path) -> list[str]:
     model, _ = open_model(settings, torch.device("meta"))  # shapes and the tokenizer are enough
     processor, _ = open_processor(settings, model)
     single = replace(settings, step_batch=None)  # data may be too few for a step
-    order = Order(read_split(settings), processor, single, World(0, 1, torch.device("cpu")))
+    order = Order(read_split(settings), processor, single, ALONE)
     micro = next(order.steps(0))[0]
     batch = micro.batch
     pixels = ((batch.pixel_values + 1) * 127.5).round().byte().permute(0, 2, 3, 1).numpy()
@@ -70,11 +70,7 @@ def show_batch(settings: Settings, sheet: Path) -> list[str]:
     return [*lines, "nothing was trained"]
 
 
-def text_of(
-    ids: list[int],
-    processor: Processor,
-    slots: Iterator[int],
-) -> str:
+def text_of(ids: list[int], processor: Processor, slots: Iterator[int]) -> str:
     """Tokens as text; a picture's are one [picture n], control tokens have their names."""
     config, tokenizer = processor.config, processor.tokenizer
     control = {config.bos_token_id, config.eos_token_id, config.pad_token_id}

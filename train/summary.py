@@ -269,11 +269,7 @@ def cells_of(scores: Mapping, tests: Mapping) -> dict[str, float]:
     return cells
 
 
-def next_commands(
-    settings: Settings,
-    run: Path,
-    takes_best: bool,
-) -> list[str]:
+def next_commands(settings: Settings, run: Path, takes_best: bool) -> list[str]:
     """The commands that go on from a run. Of the embedded data they ask the last weights, as the
     table has done."""
     # 1. the model

@@ -29,7 +29,7 @@ from eval.data.records import blind
 from eval.detect import Row, asks_masks, boxes_of, overlap_of, score_boxes
 from eval.question import parts_of, question_of
 from eval.vqa_scoring import record_scores
-from model.common import UserError
+from model.common import UserError, without_none
 from model.device import autocast_of
 from model.differential import lambdas, map_distance, variants_of
 from model.masks import MaskCoder
@@ -82,12 +82,12 @@ class HeldOut:
         # 1. losses
         records = blind(self.records) if without_pictures else self.records
         losses, tokens = self._losses(model.eval(), records)
-        scores: dict[str, float | None] = {"loss": None}
+        scores = {"loss": None}
         if tokens:
             scores["loss"] = math.fsum(loss for loss in losses if loss is not None) / tokens
 
         # 2. answers
-        answers: list[str | None] = [None] * len(records)
+        answers = [None] * len(records)
         numbers = draw_numbers(self.asked, most or len(self.asked))
         if numbers and not is_sharded(model):
             said = ask_together(
@@ -226,7 +226,7 @@ class HeldOut:
                 progress.stopped = step
 
         # 3. what metrics.jsonl gets
-        known = {name: score for name, score in scores.items() if score is not None}
+        known = without_none(scores)
         record = {"held_out_loss": known.pop("loss"), **known}
         if self.world.is_first and not is_sharded(model):
             record |= self.maps_of(model)

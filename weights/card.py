@@ -112,10 +112,7 @@ def _prompt(file: Path) -> str:
     return prompt
 
 
-def _numbers(
-    values: Any,
-    name: str = "",
-) -> list[tuple[str, float]]:
+def _numbers(values: Any, name: str = "") -> list[tuple[str, float]]:
     if isinstance(values, dict):
         return [
             pair

@@ -171,10 +171,7 @@ def plain_tensors(model: PaliGemma) -> dict[str, Tensor]:
     return {name: state[name] for name in plain.state_dict()}
 
 
-def companions(
-    source: str | Path,
-    revision: str | None = None,
-) -> list[Path]:
+def companions(source: str | Path, revision: str | None = None) -> list[Path]:
     """The files of `COMPANIONS` that the model `source` has. Raises UserError for a link out of its
     folder."""
     path = local_path(source)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from model.common import short_hash
 from model.gemma import Adaptable
 
 SAMPLES = 64
@@ -58,4 +59,4 @@ def exact_fingerprint(model: nn.Module) -> str:
     for name, tensor in (dict(model.named_parameters()) | model.state_dict()).items():
         values = _values(tensor, torch.float32).tolist()
         parts.append([name, str(tensor.dtype), list(tensor.shape), values])
-    return hashlib.sha256(json.dumps([parts]).encode()).hexdigest()[:16]
+    return short_hash(json.dumps([parts]))

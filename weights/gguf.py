@@ -160,6 +160,8 @@ class GgufFile:
             scaling = self.told(f"{self.kind}.rope.{key}")
             is_plain = scaling in (None, "none", 0, 1)
             require(is_plain, f"its RoPE is not computed here: {key} {quoted(scaling)}")
+        is_causal = self.told(f"{self.kind}.attention.causal") is not False
+        require(is_causal, "its attention is not causal, which is not computed here")
         turned = self.told(f"{self.kind}.rope.dimension_count")
         is_whole = turned in (None, raw["head_dim"])
         require(is_whole, f"its RoPE turns {turned} of {raw['head_dim']} dimensions of a head")
@@ -306,7 +308,10 @@ def sentencepiece_parts(file: GgufFile) -> Iterator[bytes]:
     """The tokenizer.model of pieces with scores: sentencepiece's ModelProto, field by field."""
     kinds = file.vocabulary("token_type")
     tokens = file.vocabulary("tokens")
+    control = [tokens[number] for number in file.control().values() if number is not None]
     for token, score, kind in zip(tokens, file.vocabulary("scores"), kinds, strict=True):
+        if kind == SPECIAL and token not in control:
+            kind = NAMED  # is found in a text, as by transformers and llama.cpp
         if kind == NAMED:
             token = token.replace(" ", SPACE)
         yield field(1, field(1, token.encode()) + field(2, score) + field(3, kind))

@@ -175,11 +175,7 @@ def examine(
     )
 
 
-def compare(
-    folder: Path,
-    entries: dict[str, Entry],
-    config: Any,
-) -> Checkpoint:
+def compare(folder: Path, entries: dict[str, Entry], config: Any) -> Checkpoint:
     """The checkpoint of these tensors, and what does not fit the model of this configuration."""
     try:
         model, kind = empty_model(config), kind_of(config)[1]
@@ -303,20 +299,12 @@ def load_system(
     return read_model(examine(source, read=system.config.from_file), dtype, device)
 
 
-def load_text(
-    source: str | Path,
-    dtype=torch.float32,
-    device="cpu",
-) -> Any:
+def load_text(source: str | Path, dtype=torch.float32, device="cpu") -> Any:
     """The published language model of `source`, under the names of transformers."""
     return load_system(source, "language", dtype, device)
 
 
-def load_siglip(
-    source: str | Path,
-    dtype=torch.float32,
-    device="cpu",
-) -> Siglip:
+def load_siglip(source: str | Path, dtype=torch.float32, device="cpu") -> Siglip:
     """The vision tower of `source`: of transformers' SiglipModel, or of a PaliGemma. The pooling
     head is left out."""
     if not preset_of(source) and local_path(source).suffix != ".npz":

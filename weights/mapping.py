@@ -139,7 +139,7 @@ _BIG_VISION: dict[str, dict[str, Rule]] = {
         for name in ("query", "key", "value")
         for theirs, ours, rule in (
             ("kernel", "weight", lambda w: w.flatten(1).t()),  # (H, N, D) to (N·D, H)
-            ("bias", "bias", lambda w: w.flatten()),
+            ("bias", "bias", torch.flatten),
         )
     },
     f"{_ATTENTION}/out/kernel": {f"{_VISION}.self_attn.out_proj.weight": _in_heads},

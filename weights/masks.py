@@ -31,7 +31,7 @@ def load_mask_coder(path: str | Path | None) -> MaskCoder | None:
         with torch.device("meta"):  # a width that the other arrays lack takes no memory
             coder = MaskCoder(width, size)
         named = {name: arrays[name] for name in coder.state_dict()}
-        if not all(bool(array.isfinite().all()) for array in named.values()):
+        if not all(array.isfinite().all() for array in named.values()):
             raise ValueError("a number is not finite")
         coder.load_state_dict(named, assign=True)
     except UserError:

@@ -39,7 +39,7 @@ def _opened(path: Path) -> Iterator[tuple[zipfile.ZipFile, dict[str, zipfile.Zip
     # a damaged archive makes zipfile and numpy raise errors of many classes
     except Exception as error:
         raise UserError(
-            f"{path}: no .npz that can be read ({shown(str(error))}): download the file again"
+            f"{path}: no .npz that can be read ({shown(error)}): download the file again"
         ) from None
 
 
@@ -90,10 +90,7 @@ def read_npz(
     The embedding in the file lacks rows that no text uses, as of `<image>`: here they are the mean
     of the others.
     """
-    filled = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        for name, tensor in wanted.items()
-    }
+    filled = {name: torch.empty_like(like, device=device) for name, like in wanted.items()}
     with _opened(path) as (archive, members):
         for key, templates in big_vision_rules(members).items():
             with archive.open(members[key]) as array:

@@ -105,7 +105,7 @@ def problems_at(path: str | Path) -> Iterator[None]:
 def problem_of(error: BaseException) -> str:
     if isinstance(error, KeyError):
         return f"{quoted(error.args[0])} is missing"
-    return shown(str(error), 500)
+    return shown(error, 500)
 
 
 # Values

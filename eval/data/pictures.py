@@ -164,11 +164,7 @@ _sprite = cache(lambda name: Image.open(SPRITES / f"{name}.webp").convert("RGBA"
 
 
 @cache
-def _stamp(
-    name: str,
-    size: int,
-    mirrored: bool,
-) -> tuple[np.ndarray, np.ndarray]:
+def _stamp(name: str, size: int, mirrored: bool) -> tuple[np.ndarray, np.ndarray]:
     """A sprite scaled to `size`: color times opacity (3, size, size), transparency 0–256 (size,
     size); uint16."""
     image = _sprite(name).resize((size, size), Image.Resampling.BICUBIC)
@@ -189,17 +185,7 @@ def paint(dice: Dice, squares: tuple[str, ...]) -> Scene:
             y, x = dice.below(spare), dice.below(spare)
             mirrored = dice.random() < 0.5
             brightness = 109 + dice.below(33)
-            objects.append(
-                Placed(
-                    square,
-                    name,
-                    size,
-                    y,
-                    x,
-                    mirrored,
-                    brightness,
-                )
-            )
+            objects.append(Placed(square, name, size, y, x, mirrored, brightness))
     # 112–168 ± 14 for the tint ± 2·36 for both rises: within 0–255
     grey = 112 + dice.below(57)
     down, across = dice.below(61) - 30, dice.below(61) - 30

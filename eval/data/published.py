@@ -58,7 +58,7 @@ def read_vqa(
     answers = [answer for one in made for answer in one.answers]
     if layout in ("anls", "relaxed"):
         return layout, made
-    if all(len(one.answers) == 1 for one in made):
+    if {len(one.answers) for one in made} - {0} == {1}:
         layout = "gqa"
     elif layout == "official" and not any("answer_id" in answer for answer in answers):
         layout = "textvqa"

@@ -61,7 +61,9 @@ UNREAD = (
     "video|audio|objects|tools$|tool_calls|function|system.|instruction|history|chosen|rejected|"
     "mask|reasoning|thinking|train_detail"
 )
-FILE_NAME = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?)$", re.IGNORECASE)
+UNNAMED = f"{UNREAD}|image|img|picture|photo"  # and where pictures are named elsewhere, or nowhere
+# at the end of what a key has, a list or a record too; or a picture itself
+FILE_NAME = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?)['\]}]*$|<PIL\.", re.IGNORECASE)
 LAYOUTS = (
     '{"image", "prefix", "suffix"}, '
     '{"image", "conversations": [{"from": "human", "value"}, {"from": "gpt", …}]} or '
@@ -190,15 +192,7 @@ def vqav2_records(
         turn = fill_prompt(prompt, q.question), q.answer
         answers = tuple(answer["answer"] for answer in q.answers)
         pictures = (find(q.image),)
-        records.append(
-            Record(
-                str(q.question_id),
-                q.image,
-                pictures,
-                (turn,),
-                answers,
-            )
-        )
+        records.append(Record(str(q.question_id), q.image, pictures, (turn,), answers))
     return records
 
 
@@ -305,7 +299,7 @@ def picture_names(record: Mapping) -> list[Any]:
     if isinstance(frames, list) and frames:
         named.append("video")
         del others["video"]
-    check_read(others, UNREAD if named else f"{UNREAD}|image|img|picture|photo")
+    check_read(others, UNREAD if named else UNNAMED)
     # 1. the parts of its messages that show a picture
     in_parts = []
     order = []
@@ -323,24 +317,26 @@ def picture_names(record: Mapping) -> list[Any]:
         lists.append(in_parts)
     check(len(lists) < 2, "names its pictures in two places")
     if not lists:
-        misnamed = [key for key, value in record.items() if FILE_NAME.search(str(value))]
+        misnamed = []
+        for key, value in record.items():
+            is_said = key in ("conversations", "messages")  # where Qwen-VL names pictures
+            if "</img>" in str(value) or not is_said and FILE_NAME.search(str(value)):
+                misnamed.append(key)
         check(not misnamed, f"{some(misnamed)} is no 'image' or 'images': rename it")
     if lists and isinstance(lists[0], list | tuple):
         return list(lists[0])
     return lists
 
 
-def check_read(
-    entry: Mapping,
-    unread: str = UNREAD,
-    role: str = ROLES[1],
-) -> None:
+def check_read(entry: Mapping, unread: str = UNREAD, role: str = ROLES[1]) -> None:
     """Raise ValueError if a record, or a turn of `role`, has something under an `unread` key, a
     pattern, or a mark that its answer is not learned, or its prompt is."""
     is_learned = role == ROLES[1]
     named = [key for key in entry if re.match(unread, key, re.IGNORECASE)]
     strange = [key for key in named if entry[key]]  # others may be arrays, neither true nor false
     strange += [key for key in MARKS if entry.get(key) not in (None, is_learned)]
+    if entry.get("label") is False:  # of ms-swift: a bad answer
+        strange.append("label")
     remedy = "each answer is learned, nothing else; 'image' names pictures, a list 'video' frames"
     check(not strange, f"has {some(strange)}: {remedy}")
 
@@ -352,7 +348,7 @@ def dialogue(record: Mapping) -> list[tuple[str, Any]]:
     for key, role, content in DIALOGUES:
         for turn in record.get(key) or ():
             speaker = SPEAKERS.get(turn[role], turn[role])
-            check_read(turn, role=speaker)
+            check_read(turn, UNNAMED, speaker)
             said.append((speaker, turn[content]))
     return said
 
@@ -463,13 +459,7 @@ def read_coco(
         file = find_picture(folder, text_at(entry, "file_name"))
         check_upright(file, width, height)
         turn = detection_turn(truth, list(labels.values()), texts)
-        return Record(
-            "",
-            "",
-            (file,),
-            (turn,),
-            detection=truth,
-        )
+        return Record("", "", (file,), (turn,), detection=truth)
 
     # 2. the records
     records = read_records(path, detection, places)
@@ -496,24 +486,10 @@ def box_of(
     area = annotated.get("area", across * down)
     is_crowd = annotated.get("iscrowd") or False
     outline = annotated["segmentation"] if has_mask else None
-    return Box(
-        labels[category],
-        x,
-        y,
-        across,
-        down,
-        area,
-        is_crowd,
-        outline,
-    )
+    return Box(labels[category], x, y, across, down, area, is_crowd, outline)
 
 
-def mask_text(
-    box: Box,
-    coder: Any,
-    width: int,
-    height: int,
-) -> str:
+def mask_text(box: Box, coder: Any, width: int, height: int) -> str:
     """The tokens of an object's mask, without a coder none. Raises as `checked_mask`."""
     if coder is None:
         return ""
@@ -525,11 +501,11 @@ def check_upright(file: Path, width: int, height: int) -> None:
     """Raise ValueError for a picture that EXIF turns by 90°, away from its boxes."""
     unreadable = OSError, SyntaxError, Image.DecompressionBombError  # says so later
     with suppress(*unreadable), Image.open(file) as image:
-        is_turned = False
-        if image.format == "JPEG":
-            is_turned = image.getexif().get(ExifTags.Base.Orientation, 1) > 4
-        fits = image.size != (width, height) or width == height
-        check(not is_turned or fits, f"{file} is turned by EXIF, its boxes not")
+        seen = image.size  # of TIFF it is turned
+        if "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation, 1) > 4:
+            seen = seen[::-1]
+        is_turned = width != height and seen == (height, width)
+        check(not is_turned, f"{file} is turned by EXIF, its boxes not")
 
 
 def check_unit(path: str | Path, detections: Sequence[Detection]) -> None:

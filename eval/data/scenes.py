@@ -53,13 +53,7 @@ def dense(task: str, split: str, index: int, seed: int) -> Sample:
     cat". detect: PaliGemma's detection, `detect dog` → "<loc…> dog ; <loc…> dog", boxes in raster
     order."""
     most = GRID**2 if task == "scan" else 5
-    dice, squares = compose(
-        task,
-        split,
-        seed,
-        index,
-        partial(ordinary, most=most),
-    )
+    dice, squares = compose(task, split, seed, index, partial(ordinary, most=most))
     if task == "scan":
         prefix = task
         suffix = " ".join(squares)
@@ -177,11 +171,7 @@ def _question(kind: str, thing: str, place: str = "") -> str:
 
 
 @lru_cache(maxsize=64)
-def vqa_picture(
-    split: str,
-    image_id: int,
-    seed: int = 0,
-) -> tuple[Sample, ...]:
+def vqa_picture(split: str, image_id: int, seed: int = 0) -> tuple[Sample, ...]:
     """The questions on one picture, none twice, prompt `answer en QUESTION`; answer types as in
     `QUESTIONS`."""
     kinds = defaultdict(list)
@@ -213,12 +203,7 @@ def vqa_picture(
 TASKS = ("scan", "detect", *PROBES, "caption", "vqa", *NEEDLES)
 
 
-def sample(
-    task: str,
-    split: str,
-    index: int,
-    seed: int = 0,
-) -> Sample:
+def sample(task: str, split: str, index: int, seed: int = 0) -> Sample:
     """Sample number `index` of a task's endless stream; the questions about one picture follow each
     other. Raises UserError for an unknown task."""
     if task not in TASKS:

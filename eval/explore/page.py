@@ -118,11 +118,7 @@ def fill(title: str, entries: Sequence[dict]) -> str:
     return "".join(parts.get(part, part) for part in template.split("%%"))
 
 
-def page(
-    cases: Sequence[Case],
-    title: str,
-    most_bytes: int = PAGE_BYTES,
-) -> str:
+def page(cases: Sequence[Case], title: str, most_bytes: int = PAGE_BYTES) -> str:
     """The HTML of the cases. Single heads, then means, are left out where the file would be larger
     than the bound."""
     # 1. all tokens, the first ones of all cases first
@@ -145,12 +141,7 @@ def page(
     return fill(title, entries)
 
 
-def coded_maps(
-    said: TokenizedAnswer,
-    maps: Maps,
-    number: int,
-    part: str,
-) -> str:
+def coded_maps(said: TokenizedAnswer, maps: Maps, number: int, part: str) -> str:
     """The maps of a token, `mean` over heads or all `heads`: all numbers, then all weights."""
     prompt = said.batch.input_ids.shape[1]
     headers = weights = b""

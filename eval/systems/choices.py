@@ -126,13 +126,7 @@ MMLU_HEAD = "The following are multiple choice questions (with answers) about {}
 CMMLU_NAMES = read_json(Path(__file__).with_name("cmmlu.json"))
 CMMLU_HEAD = "以下是关于{}的单项选择题，请直接给出正确答案的选项。\n\n"
 mmlu = partial(exam, head=MMLU_HEAD, ending="Answer:", names={})
-cmmlu = partial(
-    exam,
-    head=CMMLU_HEAD,
-    ending="答案：",
-    names=CMMLU_NAMES,
-    columns=7,
-)
+cmmlu = partial(exam, head=CMMLU_HEAD, ending="答案：", names=CMMLU_NAMES, columns=7)
 
 # Other files
 

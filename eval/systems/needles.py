@@ -9,8 +9,9 @@ the share of exact answers, the log-probability of an answer and where the atten
 decides it, with 95 % intervals over contexts; needles.json with every question, layer and head, and
 a figure.
 
-A context of L tokens is prose with N facts at random places, such as "The magic number of Oslo is
-48213."; each city has two, a magic and a postal number. A question is a fact up to its value. A
+A context of L tokens is prose with N facts, each behind a random sentence, such as "The magic number
+of Oslo is 48213."; each city has two, a magic and a postal number. Of facts behind one sentence
+those that are asked come first. A question is a fact up to its value. A
 context is read once, and its questions are asked from the cache. Training and test share no form,
 city, kind of value or prose.
 """
@@ -106,7 +107,7 @@ def sentences_of(path: Path | None) -> list[str]:
         words = paragraph.split()
         is_prose = len(words) >= WORDS and words[0][0].isupper() and words[-1].endswith(".")
         if is_prose:
-            found = re.split(r"(?<=[.!?]) (?=[A-Z])", " ".join(words))
+            found = re.split(r"(?<=[.!?]) (?=[^\W\d_a-z])", " ".join(words))
             sentences |= dict.fromkeys(found)
     if len(sentences) < 2 * LEAST:
         problem = f"{len(sentences)} sentences of prose, expected {2 * LEAST} or more"
@@ -290,14 +291,8 @@ def figure(rungs: Sequence[dict], title: str) -> Image.Image:
                     x, y = left + head * wide, top + layer * high
                     color = figures.accuracy_color(min(1.0, share**0.5))
                     sheet.box(x, y, x + wide, y + high, fill=color)
-    sheet.text(
-        110,
-        50,
-        "attention by layer (down) and head (across), the darker the more",
-        12,
-        figures.SOFT,
-        "lm",
-    )
+    about = "attention by layer (down) and head (across), the darker the more"
+    sheet.text(110, 50, about, 12, figures.SOFT, "lm")
     return sheet.finish()
 
 

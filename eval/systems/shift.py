@@ -27,7 +27,7 @@ from eval.command import add_flag, add_model_flags, command_parser, positive
 from eval.data.records import one_picture_records
 from eval.explore.record import decoder_maps
 from eval.open import model_of, open_subject, out_folder
-from eval.report import bootstrap, interval_text
+from eval.report import bootstrap, interval_text, markdown_table
 from model.common import run_command, shown, write_text
 from model.paligemma import PaliGemma
 from model.processor import Processor
@@ -149,9 +149,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     # 3. its table
     about = f"% of the attention of all queries, mean of {len(examples)} prompts, picture {slot}"
     print(f"LAWS of {shown(subject.title)}, {about}")
-    print("layer" + "".join(f"{name:>13}" for name in GROUPS))
+    body = []
     for number, layer in enumerate(shift.shares, start=1):
-        print(f"{number:5}" + "".join(f"{share:13.2f}" for share in layer))
+        body.append([f"{number}", *(f"{share:.2f}" for share in layer)])
+    print("\n".join(markdown_table(["layer", *GROUPS], body)))
     text = "not defined, since nothing stands before the picture"
     if interval:
         text = interval_text(interval, 3)

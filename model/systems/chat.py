@@ -5,8 +5,7 @@ cannot spell control tokens: they are placed here.
 """
 
 import re
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,15 @@ from model.common import UserError, read_json_if, read_text
 from model.generate import generate_texts
 from model.source import resolve
 from model.systems.configs import DEFAULT_SYSTEM, LanguageConfig, LlamaConfig
-from model.tokenizer import Texts, Tokenizer, find_tokenizer, load_tokenizer
+from model.templates import render
+from model.tokenizer import JsonTokenizer, Texts, Tokenizer, find_tokenizer, load_tokenizer
 from model.turns import SLOT, Turn
 
 GEMMA = "<start_of_turn>", "<end_of_turn>", "model"  # begin and end of a turn, and the model's role
 CHATML = "<|im_start|>", "<|im_end|>", "assistant"
-# the system turn that a template in ChatML writes where a conversation has none
-SYSTEM = re.compile(r"<\|im_start\|>system(?:\\n|\n)([^'<]+)<\|im_end\|>")
 
 
-def spell(
-    texts: Texts,
-    text: str,
-    slot: Sequence[int],
-) -> list[int]:
+def spell(texts: Texts, text: str, slot: Sequence[int]) -> list[int]:
     """The ids of a text, those of `slot` in place of each `<image>`; without a slot it is text."""
     ids = []
     for place, part in enumerate(text.split(SLOT) if slot else [text]):
@@ -48,39 +42,58 @@ class TextTokenizer(Texts):
         tokenizer: Tokenizer,
         max_length: int | None = None,
         system: str | None = DEFAULT_SYSTEM,
-        has_bos: bool = False,
         adds_bos: bool = True,
     ):
         """max_length: tokens that a prompt may have, at most those that the model was trained to
-        read; a longer one is an error, it is never cut. system, has_bos: the text of the system
-        turn, of ChatML, and whether bos stands before it; None: the model's template has none.
-        adds_bos: before a text, where the tokenizer's own file does not say."""
+        read; a longer one is an error, it is never cut. system: the text of the system turn, of
+        ChatML. adds_bos: before a text, where the tokenizer's own file does not say."""
         self.config, self.is_gemma = config, not isinstance(config.text, LlamaConfig)
         longest = config.max_position_embeddings
         self.max_length = min(max_length or longest, longest)
         self.system = None if self.is_gemma else system
         # 1. marks of turns, which a base model may lack
-        *marks, self.role = GEMMA if self.is_gemma else CHATML
+        self.spelled = GEMMA if self.is_gemma else CHATML
         unknown = tokenizer.unk_id()
-        known = [id_ for id_ in map(tokenizer.piece_to_id, marks) if id_ != unknown]
+        known = [id_ for id_ in map(tokenizer.piece_to_id, self.spelled[:2]) if id_ != unknown]
         self.marks = known if len(known) == 2 else []
         # ends the model's turn, besides the ends of its configuration
         self.end_of_turn = self.marks[1:]
         # 2. what stands before a text, as in the tokenizer's file, and before a conversation
-        bos = [] if config.bos_token_id is None else [config.bos_token_id]
-        before = bos if adds_bos else []
+        self.bos = [] if config.bos_token_id is None else [config.bos_token_id]
+        before = self.bos if adds_bos else []
         self.begin = before if self.is_gemma else getattr(tokenizer, "before", before)
-        self.opening = bos if self.is_gemma or has_bos else []
+        self.opening = self.bos if self.is_gemma else []
         # 3. what a text cannot spell, and what ends an answer
         ends = {*config.eos_token_id, *self.end_of_turn}
         control = [*ends, *self.marks, config.pad_token_id, config.bos_token_id, unknown]
         super().__init__(tokenizer, config.text.vocab_size, control, ends)
 
-    def prompt(
-        self,
-        text: str,
-        chat: bool = False,
-    ) -> list[int]:
+    def follow(self, template: Any, named: Mapping[str, Any]) -> None:
+        """Open a conversation as a chat template does, which is given tokens by name. One that
+        writes other turns than those here leaves the model without turns."""
+        # 1. what it makes of a question, an answer and a question; Gemma's have no blanks around
+        said = "A" if self.is_gemma else " A "
+        messages = [{"role": role, "content": said} for role in ("user", "assistant", "user")]
+        bos = "".join(map(self.tokenizer.id_to_piece, self.bos))
+        text = render(template, {"bos_token": bos, **named, "messages": messages})
+        # 2. what it writes before them: bos, or a system turn
+        start, end, role = self.spelled
+        question = f"{start}user\n{said}{end}\n{start}{role}\n"
+        turns = f"{question}{said}{end}\n{question}"
+        bos, start, end, turns = map(re.escape, (bos, start, end, turns))
+        system = f"{start}system\n((?:(?!{start}|{end}).)*){end}\n"
+        found = re.fullmatch(f"({bos})?(?:{system})?{turns}", text, re.DOTALL)
+        if found:
+            self.opening = self.bos if found[1] else []
+            self.system = found[2]
+        # 3. whether its parts have the same ids by themselves
+        ids, _ = self.conversation([(said, said), (said, None)])
+        if isinstance(self.tokenizer, JsonTokenizer) and self.tokenizer.encode(text) != ids:
+            found = None
+        if not found:
+            self.marks = []
+
+    def prompt(self, text: str, chat: bool = False) -> list[int]:
         """The ids of a text that the model is to continue, or with `chat` to answer. Raises
         UserError."""
         ids = self.conversation([(text, None)])[0] if chat else self.begin + self.encode(text)
@@ -103,23 +116,19 @@ class TextTokenizer(Texts):
         """
         if not self.marks:
             raise UserError(
-                "the tokenizer has no tokens of turns: ask this model without a chat's turns"
+                "the tokenizer or the chat template has other turns than Gemma's or ChatML, which "
+                "alone are written here: ask this model without a chat's turns"
             )
         (start, end), newline = self.marks, self.encode("\n")
         ids = list(self.opening)
-        if not self.is_gemma:
-            if self.system is None:
-                raise UserError(
-                    "the model's chat template spells no system turn in ChatML, as Qwen's: ask "
-                    "without turns"
-                )
+        if self.system is not None:
             ids += [start, *self.encode(f"system\n{self.system}"), end, *newline]
         learned = [0] * len(ids)
         for number, (prompt, answer) in enumerate(turns):
             if self.is_gemma:
                 prompt, answer = prompt.strip(), answer and answer.strip()
             text = spell(self, f"user\n{prompt}", slot)
-            given = [start, *text, end, *newline, start, *self.encode(f"{self.role}\n")]
+            given = [start, *text, end, *newline, start, *self.encode(f"{self.spelled[2]}\n")]
             reply = []
             if answer is not None:
                 reply = [*self.encode(answer), end]
@@ -133,21 +142,21 @@ class TextTokenizer(Texts):
 def load_text_tokenizer(source: str | Path, max_length: int | None = None) -> TextTokenizer:
     """The tokenizer of a language model, a folder or hub id; Qwen's needs the package `tokenizers`.
     UserError."""
-    beside = ["generation_config.json", "chat_template.jinja", "tokenizer_config.json"]
-    folder = resolve(source, ["config.json", *beside])
+    names = "config.json generation_config.json chat_template.jinja tokenizer_config.json"
+    folder = resolve(source, names.split())
     # where transformers 4 and 5 save a template
     told = read_json_if(folder / "tokenizer_config.json")
-    template, adds_bos = told.get("chat_template"), told.get("add_bos_token") is not False
+    template = told.get("chat_template")
     if (file := folder / "chat_template.jinja").is_file():
         template = read_text(file)
     config = LanguageConfig.from_file(folder / "config.json")
-    tokenizer = load_tokenizer(find_tokenizer(source))
-    system, has_bos = DEFAULT_SYSTEM, False
-    if template and isinstance(template, str):
-        written = SYSTEM.search(template)
-        system = written[1] if written else None
-        has_bos = "bos_token" in template
-    return TextTokenizer(config, tokenizer, max_length, system, has_bos, adds_bos)
+    adds_bos = told.get("add_bos_token") is not False
+    texts = TextTokenizer(
+        config, load_tokenizer(find_tokenizer(source)), max_length, adds_bos=adds_bos
+    )
+    if template and texts.marks:
+        texts.follow(template, {name: token or "" for name, token in told.items()})
+    return texts
 
 
 def ask_text(
@@ -161,9 +170,9 @@ def ask_text(
     """How the model goes on from each prompt or, with `chat`, answers it. options: those of
     `generate_texts`. UserError."""
     rows = [tokenizer.prompt(prompt, chat) for prompt in prompts]
-    ids, valid = pad_left(rows, model.config.pad_token_id)
     device = next(model.parameters()).device
-    ids, valid = ids.to(device), valid.to(device)
+    padded = pad_left(rows, model.config.pad_token_id)
+    ids, valid = (tensor.to(device) for tensor in padded)
     options["also_end"] = tokenizer.end_of_turn if chat else ()
     inputs = ids, None, torch.ones_like(ids), valid, max_new_tokens
     return generate_texts(model, tokenizer.decode, *inputs, **options)
@@ -172,7 +181,7 @@ def ask_text(
 def pad_left(rows: Sequence[Sequence[int]], pad: int | None) -> tuple[Tensor, Tensor]:
     """Token ids (B, S) of rows of unequal length, and the attention mask (B, S). pad: None where a
     model has none."""
-    left = partial(pad_sequence, batch_first=True, padding_side="left")
-    ids = [torch.tensor(row, dtype=torch.int64) for row in rows]
-    valid = [torch.ones_like(row) for row in ids]
-    return left(ids, padding_value=pad or 0), left(valid)
+    columns = [torch.tensor([[*row], [1] * len(row)], dtype=torch.int64).T for row in rows]
+    padded = pad_sequence(columns, batch_first=True, padding_side="left")
+    ids, valid = padded.movedim(-1, 0).contiguous()
+    return ids.where(valid > 0, pad or 0), valid

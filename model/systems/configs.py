@@ -140,8 +140,8 @@ class LanguageConfig(Config):
         kind = raw.get("model_type")
         problem = f"model_type is {quoted(kind)}, expected a text model's: {', '.join(FAMILIES)}"
         require(kind in FAMILIES, problem)
-        is_both_ways = raw.get("use_bidirectional_attention")
-        require(not is_both_ways, "use_bidirectional_attention is not computed here")
+        is_both_ways = raw.get("use_bidirectional_attention") or raw.get("is_causal") is False
+        require(not is_both_ways, "use_bidirectional_attention, is_causal false: not computed here")
         raw = DEFAULTS.get(str(kind), CONTROL_TOKENS) | raw
         end, pad = raw.get("eos_token_id"), raw.get("pad_token_id")
         if not isinstance(end, list):
@@ -203,8 +203,8 @@ class TextModelConfig(Config):
 
 
 # The plain model by name: a few thousand parameters for tests, up to two million for two cores, 90
-# million for a GPU, and the sizes that Ye et al. 2024 train, 3b for its figures, the others to see
-# how the loss falls with size.
+# million for a GPU, and sizes that Ye et al. 2024 train, 3b for its figures, the others to see how
+# the loss falls with size.
 _TEXT_SIZES = {
     "nano": (1024, 48, 2, 4),
     "0.1m": (2048, 32, 3, 4),
@@ -215,10 +215,7 @@ _TEXT_SIZES = {
     "small": (8192, 768, 12, 12),
     "830m": (100288, 1536, 24, 16),
     "1.4b": (100288, 2048, 24, 16),
-    "2.8b": (100288, 2560, 32, 20),
     "3b": (100288, 3072, 28, 24),
-    "6.8b": (100288, 4096, 32, 32),
-    "13.1b": (100288, 5120, 40, 40),
 }
 TEXT_PRESETS = {  # vocabulary, width, layers, heads
     name: TextConfig(

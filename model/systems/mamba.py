@@ -50,12 +50,7 @@ class MambaMixer(nn.Module):
         self.D = nn.Parameter(torch.empty(channels))
         self.out_proj = Linear(channels, config.hidden_size, bias=False)
 
-    def forward(
-        self,
-        h,
-        valid=None,
-        state=None,
-    ) -> Tensor:
+    def forward(self, h, valid=None, state=None) -> Tensor:
         """h (B, S, H) to (B, S, H), from `state` on, which is updated. valid (B, S): False at
         padding, a row's end."""
         x, z = self.in_proj(h).chunk(2, dim=-1)
@@ -70,12 +65,7 @@ class MambaMixer(nn.Module):
         y = (y + self.D.float() * x) * F.silu(z)
         return self.out_proj(y.to(h.dtype))
 
-    def convolve(
-        self,
-        x: Tensor,
-        valid: Tensor | None,
-        state: MambaState,
-    ) -> Tensor:
+    def convolve(self, x: Tensor, valid: Tensor | None, state: MambaState) -> Tensor:
         """SiLU of the causal depthwise convolution of x (B, S, E), with the inputs in `state`
         before it.
 
@@ -105,12 +95,7 @@ class MambaBlock(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.layer_norm_epsilon, offset=0)
         self.mixer = MambaMixer(config)
 
-    def forward(
-        self,
-        h,
-        valid=None,
-        state=None,
-    ) -> Tensor:
+    def forward(self, h, valid=None, state=None) -> Tensor:
         return h.float() + self.mixer(self.norm(h.to(self.norm.weight.dtype)), valid, state)
 
 
@@ -238,11 +223,8 @@ def initialize_mamba(model: Mamba, seed: int = 0) -> None:
 
 
 # the original repository's name of the embedding, and the tied head
-_ALIASES = ("backbone.embedding.weight", "lm_head.weight")
+_NAMES = ("backbone.embedding.weight", "lm_head.weight")
+_OURS = "backbone.embeddings.weight"
 SYSTEMS = {
-    MambaConfig.kind: System(
-        MambaConfig,
-        MambaLM,
-        aliases=dict.fromkeys(_ALIASES, "backbone.embeddings.weight"),
-    )
+    MambaConfig.kind: System(MambaConfig, MambaLM, aliases=dict.fromkeys(_NAMES, _OURS)),
 }

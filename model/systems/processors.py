@@ -50,12 +50,7 @@ class LanguageProcessor(SlotProcessor):
         """Before a picture too, and only where the tokenizer adds bos, as LLaVA has it."""
         return self.texts.begin + ids
 
-    def layout(
-        self,
-        n_images: int,
-        turns: Sequence[Turn],
-        has_marks: bool,
-    ) -> TokenRow:
+    def layout(self, n_images: int, turns: Sequence[Turn], has_marks: bool) -> TokenRow:
         if not self.config.chat:
             return super().layout(n_images, turns, has_marks)
         if n_images and not has_marks:

@@ -6,7 +6,7 @@ logits (B, S, V).
 A connector scans SigLIP's features in both directions; in the blocks of the projector Q queries
 attend to them; a linear map brings the queries to the width of the language model
 (`model/systems/mamba.py`). Follows "Query-based Cross-Modal Projector Bolstering Mamba Multimodal LLM"
-(anonymous ACL submission). The authors released no weights, so this was not compared with their
+(Eom et al., Findings of EMNLP 2024). The authors released no weights, so this was not compared with their
 model. Uncertain are the feed-forward network, which an early version of their code has off, and its
 width, here the block's; the 24 blocks of the paper, where later code has one; and the connector
 from scratch, where the paper also takes that of a trained VL-Mamba (Qiao et al. 2024). As in their
@@ -31,11 +31,7 @@ from model.systems.mamba import Mamba, MambaMixer, initialize_mamba, initialize_
 from model.systems.processors import SlotProcessor
 
 
-def local_mask(
-    queries: int,
-    keys: int,
-    device=None,
-) -> Tensor:
+def local_mask(queries: int, keys: int, device=None) -> Tensor:
     """Boolean mask (Q, K): query i sees the i-th span of K/Q neighbouring keys; the first K mod Q
     spans are one longer.
 
@@ -53,12 +49,7 @@ def local_mask(
 class CrossAttention(Attention):
     """Attention whose keys and values come from a second sequence."""
 
-    def forward(
-        self,
-        x: Tensor,
-        features: Tensor,
-        mask: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, features: Tensor, mask: Tensor | None = None) -> Tensor:
         """x (B, Q, W) and features (B, K, W) to (B, Q, W); mask (Q, K), or None for none."""
         q = self.split_heads(self.q_proj(x))
         k = self.split_heads(self.k_proj(features))
@@ -107,12 +98,7 @@ class QMambaBlock(nn.Module):
         self.fc1 = Linear(width, width)
         self.fc2 = Linear(width, width)
 
-    def forward(
-        self,
-        x: Tensor,
-        features: Tensor,
-        mask: Tensor | None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, features: Tensor, mask: Tensor | None) -> Tensor:
         x = self.mixer_norm(x)
         x = x + self.mixer(x)
         x = self.fuse(torch.cat((x, self.cross_attn(x, features, mask)), dim=-1))

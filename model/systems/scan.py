@@ -19,15 +19,7 @@ CACHE_SIZE = 1 << 19
 GPU_SIZE = 1 << 26
 
 
-def selective_scan(
-    x,
-    delta,
-    A,
-    B,
-    C,
-    state=None,
-    chunk=None,
-) -> tuple[Tensor, Tensor]:
+def selective_scan(x, delta, A, B, C, state=None, chunk=None) -> tuple[Tensor, Tensor]:
     """y (B, L, E) and the last state (B, N, E) of s_t = exp(Δ_t A) ⊙ s_{t−1} + (Δ_t x_t) ⊗ B_t, y_t
     = s_t C_t.
 
@@ -134,14 +126,7 @@ class SelectiveScan(torch.autograd.Function):
         return grad_x, grad_delta, grad_A, grad_B, grad_C, after, None
 
 
-def _states(
-    state,
-    x,
-    delta,
-    A,
-    B,
-    parallel: bool,
-) -> tuple[Tensor, Tensor]:
+def _states(state, x, delta, A, B, parallel: bool) -> tuple[Tensor, Tensor]:
     """a_t (B, T, N, E), and the states (B, T + 1, N, E) from `state` itself on."""
     decay = (delta[:, :, None] * A).exp_()
     states = decay.new_empty(len(x), x.shape[1] + 1, *A.shape)
@@ -152,12 +137,7 @@ def _states(
     return decay, states
 
 
-def _scan(
-    decay: Tensor,
-    values: Tensor,
-    parallel: bool,
-    reverse: bool = False,
-) -> None:
+def _scan(decay: Tensor, values: Tensor, parallel: bool, reverse: bool = False) -> None:
     """v_t ← v_t + a_t ⊙ v_{t−1} for t = 1, 2, … along dimension 1, in place; reverse: v_{t−1} ←
     v_{t−1} + a_t ⊙ v_t."""
     if parallel:

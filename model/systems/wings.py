@@ -196,14 +196,7 @@ class WingsGemma(Gemma):
     def new_cache(self, capacity: int) -> list:
         return [WingsCache(capacity) for _ in self.layers]
 
-    def geometry(
-        self,
-        x,
-        valid,
-        types,
-        cache: list | None = None,
-        documents=None,
-    ):
+    def geometry(self, x, valid, types, cache: list | None = None, documents=None):
         """As `Gemma.geometry`; the rope is a `WingsRope` with the inputs of the learners and routers.
 
         The columns of a row are tokens (v_c = 1) and padding (v_c = 0), column c at position p_c = Σ_{c' ≤ c} v_{c'}.
@@ -342,11 +335,7 @@ def route(model: Wings, seed: int = 0) -> Wings:
     return _assemble(replace(model.config, routed=True), state, seed).train(model.training)
 
 
-def _assemble(
-    config: WingsConfig,
-    state: Mapping[str, Tensor],
-    seed: int,
-) -> Wings:
+def _assemble(config: WingsConfig, state: Mapping[str, Tensor], seed: int) -> Wings:
     """A model of `config` with the tensors of `state`; parameters that are not in it are
     initialised."""
     with torch.device("meta"):

@@ -57,13 +57,6 @@ def twin(source, tmp_path_factory):
 
 
 @pytest.fixture
-def workplace(tmp_path, monkeypatch):
-    """An empty working directory."""
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def told(printed):
     """A function: what a command prints with --json."""
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import tqdm
-from PIL import Image
 
 from eval import ask, demo
 from eval.data import scenes
@@ -25,7 +24,7 @@ from model import generate
 from model.confidence import Certainty
 from model.images import load_image
 from model.masks import MaskCoder
-from tests.files import write_json, write_lines
+from tests.files import draw, write_json, write_lines
 from tests.runs import refuses
 
 pytestmark = pytest.mark.long
@@ -60,7 +59,7 @@ def test_masks_are_drawn_in_their_boxes(workplace, monkeypatch, told):
     torch.nn.init.zeros_(coder.decoder[-1].weight)
     torch.nn.init.ones_(coder.decoder[-1].bias)  # all of a box
     np.savez("coder.npz", **{name: array.numpy() for name, array in coder.state_dict().items()})
-    Image.new("RGB", (448, 448)).save("black.png")
+    draw("black.png", size=(448, 448))
     place = "<loc0256><loc0512><loc0767><loc1023>"
     codes = list(range(100, 116))
     said = place + "".join(f"<seg{code:03}>" for code in codes) + f" cat ; {place}<seg001> dog"
@@ -103,8 +102,7 @@ def add_run(name, base, data):
 def test_the_toy_s_questions_are_for_the_toy(workplace):
     """Breaks when the newest run is asked about the scenes, whatever it has learned, or the page
     shows other examples than it has held out."""
-    picture = Image.new("RGB", (9, 9), "red")
-    picture.save("red.png")
+    draw("red.png", "red")
     answers = [{"images": ["gone.png"], "question": "a"}, {"images": ["red.png"], "question": "b"}]
     for name, data in (("toy", "embedded"), ("own", "csv:a")):
         add_run(name, "embedded", data)

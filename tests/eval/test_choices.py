@@ -75,7 +75,7 @@ def test_likelihoods_are_those_of_transformers(model, processor, source):
 @pytest.mark.long
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["gemma2", "llama", "qwen2"])
-def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
+def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, warned):
     """Breaks when blanks, bos or the space before a choice are read otherwise, or a long prompt is
     cut and scored."""
     words = language_folder(tmp_path / kind, kind, 128, seed=1)
@@ -108,7 +108,7 @@ def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, capsys):
             assert likelihood == pytest.approx(log_p(logits, prompt, said), abs=1e-5)
     choices.main([*flags, "--max-length", "40", "--no-resume"])
     assert len(read_json(tmp_path / "out/results.json")) == 2
-    assert "tokens with the longest choice, more than 40" in capsys.readouterr().err
+    assert "tokens with the longest choice, more than 40" in warned()
 
 
 def test_our_own_text_models_are_read_and_not_asked(tmp_path):
@@ -242,17 +242,15 @@ def test_prompts_by_hand(files):
 
 
 @pytest.mark.long
-def test_results_are_read_back(files, source, workplace, capsys):
+def test_results_are_read_back(files, source, workplace, told):
     """Breaks when results.json does not hold what was asked, with which picture, and how likely
     each choice is."""
-    flags = f"--task jsonl --data {files}/own.jsonl --model {source} --json --out out"
-    choices.main(flags.split())
-    printed = json.loads(capsys.readouterr().out)["random"]
+    flags = f"--task jsonl --data {files}/own.jsonl --model {source} --out out"
+    scores = told(choices, flags)["random"]
     written = read_json(workplace / "out/results.json")
     assert [len(row["log_likelihoods"]) for row in written] == [2, 3, 2, 2]
     assert [row["picture"] for row in written] == ["", "red.png", "", ""]
-    choices.main("--results out/results.json --json".split())
-    assert json.loads(capsys.readouterr().out)["out/results.json"] == printed
+    assert told(choices, "--results out/results.json")["out/results.json"] == scores
     # NaN is the largest of numbers
     changes = """[{"log_likelihoods": [NaN, 0]}, {"log_likelihoods": [0]}, {"answer": 2},
         {"answer": true}, {"choices": "ab"}, {"subject": ["a"]}, {"picture": 1}]"""
@@ -262,7 +260,7 @@ def test_results_are_read_back(files, source, workplace, capsys):
         refused(lambda: choices.main(["--results", "wrong.json"]), "wrong.json")
 
 
-def test_names_are_printed_without_control(workplace, capsys):
+def test_names_are_printed_without_control(workplace, printed):
     """Breaks when the name of a file or of a subject moves the cursor, or clears the terminal."""
     row = {"id": 1, "subject": "\x1b[31mred\x9b", "picture": "", "answer": 0}
     row |= {"choices": ["a", "b"], "log_likelihoods": [-1.0, -2.0]}
@@ -271,9 +269,9 @@ def test_names_are_printed_without_control(workplace, capsys):
     write_json(workplace / names[1], [row, row | {"id": 2}])
     for more in ([], ["--json"]):
         choices.main([*(f"--results={name}" for name in names), *more])
-        printed = capsys.readouterr().out
-        assert "one" in printed
-        assert printed.replace("\n", "").isprintable()
+        text = printed()
+        assert "one" in text
+        assert text.replace("\n", "").isprintable()
 
 
 RACE = '{"article": "a", "questions": ["b", "c"], "options": [%s], "answers": "%s"}'

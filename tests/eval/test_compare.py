@@ -1,5 +1,7 @@
 """Several models in one call: one table, with intervals and paired differences."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -31,6 +33,7 @@ def test_bootstrap_by_hand():
     assert bootstrap(half) == expected
     assert bootstrap(np.repeat(half, 3), np.repeat(np.arange(100), 3)) == expected
     assert bootstrap([1.0, 1, 1, 0], [*"aaab"]) == (0.75, 0, 1)
+    assert bootstrap([1.0, 0], [*"aa"]) == (0.5, -np.inf, np.inf)  # which says nothing of others
 
 
 def test_differences_are_paired():
@@ -47,13 +50,21 @@ def test_differences_are_paired():
     assert values["b"]["exact"]["questions"] == 20
     # each picture: one of two; to b
     for title, difference in (("b", 50), ("b, blind", -50)):
-        assert {*values[title]["exact"]["difference"].values()} == {difference}
+        assert values[title]["exact"]["difference"]["mean"] == difference
     assert "difference" not in values["b"]["vqa"]  # which a lacks
     head, _, *table = comparison_table(values_of(Benchmark(), results))
     assert head.startswith("40 questions, ")
     assert "b has answered 20 of them" in table
     assert "+50.00" in table[3]
     assert comparison_table(values_of(Benchmark(), {"a": rows(half)})) == []  # nothing to score
+    results["b"] = rows({n: 1.0 for n in range(30, 70)}, "exact")
+    table = comparison_table(values_of(Benchmark(), results))
+    assert "b: its difference is of 10 of 40 questions" in table
+    for number, row in enumerate(results["b"]):  # other questions of the same names
+        asked = replace(row.question, choices=("x",))
+        results["b"][number] = row._replace(question=asked)
+    *_, last = values_of(Benchmark(), results).values()
+    assert "difference" not in last["measures"]["exact"]
 
 
 @pytest.mark.long

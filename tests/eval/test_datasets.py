@@ -101,6 +101,13 @@ def test_answers_that_are_no_list_are_refused(change, tmp_path):
     refused(lambda: published.read_vqa(file), "q.json[0]: ")
 
 
+def test_a_question_without_answers_is_no_question_with_many(tmp_path):
+    """Breaks when one such question changes how all others are scored."""
+    about = {"question_id": 0, "image": "a", "question": "?"}
+    asked = [about, about | {"question_id": 1, "answers": ["x"]}]
+    assert published.read_vqa(write(tmp_path / "q.json", {"data": asked}))[0] == "gqa"
+
+
 @pytest.mark.parametrize("ids", [(1, "1"), ("a", "b", "a")])
 def test_ids_that_a_log_cannot_tell_apart_are_refused(ids, tmp_path):
     """Breaks when the answer to question 1 is that to question "1"."""

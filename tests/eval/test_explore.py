@@ -72,7 +72,7 @@ def test_maps_are_what_the_model_computes(processor, kind, options, seeded):
         assert maps.laws[first][number] == pytest.approx(float(share), rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["dex", "shared", "gate", "temperature", "sink"])
+@pytest.mark.parametrize("kind", "dex shared gate temperature sink".split())
 def test_a_kind_with_one_map_says_so(kind, processor):
     """Breaks when a reader looks for the second map of a model that changes outputs or logits."""
     model = random_model()

@@ -118,7 +118,7 @@ def test_what_it_does_not_do_is_refused(plugin, docs):
     """Breaks when a task that samples, scores or talks gets a number all the same."""
     refused(lambda: plugin.Model("embedded", "none", "no place"), "must contain {question}")
     model = plugin.Model("embedded", "none", device="cpu")
-    for options in ({"do_sample": True}, {"num_beams": 4}):
+    for options in ({"do_sample": True}, {"temperature": 0.7}, {"num_beams": 4}):
         asked = requests(docs, **options)
         refused(lambda asked=asked: model.generate_until(asked), "answers greedily")
     refused(lambda: model.loglikelihood([]), "eval.systems.choices")

@@ -130,8 +130,7 @@ def test_stitch_is_row_major_and_square(tmp_path):
         draw(files[n], color, size=(30 + 40 * n, 50))
     stitched = needle.stitch(files)
     assert stitched.size == (512, 512)
-    corners = [stitched.getpixel((x, y)) for y in (0, 511) for x in (0, 511)]
-    assert corners == colors
+    assert [stitched.getpixel((x, y)) for y in (0, 511) for x in (0, 511)] == colors
     assert stitched.getpixel((255, 255)) == colors[0]
     assert stitched.getpixel((256, 255)) == colors[1]
 

@@ -1,7 +1,6 @@
 """Needles in prose: contexts are what they say, replies are those of one pass over all tokens, and
 the explorer shows a text."""
 
-import json
 import random
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ from model.differential import graft
 from model.systems.chat import TextTokenizer, load_text_tokenizer
 from model.tokenizer import load_tokenizer
 from tests.eval.test_explore import data_of
+from tests.files import read_json
 from tests.pieces import train_pieces
 from tests.runs import refused
 from weights.load import load_text
@@ -131,15 +131,17 @@ def test_the_command(llama, haystacks, tmp_path, printed, monkeypatch):
     """Breaks when a rung, a measure or a file is missing, or a mistake is no line."""
     flags = f"--model {llama} --contexts 3 --asked 2 --lengths 500 --facts 1 4".split()
     needles.main([*flags, "--out", str(tmp_path)])
-    table = printed()
-    assert "| 500, 4 " in table
-    rungs = json.loads((tmp_path / "needles.json").read_text())
+    assert "| 500, 4 " in printed()
+    rungs = read_json(tmp_path / "needles.json")
     assert [len(rung["questions"]) for rung in rungs] == [3, 6]
     assert np.shape(rungs[0]["heads"]) == (len(SHARES), 2, 2)
     assert (tmp_path / "needles.png").stat().st_size > 1000
     book = tmp_path / "book.txt"
     book.write_text("Too short to be prose.\n\nIt has two lines, and that is not enough.")
     refused(lambda: needles.main([*flags, "--text", str(book)]), "book.txt", "1 sentences of prose")
+    said = [f"Это первая фраза, её номер {n}. Это вторая, её номер {n}." for n in range(200)]
+    book.write_text("\n\n".join(said), encoding="utf-8")
+    assert len(sentences_of(book)) == 400  # of another script
     refused(lambda: needles.main([*flags, "--facts", "2", "60"]), "60 facts fill 500 tokens")
     refused(lambda: needles.main([*flags, "--facts", "99"]), "--facts 99", "64 of a form")
     refused(lambda: needles.main(["--model", "embedded"]), "no published language model")

@@ -75,3 +75,6 @@ def test_a_run_is_asked_as_it_was_trained(case, workplace, monkeypatch):
     export_model(load_model("embedded"), run / "model", companions=companions("embedded"))
     vqa.main(["--model", "run/model", *FAST])
     assert asked == {fill_prompt(prompt, question)}
+    (run / "model").rename(run / "best")
+    vqa.main(["--model", "run/best", *FAST])
+    assert asked == {fill_prompt(prompt, question)}

@@ -15,6 +15,7 @@ from PIL import Image
 from eval.answer import layout
 from eval.data.records import (
     Box,
+    check_upright,
     embedded_records,
     one_picture_records,
     read_coco,
@@ -105,8 +106,7 @@ def processors(processor):
     text = MambaConfig(config.text.vocab_size + 1, 8, 1, bos_token_id=2, **ends)
     parts = config.vision, ProjectorConfig(queries=8), text
     qmamba = QMambaConfig(*parts, image_token_id=config.image_token_id)
-    wings = WingsConfig(**vars(config), rank=4)
-    others = {"wings": wings, "qmamba": qmamba}
+    others = {"wings": WingsConfig(**vars(config), rank=4), "qmamba": qmamba}
     made = {name: processor_for(of, processor.tokenizer) for name, of in others.items()}
     return {"paligemma": processor} | made
 
@@ -210,6 +210,15 @@ MALFORMED = r"""
 {"system_prompt": "a", "prefix": "b", "suffix": "c"}
 {"messages": ["a", "b"], "kto_tag": false}
 {"file_name": "a.png", "prefix": "a", "suffix": "b"}
+{"files": ["a.png"], "prefix": "a", "suffix": "b"}
+{"media": [{"path": "a.png"}], "prefix": "a", "suffix": "b"}
+{"messages": [{"role": "user", "content": "a", "images": ["a.png"]}, "b"]}
+{"conversations": [{"from": "human", "value": "a", "image": "a.png"}, "b"]}
+{"conversations": ["Picture 1: <img>a.png</img>\na", "b"]}
+{"images": ["a.png"], "messages": ["a", "b"], "label": false}
+{"prefix": "a", "suffix": "<loc12><loc0000><loc0001><loc0001> cat"}
+{"prefix": "a", "suffix": "<loc_12><loc_0><loc_1><loc_1> cat"}
+{"prefix": "a", "suffix": "<loc00123> cat"}
 {"image": null, "img": "a.png", "prefix": "a", "suffix": "b"}
 {"prefix": "a", "answers": ["b", 2]}
 {"prefix": "a", "answers": "bb"}
@@ -270,6 +279,7 @@ def test_layouts_of_other_tools_are_read_as_ours(tmp_path):
         (chat("cat", "1"), [a, b], (("One word.\ncat", "1"),)),
         (chat([IMAGE | {"image": "x/a.png"}, url, A], "b"), [a, b], (("<image><image>a", "b"),)),
         ([*chat("a", "Hello")[1:], *chat("cat", "1")], [a], (("cat", "1"),)),
+        (chat("a", "see b.png"), [], (("a", "see b.png"),)),  # a text
     ]
     none = {"image": None, "conversations": None}
     rows = [none | {"messages": said, "images": list(map(str, of))} for said, of, _ in cases]
@@ -281,7 +291,7 @@ def test_layouts_of_other_tools_are_read_as_ours(tmp_path):
     made = read_data(f"jsonl:{write(tmp_path, 'own.jsonl', rows)}")
     found = [(list(record.pictures), record.turns) for record in made]
     assert found == [case[1:] for case in cases]
-    assert [record.kind for record in made] == ["", "", "count", "", ""]
+    assert [record.kind for record in made] == ["", "", "count", "", "", ""]
     unknown = write(tmp_path, "o.json", [{"query": "a"}])
     refused(lambda: read_data(f"jsonl:{unknown}"), "query", '"messages"')
 
@@ -338,6 +348,18 @@ def test_pictures_from_python_are_those_of_their_files(tmp_path, processor):
     first, second, last = micro.batch.pixel_values
     assert torch.equal(first, second)
     assert not torch.equal(first, last)
+
+
+@pytest.mark.parametrize("kind", "jpeg png webp tiff".split())
+def test_a_picture_that_exif_turns_away_from_its_boxes(kind, tmp_path):
+    """Breaks when boxes of the stored picture are learned beside the one that is shown."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    file = tmp_path / f"a.{kind}"
+    Image.new("RGB", (60, 30)).save(file, exif=exif)
+    check_upright(file, 30, 60)  # as it is shown
+    with pytest.raises(ValueError, match="is turned by EXIF"):
+        check_upright(file, 60, 30)
 
 
 def test_several_answers(tmp_path):

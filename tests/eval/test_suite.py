@@ -25,12 +25,12 @@ gqa/testdev_balanced_questions | {
         "isBalanced": true, "answer": "dog"}}
 vizwiz/val | [
     {"image": "0.jpg", "question": "Who?", "answerable": 0, "answer_type": "other",
-        "answers": [{"answer": "dog"}, {"answer": "cat"}]},
+        "answers": [{"answer": "dog"}, {"answer": "cat"}, {"answer": "dog"}, {"answer": "cat"}]},
     {"image": "1.jpg", "question": "Who?", "answerable": 1, "answer_type": "other",
-        "answers": [{"answer": "dog"}, {"answer": "dog"}]}]
+        "answers": [{"answer": "dog"}, {"answer": "dog"}, {"answer": "dog"}, {"answer": "dog"}]}]
 textvqa/TextVQA_0.5.1_val | {"data": [
-    {"image_id": "0", "question": "Which 0?", "question_id": 0, "answers": ["dog", "cat"]},
-    {"image_id": "1", "question": "Which 1?", "question_id": 1, "answers": ["dog", "dog"]}]}
+    {"image_id": "0", "question": "Which 0?", "question_id": 0, "answers": ["dog", "cat", "dog", "cat"]},
+    {"image_id": "1", "question": "Which 1?", "question_id": 1, "answers": ["dog", "dog", "dog", "dog"]}]}
 pope/coco_pope_KIND | [
     {"text": "Is it KIND?", "question_id": 1, "image": "COCO_val2014_000000000001.jpg",
         "label": "yes"},

@@ -252,13 +252,13 @@ def test_attention_shares_by_hand(differential):
 
 
 @pytest.mark.long
-def test_the_command_measures_runs(text_folder, tmp_path, capsys):
+def test_the_command_measures_runs(text_folder, tmp_path, printed):
     """Breaks when the command does not find a run's model or corpus, or loses a panel."""
     flags = "--preset nano --length 256 --batch-size 1 --tokens 400 --attention plain"
     training.main(f"{flags} --text {text_folder} --out {tmp_path}/run".split())
-    capsys.readouterr()
+    printed()
     measures.main(["all", str(tmp_path / "run"), "--limit", "5"])
-    told = capsys.readouterr().out
+    told = printed()
     panels = "nll recall needle needle-map attention attention-noise examples examples-margin"
     assert re.findall(r"^\| ([a-z-]+) +\| chance", told, re.MULTILINE) == panels.split()
     assert 6 < float(re.search(r"^\| all +\| +\| ([\d.]+)", told, re.MULTILINE)[1]) < 8

@@ -12,7 +12,7 @@ from eval.data.published import Annotation
 from eval.data.records import Record
 from eval.question import Question
 from tests.files import table, write_json
-from tests.runs import refuses
+from tests.runs import refused, refuses
 
 
 def annotation(answers, ids=True, **fields):
@@ -250,6 +250,8 @@ def test_a_results_file(scores, workplace):
         assert values(scores("--scoring", scoring))["overall"] == percent
     write_json(workplace / "A", files(most=1)[1])
     assert list(scores()["R"]["measures"]) == ["VQA accuracy, gqa scoring"]
+    write_json(workplace / "A", files(most=3)[1])
+    refused(scores, "fewer than 4 answers")
 
 
 def test_own_examples_are_scored_without_their_pictures(scores, workplace):

@@ -28,7 +28,7 @@ from lora.adapter import (
 from model import cpu
 from model.differential import KINDS, graft, new_parameters
 from tests.files import read_json, write_json
-from tests.reference import batch, hf_forward, hf_language, hf_model, ours, relative_error
+from tests.reference import batch, dice, hf_forward, hf_language, hf_model, ours, relative_error
 from tests.runs import assert_same_tensors, refused
 from train.optim import trainable
 
@@ -43,7 +43,7 @@ DECODER_LAYER = "language_model.layers.0."
 def randomize(model, seed=0, std=0.2):
     """Give every parameter of the adapter a value that matters: B starts at zero, where half of the
     mistakes hide."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = dice(seed)
     with torch.no_grad():
         for parameter in adapter.adapter_parameters(model).values():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * std)
@@ -103,7 +103,7 @@ def sensitivity(theirs, inputs, logits, gradients):
     by_name = {name: [] for name in gradients}
     for seed in range(3):
         moved = copy.deepcopy(theirs)
-        generator = torch.Generator().manual_seed(seed)
+        generator = dice(seed)
         with torch.no_grad():
             for parameter in moved.parameters():
                 drawn = torch.rand(parameter.shape, generator=generator) * 2 - 1
@@ -234,8 +234,7 @@ def test_a_language_models_adapter_goes_both_ways(tmp_path, kind):
     mine.published = {"": "model."}  # the names of earlier files
     save(mine, tmp_path / "before")
     again = ours(theirs)
-    paths = load(again, tmp_path / "before")
-    assert paths == list(lora_layers(mine))
+    assert load(again, tmp_path / "before") == list(lora_layers(mine))
     assert torch.equal(again(ids), mine(ids))
 
 

@@ -43,9 +43,8 @@ def test_mask_is_the_rule(window):
     assert expected.any(-1).all()  # no row is empty, padding included
 
 
-def test_a_fully_padded_row_is_finite():
+def test_a_fully_padded_row_is_finite(seeded):
     """Breaks when a fully padded row turns into NaN and poisons the batch's gradients."""
-    torch.manual_seed(0)
     attention = Attention(12, 2, 1, 6, scale=6**-0.5)
     x = torch.randn(1, 4, 12, requires_grad=True)
     mask = attention_mask(torch.zeros(1, 4, dtype=torch.bool), torch.ones(1, 4, dtype=torch.long))

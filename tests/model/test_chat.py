@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from eval.ask import main
 from model.systems.chat import TextTokenizer, ask_text, load_text_tokenizer
-from tests.files import write_json
+from tests.files import read_json, write_json
 from tests.pieces import TEXTS, language_folder
 from tests.runs import refused
 from weights.load import load_text
@@ -37,6 +37,16 @@ LLAMA = "{{ bos_token }}" + QWEN.replace("assistant.", "AI assistant named SmolL
 TEMPLATES = {"gemma2": GEMMA, "llama": LLAMA, "qwen2": QWEN}
 CHATML = ["<|im_start|>", "<|im_end|>"]
 MARKS = {"gemma2": ["<start_of_turn>", "<end_of_turn>"], "llama": CHATML, "qwen2": CHATML}
+TURNS = "{% for message in messages %}" + QWEN.partition("{% endif %}")[2]
+# templates, as of Hermes and of Qwen2.5-Math, of which ours are not the turns of the last ones
+WRITTEN = r"""TURNS
+{{ bos_token }}TURNS
+{{ '<|im_start|>system\nAnswer in \\boxed{}.<|im_end|>\n' }}TURNS
+{{ messages[0].content }}
+{{ raise }}{{ raise.at.all }}TURNS
+{{ '<|im_start|>tool\n<|im_end|>\n' }}TURNS
+TURNS<think>"""
+WRITTEN = [line.replace("TURNS", TURNS) for line in WRITTEN.splitlines()]
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
@@ -44,7 +54,7 @@ def folder(request, tmp_path_factory):
     """A random model and its tokenizer, as the hub has them."""
     kind = request.param
     folder = tmp_path_factory.mktemp("chat") / kind
-    tokenizer = language_folder(folder, kind, 512, MARKS[kind])
+    tokenizer = language_folder(folder, kind, 512, [*MARKS[kind], "<|fim|>"])
     tokenizer.chat_template = TEMPLATES[kind]
     tokenizer.save_pretrained(folder)
     return folder
@@ -72,12 +82,12 @@ def test_texts_and_turns_have_the_ids_of_transformers(both):
     """Breaks when text is normalised, cut or merged otherwise, or bos, a turn, a newline or a blank
     is another."""
     ours, theirs = both
-    for text in TEXTS + [" ".join(TEXTS)]:
+    for text in TEXTS + [" ".join(TEXTS), "a<|fim|>b"]:
         ids = ours.encode(text)
         assert ids == theirs.encode(text, add_special_tokens=False), text
         begun = [2, *ids] if ours.is_gemma else theirs.encode(text)
         assert ours.prompt(text) == begun, text
-        assert ours.decode(ids) == theirs.decode(ids), text
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True), text
     several = [("  a?\n", " b \n"), ("c", " d\n"), ("e\n\n", None)]
     for turns in (several, [("a", "b")], *([(text, None)] for text in TEXTS[:5])):
         # the template ends a turn with its line
@@ -86,22 +96,21 @@ def test_texts_and_turns_have_the_ids_of_transformers(both):
     assert ours.decode([*ours.encode("yes"), *ours.end_of_turn, *ours.encode("no")]) == "yes"
 
 
-@pytest.mark.parametrize("folder", ["qwen2"], indirect=True)
-def test_the_system_turn_is_the_models(folder, both, tmp_path):
-    """Breaks when a model, such as Qwen2.5, is asked after a system text that it was not trained
-    with."""
+def test_the_turns_are_those_of_the_template(folder, both, tmp_path):
+    """Breaks when a model is asked after a system text, or in turns, that it was not trained with."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     (tmp_path / "chat_template.jinja").unlink()
-    template = QWEN.replace(
-        "You are a", "You are Qwen, created by Alibaba Cloud. You are a"
-    ).replace("\n", "\\n")
-    write_json(tmp_path / "tokenizer_config.json", {"chat_template": template})
-    turns = [("a", "b"), ("c", None)]
-    assert load_text_tokenizer(tmp_path).conversation(turns)[0] == rendered(
-        both[1], turns, chat_template=template
-    )
-    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    refused(lambda: load_text_tokenizer(tmp_path).conversation(turns), "chat template")
+    file = tmp_path / "tokenizer_config.json"
+    config = read_json(file)
+    turns = [("a", "b"), (" c", None)]
+    for number, template in enumerate(WRITTEN):
+        for told in (template, [{"name": "default", "template": template}]):
+            write_json(file, config | {"chat_template": told})
+            ours = load_text_tokenizer(tmp_path)
+            if number > 2 or ours.is_gemma:
+                refused(partial(ours.conversation, turns), "chat template")
+                continue
+            assert ours.conversation(turns)[0] == rendered(both[1], turns, chat_template=template)
 
 
 def test_what_cannot_be_asked_is_refused(both):

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from eval.data.records import read_examples
 from model import common
 from model.common import UserError, quoted, run_command, shown
 from model.device import choose_device, choose_dtype, use_threads
+from tests.house import ROOT
 from tests.runs import refused
 
 
@@ -133,11 +133,7 @@ def test_a_lost_stream_or_ctrl_c_leaves_no_traceback(tmp_path):
 
     def run(*arguments, **streams):
         environment = os.environ | {"PYTHONUNBUFFERED": "", "PYTHONPATH": str(tmp_path)}
-        options = {
-            "stderr": subprocess.PIPE,
-            "env": environment,
-            "cwd": Path(__file__).parents[2],
-        } | streams
+        options = {"stderr": subprocess.PIPE, "env": environment, "cwd": ROOT} | streams
         done = subprocess.run([sys.executable, *arguments], text=True, **options)
         return done.returncode, done.stderr or ""
 
@@ -159,7 +155,7 @@ def test_a_lost_stream_or_ctrl_c_leaves_no_traceback(tmp_path):
             ) == codes
             for stream in (1, 2):
                 line = ["sh", "-c", f'exec "$0" "$@" {stream}>&-', sys.executable, *command]
-                done = subprocess.run(line, capture_output=True, cwd=Path(__file__).parents[2])
+                done = subprocess.run(line, capture_output=True, cwd=ROOT)
                 assert done.returncode == codes[2]
                 assert done.stderr in (b"", b"error: \n")
                 assert done.stdout in (b"", b"x\n")
@@ -218,7 +214,7 @@ import eval
 print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))"""
     names = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
     bare = {name: value for name, value in os.environ.items() if name not in names}
-    options = {"env": bare | given, "cwd": Path(__file__).parents[2], "text": True}
+    options = {"env": bare | given, "cwd": ROOT, "text": True}
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, **options)
     assert printed.stdout.split() == ["False", spins], printed.stderr
 

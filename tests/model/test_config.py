@@ -219,6 +219,7 @@ REFUSED = """1 | {"model_type": "llava"} | 'llava'
     qwen2 without a stop token | {"use_sliding_window": true} | use_sliding_window
     qwen2 without a stop token | {"hidden_act": "relu"} | hidden_activation
     gemma | {"use_bidirectional_attention": true} | use_bidirectional_attention
+    qwen2 without a stop token | {"is_causal": false} | is_causal
     qmamba-2.8b | {"projector_config": {"queries": 730}} | 730 queries
     qmamba-2.8b | {"projector_config": {"num_attention_heads": 5}} | 5 heads
     qmamba-2.8b | {"vision_config": {"feature_layer": -29}} | feature_layer"""

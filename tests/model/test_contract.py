@@ -67,8 +67,7 @@ MODELS = {
 
 
 @pytest.fixture(params=MODELS)
-def model(request):
-    torch.manual_seed(0)
+def model(request, seeded):
     config = MODELS[request.param]
     model = kind_of(config)[0](config).eval()
     if request.param in KINDS:

@@ -20,12 +20,14 @@ from model.gemma import RMSNorm
 from model.generate import generate
 from model.linear import ACTIVATIONS, Linear, activated, linear
 from tests.model.test_differential import TARGETS, sibling
-from tests.reference import batch, relative_error, right_padded, set_attention_backend, twins
+from tests.reference import batch, dice, relative_error, right_padded, set_attention_backend, twins
 from tests.runs import refused
 from train.data.batches import collate
 from train.model import supervised_loss
 from train.optim import trainable
 from weights.load import load_model
+
+pytestmark = pytest.mark.usefixtures("seeded")
 
 
 @pytest.fixture
@@ -49,9 +51,7 @@ def onednn(monkeypatch):
 
 def gradients(output, *leaves):
     """Of a sum that weighs every element of `output` differently."""
-    weights = torch.randn(
-        output.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64
-    )
+    weights = torch.randn(output.shape, generator=dice(9), dtype=torch.float64)
     return list(torch.autograd.grad((output.double() * weights).sum(), leaves))
 
 
@@ -70,7 +70,6 @@ def test_the_processor_chooses_and_a_typing_error_is_reported(monkeypatch):
 
 def test_bf16_where_the_processor_cannot_multiply_it(monkeypatch):
     """Breaks when a block of the weight is left out or rounded, or the sum is rounded twice."""
-    torch.manual_seed(0)
     monkeypatch.setattr("model.linear.BLOCK_ELEMENTS", 1 << 15)
     for rows, width, out in ((16, 512, 200), (40, 96, 1000), (300, 64, 64)):
         x = torch.randn(2, rows // 2, width).bfloat16()
@@ -99,7 +98,6 @@ def test_bf16_where_the_processor_cannot_multiply_it(monkeypatch):
 def test_onednn_multiplies_as_f_linear_does(shape, out, bias, onednn):
     """Breaks when x, weight or bias get another gradient, the transposed product is mixed up, or a
     view is misread."""
-    torch.manual_seed(0)
     x = torch.randn(shape, requires_grad=True)
     for weight in (
         torch.randn(out, shape[-1]),
@@ -121,7 +119,6 @@ def test_onednn_multiplies_as_f_linear_does(shape, out, bias, onednn):
 def test_an_activation_within_the_product_is_the_activation(activation, onednn):
     """Breaks when oneDNN computes another GELU, a bias is lost, or gradients, LoRA or 8 bits are
     bypassed."""
-    torch.manual_seed(0)
     layer = Linear(24, 40)
     x = torch.randn(3, 5, 24)
     exact = ACTIVATIONS[activation](
@@ -149,7 +146,6 @@ def test_few_rows_are_multiplied_the_other_way_round(shape, monkeypatch):
     in memory."""
     monkeypatch.setattr(cpu, "MIN_WEIGHT_ELEMENTS", 0)
     monkeypatch.setattr(cpu, "ways", frozenset({"reversed"}))
-    torch.manual_seed(0)
     rows = torch.Size(shape[:-1]).numel()
     bias = torch.randn(40)
     for x in (
@@ -198,7 +194,6 @@ def smoothed(logits, targets, smoothing):
 def test_the_loss_is_that_of_big_vision(rows_at_once, smoothing, monkeypatch):
     """Breaks when the target gets s / V on top of 1 − s, ignored tokens count, or a row or a
     gradient of the loss in chunks is lost."""
-    torch.manual_seed(0)
     monkeypatch.setattr(paligemma, "MAX_LOGITS", 11 * rows_at_once)
     weight = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
     hidden = torch.randn(2, 5, 6, dtype=torch.float64, requires_grad=True)
@@ -241,7 +236,6 @@ def test_a_compiled_training_step_learns_the_same(processor):
     del model.vision_tower.encoder.layers[1:], model.language_model.layers[1:]
     graft(model, "twin", r=3, alpha=6.0)
     adapter.inject(model, TARGETS, 2, 4.0)
-    torch.manual_seed(0)
     with torch.no_grad():
         for parameter in trainable(model).values():
             parameter += 0.1 * torch.randn_like(parameter)

@@ -12,7 +12,16 @@ from model.attention import LayerCache
 from model.compiled import CompiledStep
 from model.generate import generate, next_token, pick
 from model.systems.language import new_model
-from tests.reference import batch, hf_forward, hf_model, ours, relative_error, right_padded, twins
+from tests.reference import (
+    batch,
+    dice,
+    hf_forward,
+    hf_model,
+    ours,
+    relative_error,
+    right_padded,
+    twins,
+)
 
 PROMPTS = ((6, 0), (2, 0), (4, 0))
 
@@ -103,7 +112,7 @@ def test_log_probabilities_of_a_sample_are_the_model_s_own():
     raw = []
     model.register_forward_hook(lambda module, args, logits: raw.append(logits[:, -1].double()))
     log_probs = []
-    options = {"temperature": 5.0, "top_p": 0.9, "generator": torch.Generator().manual_seed(0)}
+    options = {"temperature": 5.0, "top_p": 0.9, "generator": dice(0)}
     rows = generate(model, **inputs, max_new_tokens=12, log_probs=log_probs, **options)
     own = torch.stack(raw, dim=1).log_softmax(-1)
     assert len({tuple(row.tolist()) for row in rows}) == 3
@@ -141,7 +150,7 @@ def test_sampling_follows_the_distribution():
     """Breaks when temperature or the nucleus change the probabilities that tokens are drawn
     with."""
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).expand(40000, -1)
-    generator = torch.Generator().manual_seed(0)
+    generator = dice(0)
 
     expected = {
         (1.0, 1.0): [0.5, 0.3, 0.15, 0.05],
@@ -162,7 +171,7 @@ def test_extreme_temperatures_are_their_limits(temperature, top_p):
     """Breaks when a quotient overflows: near 0 only the largest logit is drawn, far above 1 all
     alike."""
     logits = torch.tensor([[3.0, -80.0, 50.0, 49.0], [-1e30, 1e30, -1e30, 0.0]]).repeat(500, 1)
-    drawn = pick(logits, temperature, top_p, torch.Generator().manual_seed(0)).view(-1, 2)
+    drawn = pick(logits, temperature, top_p, dice(0)).view(-1, 2)
     if temperature < 1:
         assert (drawn == torch.tensor([2, 1])).all()
     elif top_p == 1 and temperature > 1e38:
@@ -181,7 +190,7 @@ def test_an_image_token_is_never_an_answer(temperature, monkeypatch):
         return head(hidden).index_fill(-1, torch.tensor(image), 1e4)
 
     monkeypatch.setattr(model.language_model, "head", towards_image)
-    options = {"top_p": 0.9, "generator": torch.Generator().manual_seed(0)}
+    options = {"top_p": 0.9, "generator": dice(0)}
     options["temperature"] = temperature
     rows = generate(model, **inputs, max_new_tokens=12, **options)
     assert image not in torch.cat(rows)

@@ -32,8 +32,7 @@ def loop(x, delta, A, B, C, state):
 
 def scan_inputs(length, batch=2, channels=6, size=5, scale=1.0, seed=0):
     """x, Δ > 0, A < 0, B, C and a first state, in fp64."""
-    generator = dice(seed)
-    normal = partial(torch.randn, generator=generator, dtype=torch.float64)
+    normal = partial(torch.randn, generator=dice(seed), dtype=torch.float64)
     delta = F.softplus(normal(batch, length, channels)) * scale
     A = -normal(channels, size).exp()
     x = normal(batch, length, channels)
@@ -163,8 +162,7 @@ def test_padding_within_what_follows_changes_nothing(places):
     """Breaks when a state fades over the padding of a later part, or the last inputs before it are
     lost."""
     model = our_mamba(hf_mamba())
-    generator = dice(5)
-    tokens = torch.randint(0, 60, (1, 11), generator=generator)
+    tokens = torch.randint(0, 60, (1, 11), generator=dice(5))
     first, second, last = tokens.split((6, 2, 3), dim=1)
     ids = torch.full((1, 6), 9)
     mask = torch.ones(1, 12, dtype=torch.long)

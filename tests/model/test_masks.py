@@ -142,8 +142,7 @@ def test_a_mask_is_cropped_and_pasted():
 def test_a_coder_is_read(coder, arrays, tmp_path):
     """Breaks when the names of `vae-oid.npz` are not found, its moving averages disturb, or a
     wrong file opens."""
-    more = {"_vq_vae._ema_w": np.zeros(2)}
-    np.savez(tmp_path / "vae-oid.npz", **arrays, **more)
+    np.savez(tmp_path / "vae-oid.npz", **arrays, **{"_vq_vae._ema_w": np.zeros(2)})
     opened = load_mask_coder(tmp_path / "vae-oid.npz")
     codes = torch.randint(CODES, (2, 16))
     expected = coder.decode(codes).float()

@@ -89,7 +89,7 @@ def test_the_model_is_transformers_diffllama():
 def test_twins_have_equal_parameters():
     """Breaks when the differential model is larger than the plain one by more than 1 %, or has
     other sizes."""
-    counted = {"830m": 0.83, "1.4b": 1.4, "2.8b": 2.8, "6.8b": 6.8, "13.1b": 13.1}  # in the paper
+    counted = {"830m": 0.83, "1.4b": 1.4}  # in the paper
     for preset, plain in TEXT_PRESETS.items():
         with torch.device("meta"):
             models = [TextModel(TextModelConfig.of(plain, of)) for of in (False, True)]

@@ -28,6 +28,10 @@ SIZES = {
 }
 
 
+TURNS = """{% for one in messages %}<|im_start|>{{ one.role }}
+{{ one.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 # the texts of the system turn: without a template that of Qwen's
 SYSTEM = {"qwen2": "You are a helpful assistant.", "llama": "You are a parrot."}
 
@@ -39,7 +43,7 @@ def parts(request, tmp_path_factory):
     tokenizer = qwen_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     if request.param == "llama":
-        tokenizer.chat_template = f"<|im_start|>system\n{SYSTEM['llama']}<|im_end|>\n"
+        tokenizer.chat_template = f"<|im_start|>system\n{SYSTEM['llama']}<|im_end|>\n" + TURNS
     tokenizer.save_pretrained(folder / "text")
     ends = {"eos_token_id": len(tokenizer) - 1, "bos_token_id": None}  # of a turn: a chat model
     text = hf_language(request.param, vocab_size=len(tokenizer) + 4, **ends)

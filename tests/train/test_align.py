@@ -62,9 +62,8 @@ def test_the_tower_alone_learns_the_answers(monkeypatch, tmp_path):
     assert len(changed) > 0.9 * len(tower)
 
 
-def test_the_head_reads_by_attention_and_by_the_greatest():
+def test_the_head_reads_by_attention_and_by_the_greatest(seeded):
     """Breaks when a channel's greatest value is not read alone, or a reading gets no loss."""
-    torch.manual_seed(0)
     model = load_model("tiny")
     head = alignment.AnswerHead(128, 3, 5)
     patches = torch.randn(2, 4, 128)
@@ -112,7 +111,7 @@ def test_the_small_tower_tells_letters_apart():
 
 def test_a_run_on_own_pictures_starts_from_the_small_tower():
     """Breaks when a run has another tower, or a base of other sizes takes this one."""
-    model, _ = open_model(settings_of("--recipe own"), torch.device("cpu"))
+    model, _ = open_model(settings_of("--recipe own"), WORLD.device)
     stored = {name: part.float() for name, part in load_file(alignment.SMALL_TOWER).items()}
     assert_same_tensors(model.vision_tower.state_dict(), stored)
     assert model.encode_images(torch.zeros(1, 3, 64, 64)).shape == (1, 64, 128)
@@ -120,11 +119,10 @@ def test_a_run_on_own_pictures_starts_from_the_small_tower():
     refused(lambda: alignment.small_tower(load_model("mini")), "--new-tower", "embedded base alone")
 
 
-def test_pictures_are_moved_and_boxes_are_not(processor, monkeypatch, tmp_path):
+def test_pictures_are_moved_and_boxes_are_not(processor, monkeypatch, tmp_path, seeded):
     """Breaks when a row is moved as a column, pictures move together, a border is torn, or a box
     leaves its object."""
     pictures = torch.arange(2 * 3 * 32 * 32.0).view(2, 3, 32, 32)
-    torch.manual_seed(0)
     found = []
     for picture, moved in zip(pictures, alignment.shifted(pictures), strict=True):
         padded = torch.nn.functional.pad(picture[None], (2, 2, 2, 2), mode="replicate")[0]
@@ -172,7 +170,7 @@ def test_own_pictures_on_the_embedded_base_take_their_recipe():
 def test_what_the_tower_has_learned_is_kept():
     """Breaks when the training after it moves the tower as fast as the decoder, or a checkpoint
     leaves it out."""
-    model, optimizer = open_model(settings_of("--base tiny --recipe own"), torch.device("cpu"))
+    model, optimizer = open_model(settings_of("--base tiny --recipe own"), WORLD.device)
     rates = {name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]}
     assert rates.keys() == dict(model.named_parameters()).keys()
     expected = {(True, True): 1e-3, (True, False): 1e-4, (False, True): 1e-2, (False, False): 1e-3}
@@ -205,11 +203,11 @@ def test_rare_questions_share_a_number_and_rare_answers_are_left_out(monkeypatch
     assert asked == {"0": [(1, 0)], "1": [(1, 0)], "2": [(0, 0)]}
 
 
-def test_an_alignment_without_examples_says_so(capsys):
+def test_an_alignment_without_examples_says_so(warned):
     """Breaks when the stage is left out without a word."""
     given = records(4)[:1], settings_of("--recipe own"), WORLD, None, Progress()
     assert alignment.align(load_model("tiny"), *given) == []
-    assert "alignment is left out: no answer" in capsys.readouterr().err
+    assert "alignment is left out: no answer" in warned()
 
 
 def test_a_loss_that_is_not_finite_is_refused(tmp_path):
@@ -221,10 +219,9 @@ def test_a_loss_that_is_not_finite_is_refused(tmp_path):
 
 
 @pytest.mark.long
-def test_an_interrupted_alignment_goes_on_to_the_bit(tmp_path, monkeypatch, capsys):
+def test_an_interrupted_alignment_goes_on_to_the_bit(workplace, monkeypatch, warned):
     """Breaks when a signal in the first half of a run loses it, says nothing, or leaves a run that
     goes on with other weights than one that nothing interrupts."""
-    monkeypatch.chdir(tmp_path)
     for number in range(8):
         draw(Path(f"{number}.png"), ("red", "green")[number % 2])
     write_lines(
@@ -250,11 +247,11 @@ def test_an_interrupted_alignment_goes_on_to_the_bit(tmp_path, monkeypatch, caps
         finetune.main(words(flags, "cut"))
     assert ended.value.code == 128 + signal.SIGTERM
     assert len(pixels) == 3
-    assert "--resume cut" in capsys.readouterr().err
+    assert "--resume cut" in warned()
     with pytest.raises(KeyboardInterrupt):
         finetune.main(["--resume", "cut"])
     finetune.main(["--resume", "cut"])
-    assert "cut: goes on from step-0" in capsys.readouterr().err
+    assert "cut: goes on from step-0" in warned()
     assert len(pixels) == 8
     assert metrics(Path("cut")) == metrics(Path("whole"))
     assert_same_tensors(*(load_file(f"{run}/model/model.safetensors") for run in ("cut", "whole")))

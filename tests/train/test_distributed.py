@@ -15,12 +15,12 @@ from eval.data.records import embedded_records
 from eval.question import Question
 from model.processor import Processor
 from tests.files import read_json, write_vqav2
-from tests.runs import WORLD, assert_same_tensors, metrics, refused, torchrun, words
+from tests.runs import WORLD, assert_same_tensors, metrics, refused, settings_of, torchrun
 from train import finetune
 from train.data.batches import Order
 from train.distributed import World, ask_together, joined_world
 from train.loop import Diverged, check_loss
-from train.settings import parse, step_layout
+from train.settings import step_layout
 from weights.load import load_model
 
 # Checkpoints of weights that are spread over processes
@@ -98,7 +98,7 @@ def test_a_spread_checkpoint_is_parts_without_pickles(spread_run):
 def test_a_recipe_s_step_has_as_many_rows_on_any_number_of_processes(flags, rows):
     """Breaks when more processes make a larger step: the published rate would go with another
     batch."""
-    settings = parse(words(flags, "--data jsonl:x"))[0]
+    settings = settings_of(flags, "--data jsonl:x")
     for number in (1, 2, 4, 8, 16, 64):
         if number <= rows:
             size, micro_batches = step_layout(settings, number)
@@ -111,12 +111,10 @@ def test_a_recipe_s_step_has_as_many_rows_on_any_number_of_processes(flags, rows
 
 def test_a_step_is_what_the_flags_say(processor):
     """Breaks when a flag does not override a recipe, or a step cannot be made."""
-    assert step_layout(parse([])[0], 3) == (32, 3)
-    assert step_layout(parse(words("--recipe paper-2 --step-batch 12 --batch-size 2"))[0], 3) == (
-        2,
-        6,
-    )
-    settings = parse(words("--recipe paper-1"))[0]
+    assert step_layout(settings_of(), 3) == (32, 3)
+    settings = settings_of("--recipe paper-2 --step-batch 12 --batch-size 2")
+    assert step_layout(settings, 3) == (2, 6)
+    settings = settings_of("--recipe paper-1")
     records = embedded_records(("vqa",), count=8)
     Order(records, processor, settings, World(0, 2, WORLD.device))
 
@@ -192,7 +190,7 @@ def test_two_processes_answer_as_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "given", ["RANK=1", "RANK=x", "RANK=", "LOCAL_RANK=1", "WORLD_SIZE=0", "WORLD_SIZE=2 RANK=0"]
+    "given", "RANK=1|RANK=x|RANK=|LOCAL_RANK=1|WORLD_SIZE=0|WORLD_SIZE=2 RANK=0".split("|")
 )
 def test_a_broken_environment_is_one_line(given, monkeypatch):
     """Breaks when what is left of another job's variables ends in a traceback, or in a run of which

@@ -35,12 +35,11 @@ def test_the_text_base_learns_causally_and_is_made_once(processor, tmp_path, mon
     assert not torch.equal(fresh.language_model.embed_tokens.weight, other)
 
 
-def test_wings_without_its_base_names_the_command(tmp_path, monkeypatch):
+def test_wings_without_its_base_names_the_command(workplace):
     """Fails if a run makes its own base, or leaves a folder before it says that the base is
     missing."""
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(
         UserError, match=r"runs/embedded-text .* python -m train\.systems\.text_base"
     ):
         wings.main(["--stage", "1"])
-    assert not list(tmp_path.glob("runs/*"))
+    assert not list(workplace.glob("runs/*"))

@@ -1,7 +1,6 @@
 """The main job: what it learns, that it can be interrupted anywhere, and that many processes do the
 work of one."""
 
-import json
 import os
 import re
 import signal
@@ -20,7 +19,7 @@ from eval.data.records import embedded_records
 from lora import adapter
 from model.differential import KINDS, graft
 from model.generate import ask
-from tests.files import draw, read_json, write_json, write_lines, write_vqav2
+from tests.files import draw, read_json, read_lines, write_json, write_lines, write_vqav2
 from tests.killed_runs import kill_often
 from tests.runs import (
     QUICK,
@@ -30,8 +29,8 @@ from tests.runs import (
     metrics,
     refused,
     run,
+    settings_of,
     torchrun,
-    words,
 )
 from train import finetune
 from train import model as systems
@@ -39,7 +38,7 @@ from train.data.batches import collate
 from train.flags import flag_name
 from train.model import open_model
 from train.optim import trainable
-from train.settings import RECIPES, Settings, parse
+from train.settings import RECIPES, Settings
 from weights.load import load_model
 
 # What is trained
@@ -79,7 +78,7 @@ SECOND = "mu q2.lora_A.weight q2.lora_B.weight k2.lora_A.weight k2.lora_B.weight
 def test_the_trainable_set_by_name(flags, linears, names, processor):
     """Breaks when LoRA's injection freezes λ, μ or a norm, as in the published code, or a base
     weight learns, or the vision tower keeps activations for a backward pass."""
-    model, optimizer = open_model(parse(words(QUICK, flags))[0], WORLD.device)
+    model, optimizer = open_model(settings_of(QUICK, flags), WORLD.device)
     learned = trainable(model).keys()
     lora = {name for name in learned if ".lora.lora_" in name}
     assert len(lora) == 4 * linears * 2  # layers, linears, A and B
@@ -140,13 +139,13 @@ def test_recipes_are_table_1():
         f"paper-{n}" for n in range(1, 6)
     ]
     for number, row in enumerate(table.splitlines(), start=1):
-        s = parse(["--recipe", f"paper-{number}"])[0]
+        s = settings_of(f"--recipe paper-{number}")
         attention, feed_forward, *numbers = row.split()
         assert (s.attention, s.feed_forward) == (attention, feed_forward)
         assert [s.lr, s.r, s.alpha, s.weight_decay] == [*map(float, numbers)]
         assert (s.step_batch, s.warmup, s.schedule) == (4, 50, "linear")
         assert (s.beta2, s.dropout) == (0.98, 0.1)
-    assert parse(words("--recipe paper-1 --lr 1"))[0].lr == 1
+    assert settings_of("--recipe paper-1 --lr 1").lr == 1
 
 
 # From Python
@@ -225,7 +224,7 @@ def test_examples_of_a_program_are_those_of_a_file(tmp_path):
     assert done.history[4:] == [record for _, record in logged]
     assert [step for step, _ in logged] == [4, 5]
     assert done.summary["held_out"]["after"]["of light"] == logged[-1][1]["of light"] == 0.03
-    rows = [json.loads(line) for line in (done.run / "answers.jsonl").read_text().splitlines()]
+    rows = read_lines(done.run / "answers.jsonl")
     column = "after" if done.summary["held_out"]["best_step"] == 6 else "best"
     pictures = [example["image"] for example in given["eval_data"]]
     asked = ask(done.model, done.processor, pictures, [row["question"] for row in rows])
@@ -233,7 +232,7 @@ def test_examples_of_a_program_are_those_of_a_file(tmp_path):
         assert said[: len(row[column])] == row[column]
     assert rows[0]["name"] == "eval_data[0]"
     assert rows[0][column] != rows[0]["before"]
-    first = json.loads((tmp_path / "command/answers.jsonl").read_text().splitlines()[0])
+    first, *_ = read_lines(tmp_path / "command/answers.jsonl")
     assert rows[0]["images"] == []
     assert first["images"] == [f"{tmp_path}/0.png"]  # for the page
 
@@ -254,7 +253,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [None, signal.SIGTERM, signal.SIGINT])
-def test_resumed_metrics_are_equal_to_the_bit(number, whole, tmp_path, monkeypatch, capsys):
+def test_resumed_metrics_are_equal_to_the_bit(number, whole, tmp_path, monkeypatch, warned):
     """Breaks when a state that the next step depends on is lost, or a signal loses steps or has
     another exit code."""
     loss = systems.supervised_loss
@@ -275,7 +274,7 @@ def test_resumed_metrics_are_equal_to_the_bit(number, whole, tmp_path, monkeypat
     saved = ["step-4"]
     if number is not None:
         assert ended.value.code == 128 + number
-        assert f"--resume {tmp_path}" in capsys.readouterr().err
+        assert f"--resume {tmp_path}" in warned()
         saved += ["step-7"]
     assert sorted(path.name for path in (cut / "checkpoints").iterdir()) == saved
     finetune.main(["--resume", str(cut)])
@@ -344,8 +343,7 @@ def test_a_step_without_a_usable_record_changes_nothing(flags, tmp_path, printed
     assert len(logged) == 4
     assert empty > 0
     assert logged[empty]["lr"] > 0
-    summary = read_json(tmp_path / "run/summary.json")
-    assert summary["empty_steps"] == 1
+    assert read_json(tmp_path / "run/summary.json")["empty_steps"] == 1
     assert "1 step had no usable record" in printed()
     for file in ("trainable.safetensors", "optimizer.safetensors"):
         before, after = (
@@ -378,8 +376,8 @@ def test_the_form_of_v2_is_that_of_the_file(tmp_path):
     """Breaks when a run or an adapter of v2 from before it started exact goes on, or opens, in the
     other form."""
     write_json(tmp_path / "config.json", asdict(Settings(attention="v2")))
-    assert parse(["--resume", str(tmp_path)])[0].options == {"exact": False}
-    assert parse(["--attention", "v2"])[0].options == {"exact": True}
+    assert settings_of("--resume", tmp_path).options == {"exact": False}
+    assert settings_of("--attention v2").options == {"exact": True}
     model = load_model("tiny").requires_grad_(False)
     graft(model, "v2", exact=False)
     adapter.save(model, tmp_path, "tiny")

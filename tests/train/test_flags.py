@@ -11,10 +11,10 @@ import pytest
 from eval import ask
 from model.config import PRESETS
 from tests.files import write_json
-from tests.runs import refused, words
+from tests.runs import refused, settings_of
 from train import finetune
 from train.flags import flag_name, from_values
-from train.settings import GROUPS, RECIPES, Settings, parse
+from train.settings import GROUPS, RECIPES, Settings
 from train.systems.text import TextSettings
 from weights import export
 
@@ -33,7 +33,7 @@ def test_no_number_is_outside_its_range(settings):
 
 def test_patience_needs_evaluations():
     """Breaks when a run that was to stop early never looks whether it should."""
-    refused(lambda: parse(words("--patience 2 --eval-every 0")), "--patience 2")
+    refused(lambda: settings_of("--patience 2 --eval-every 0"), "--patience 2")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_base_of_published_size_has_defaults_of_its_own(tmp_path, printed):
     is not named."""
 
     def chosen(flags):
-        settings = parse(words(flags))[0]
+        settings = settings_of(flags)
         return settings.recipe, settings.lr, settings.checkpointing
 
     one_gpu = ("one-gpu", 1e-4, True)
@@ -78,7 +78,7 @@ def test_a_base_of_published_size_has_defaults_of_its_own(tmp_path, printed):
     ):  # a folder is known by its config.json
         write_json(tmp_path / "config.json", PRESETS[name].to_dict())
         assert chosen(f"--base {tmp_path}")[0] == recipe
-    finetune.print_recipe(parse(words("--base paligemma-3b-224 --lr 0.5"))[0])
+    finetune.print_recipe(settings_of("--base paligemma-3b-224 --lr 0.5"))
     assert printed().count("0.5") == 1
 
 
@@ -92,11 +92,11 @@ def test_a_base_of_published_size_has_defaults_of_its_own(tmp_path, printed):
         (finetune, "\x1b[2J", None),
     ],
 )
-def test_a_typo_in_a_flag_is_one_line_with_the_nearest(command, flags, near, capsys):
+def test_a_typo_in_a_flag_is_one_line_with_the_nearest(command, flags, near, warned):
     """Breaks when the flag that was meant is lost below a page of usage, or none is named."""
     with pytest.raises(SystemExit) as caught:
         command.main(flags.split(" "))
-    first, usage, *more = capsys.readouterr().err.splitlines()
+    first, usage, *more = warned().splitlines()
     assert caught.value.code == 2
     assert first.isprintable()
     assert usage.startswith("usage: ")

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from PIL import Image
 from safetensors import safe_open
 
 from eval import figures
@@ -10,10 +9,9 @@ from eval.data.pictures import Dice
 from eval.data.records import read_coco
 from model.masks import SIDE
 from tests.eval.test_masks import ellipse, has_color, layout, written
-from tests.files import read_json, write_json
-from tests.runs import metrics, refused, words
+from tests.files import draw, read_json, write_json
+from tests.runs import metrics, refused, settings_of, words
 from train import finetune, masks, validation
-from train.settings import parse
 from weights.masks import BUNDLED_CODER, load_mask_coder
 
 
@@ -78,7 +76,7 @@ def test_shapes_fill_their_box():
     assert not (learned == held_out).flatten(1).all(1).any()
 
 
-def test_masks_are_learned_scored_and_drawn(tmp_path, monkeypatch, capsys):
+def test_masks_are_learned_scored_and_drawn(tmp_path, monkeypatch, printed):
     """Breaks when a run on masks learns boxes alone, reports no mIoU, draws no mask, or points to a
     command without the coder."""
     value = {"images": [], "annotations": [], "categories": [{"id": 0, "name": "cat"}]}
@@ -86,7 +84,7 @@ def test_masks_are_learned_scored_and_drawn(tmp_path, monkeypatch, capsys):
         mask = ellipse((4 + number, 6, 24, 38), (40, 60))
         one = layout(tmp_path, written(mask), size=(40, 60))
         name = f"{number}.png"
-        Image.new("RGB", (40, 60), (number, 0, 0)).save(tmp_path / name)
+        draw(tmp_path / name, (number, 0, 0), size=(40, 60))
         value["images"].append(one["images"][0] | {"id": number, "file_name": name})
         value["annotations"].append(one["annotations"][0] | {"image_id": number})
     data = f"coco-masks:{write_json(tmp_path / 'b.json', value)}"
@@ -103,14 +101,12 @@ def test_masks_are_learned_scored_and_drawn(tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
     flags += " --masks embedded"
     finetune.main(words(flags, "--steps 1 --eval-every 1 --out", run))
-    assert f"eval.detect --data coco-masks:TEST --masks embedded --adapter {run}" in (
-        capsys.readouterr().out
-    )
+    assert f"eval.detect --data coco-masks:TEST --masks embedded --adapter {run}" in printed()
     assert metrics(run)[0]["mIoU"] > 80
     assert read_json(run / "summary.json")["held_out"]["after"]["mIoU"] > 80
     assert has_color(run / "answers.png", figures.MISS, figures.HIT)  # over a true mask
     finetune.main(words(flags, f"--show-batch {tmp_path}/sheet.png"))
-    assert "<seg" in capsys.readouterr().out
+    assert "<seg" in printed()
     assert has_color(tmp_path / "sheet.png", figures.SERIES[0])
 
 
@@ -123,6 +119,6 @@ def test_the_coder_of_a_run():
         ("--data coco:a.json", None),
         ("--data coco:a.json --eval-data coco-masks:a.json", "embedded"),
     ):
-        settings, _ = parse(words(flags))
+        settings = settings_of(flags)
         assert settings.masks_file == expected
         assert settings.recipe != "own"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.runs import words
+from tests.runs import WORLD, settings_of
 from train import optim
 from train.model import open_model
 from train.optim import (
@@ -19,7 +19,6 @@ from train.optim import (
     set_rates,
     trainable,
 )
-from train.settings import parse
 
 
 def small_model():
@@ -92,7 +91,7 @@ def test_the_rate_of_scalars_is_applied_once():
     """Breaks when --scalar-lr counts twice under Muon, or a matrix of λ is moved by Muon at the
     full rate."""
     flags = "--base tiny --attention v2 --optimizer muon --lr 0.01 --scalar-lr 0.002 --device cpu"
-    _, optimizer = open_model(parse(words(flags))[0], torch.device("cpu"))
+    _, optimizer = open_model(settings_of(flags), WORLD.device)
     rates = {name: group["base_lr"] for group in optimizer.param_groups for name in group["names"]}
     scalars = {name for name in rates if re.fullmatch(optim.SCALARS, name)}
     assert any("lambda_proj.weight" in name for name in scalars)
@@ -100,10 +99,9 @@ def test_the_rate_of_scalars_is_applied_once():
     assert rates == {name: pytest.approx(0.002 if name in scalars else 0.01) for name in rates}
 
 
-def test_muon_moves_the_matrices_and_adamw_the_rest():
+def test_muon_moves_the_matrices_and_adamw_the_rest(seeded):
     """Breaks when a rate reaches the wrong parameters, or the two halves differ from PyTorch's own
     optimizers."""
-    torch.manual_seed(0)
     model = nn.ModuleDict({"inner": nn.Linear(4, 3), "embed": nn.Embedding(5, 4)})
     alone = {
         name: parameter.detach().clone().requires_grad_()
@@ -131,10 +129,9 @@ def test_muon_moves_the_matrices_and_adamw_the_rest():
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
-def test_muon_computes_in_the_precision_of_the_weights(shape):
+def test_muon_computes_in_the_precision_of_the_weights(shape, seeded):
     """Breaks when its products are in bf16, which a CPU without instructions for it computes 17
     times as slowly, or a tall matrix is moved as a wide one."""
-    torch.manual_seed(0)
     matrix = nn.Parameter(torch.zeros(shape))
     optimizer = MuonAdamW(
         parameter_groups(nn.ParameterDict({"a": matrix}), [Rule(["a"], 1.0)]), (0.9, 0.98), 1.0

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,7 +16,7 @@ from model.attention import attention_modules
 from model.config import PRESETS
 from model.systems import mamba, scan
 from model.systems.configs import QMAMBA_PRESETS, MambaConfig, QMambaConfig
-from tests.files import write_vqav2
+from tests.files import draw, write_vqav2
 from tests.runs import refused, settings_of, stage_settings
 from train import finetune
 from train.data.batches import Order
@@ -166,10 +165,9 @@ def test_operations_are_those_that_pytorch_counts(monkeypatch):
     )
 
 
-def test_a_plan_opens_headers_and_a_sample_and_trains_nothing(tmp_path, monkeypatch, capsys):
+def test_a_plan_opens_headers_and_a_sample_and_trains_nothing(workplace, monkeypatch, printed):
     """Breaks when a plan reads the weights, makes a folder, or passes over pictures that are not
     there."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         torch.nn.Module, "load_state_dict", lambda *_, **__: pytest.fail("the weights are read")
     )
@@ -177,9 +175,9 @@ def test_a_plan_opens_headers_and_a_sample_and_trains_nothing(tmp_path, monkeypa
     flags = "--base embedded --data vqav2:vqav2 --recipe paper-1 --validation 0 --fraction 1"
     Path("vqav2/train2014/COCO_train2014_000000000003.jpg").unlink()
     finetune.main([*flags.split(), "--plan", "--gpu", "A100"])
-    printed = "".join(capsys.readouterr().out.split(" "))
-    assert "|embedded-softmax|344,064|4|60|15|" in printed
-    assert "1×A100" in printed
+    table = "".join(printed().split(" "))
+    assert "|embedded-softmax|344,064|4|60|15|" in table
+    assert "1×A100" in table
     assert {path.name for path in Path().iterdir()} == {"vqav2"}
     refused(lambda: plan(settings_of(f"{flags} --max-bad 2")), "3 of the first")
 
@@ -230,17 +228,16 @@ def test_the_toy_s_seconds_grow_with_its_steps():
     assert 20 * short < long
 
 
-def test_the_plan_of_own_pictures_counts_both_stages(tmp_path, monkeypatch):
+def test_the_plan_of_own_pictures_counts_both_stages(workplace):
     """Breaks when the plan of own pictures ends in a traceback, leaves the alignment out, or writes
     a checkpoint."""
-    monkeypatch.chdir(tmp_path)
-    Image.new("RGB", (8, 8), "red").save("red.png")
+    draw("red.png", "red")
     line = '{"image": "red.png", "prefix": "a", "suffix": "b"}\n'
     Path("data.jsonl").write_text(line * 40)
     flags = "--data jsonl:data.jsonl --recipe own --steps 1 --checkpoint-every 1 --align"
     short, long = (cpu_seconds(settings_of(flags, steps)) for steps in ("4", "4000"))
     assert 20 * short < long
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "red.png"]
+    assert sorted(path.name for path in workplace.iterdir()) == ["data.jsonl", "red.png"]
 
 
 def test_the_paper_s_model_has_611_million_parameters_to_train():

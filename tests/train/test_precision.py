@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.runs import WORLD, metrics, refused, stage_settings, torchrun, words
+from tests.runs import WORLD, metrics, refused, settings_of, stage_settings, torchrun, words
 from train import finetune
 from train import model as systems
 from train.checkpoint import newest_progress
@@ -16,7 +16,6 @@ from train.distributed import set_gradient_sync
 from train.loop import LoopSettings, fit
 from train.model import open_model
 from train.optim import Rule, make_adamw, parameter_groups, trainable
-from train.settings import parse
 from weights.export import export_model
 from weights.load import load_model
 
@@ -30,7 +29,7 @@ def test_trained_weights_are_in_fp32_on_a_gpu(run, monkeypatch, tmp_path):
     monkeypatch.setattr(
         systems, "choose_dtype", lambda name, device: resolve(name, torch.device("cuda"))
     )
-    settings = parse(words("--base tiny --full --attention softmax"))[0]
+    settings = settings_of("--base tiny --full --attention softmax")
     if run != "full":  # the second stage starts from the model of the first
         first = stage_settings(run, "--stage 1 --base embedded")
         export_model(open_model(first, WORLD.device)[0], tmp_path / "model")

@@ -64,12 +64,12 @@ def test_the_side_of_the_base_chooses_the_row(tmp_path):
     refused(lambda: settings_of("--base gone --recipe paligemma:gqa"), "gone")
 
 
-def test_help_prints_every_row(capsys):
+def test_help_prints_every_row(printed):
     """Breaks when `--recipe help` starts a run, or hides a row or what is not done here."""
     with pytest.raises(SystemExit) as caught:
         finetune.main(words("--recipe help"))
     assert not caught.value.code
-    text = capsys.readouterr().out
+    text = printed()
     lines = [line.split() for line in text.splitlines()]
     for row in ROWS:
         assert [*row[:-1], *row[-1].split()] in lines
@@ -79,18 +79,18 @@ def test_help_prints_every_row(capsys):
     assert caught.value.code == 2
 
 
-def test_a_run_says_what_differs_from_the_published_one(capsys):
+def test_a_run_says_what_differs_from_the_published_one(printed):
     """Breaks when a published setting that is none here is left out in silence."""
     for task in TASKS:
         finetune.print_recipe(settings_of(f"--base paligemma-3b-224 --recipe {task}"))
-        text = capsys.readouterr().out
+        text = printed()
         assert "published for pictures of 224 pixels" in text
         assert "tokens of a step count alike" in text
         assert "--weight-decay is wd / lr" in text
         assert ("dropout" in text) == (task[10:] in ("chartqa", "refcoco_seg"))
         assert ("frozen" in text) == (task == "paligemma:gqa")
     finetune.print_recipe(settings_of("--recipe paligemma"))
-    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert len(printed().splitlines()) == 1
 
 
 def test_questions_of_a_published_file_are_asked_with_the_prompt(tmp_path):

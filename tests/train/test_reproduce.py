@@ -139,7 +139,9 @@ def test_a_flag_overrides_a_recipe(tmp_path):
         assert (on_share(own).fraction, on_share(own).samples) == (0.4, 20)
 
 
-@pytest.mark.parametrize("flags", ["--fraction 0.1", "--coco C", "--from paper-1=/nowhere"])
+@pytest.mark.parametrize(
+    "flags", "--fraction 0.1|--rates 1|--coco C|--from paper-1=/nowhere".split("|")
+)
 def test_mistakes_are_told_before_anything_is_trained(flags, tmp_path):
     """Breaks when a wrong flag costs hours, or leaves a folder."""
     refused(lambda: run(tmp_path / "out", *words(flags, "--device cpu")), flags.split()[0])

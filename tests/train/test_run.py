@@ -53,12 +53,11 @@ def template(tmp_path_factory):
 
 
 @pytest.fixture
-def run(template, tmp_path, monkeypatch):
+def run(template, workplace):
     """A copy of the run, cut after step 4 of 6, in the working folder."""
-    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
-    shutil.rmtree(tmp_path / "run/checkpoints/step-6")
-    (tmp_path / "run/adapter_model.safetensors").unlink()
-    monkeypatch.chdir(tmp_path)
+    shutil.copytree(template, workplace, dirs_exist_ok=True)
+    shutil.rmtree("run/checkpoints/step-6")
+    Path("run/adapter_model.safetensors").unlink()
     return Path("run")
 
 
@@ -86,7 +85,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("named", CHANGES)
-def test_what_has_changed_is_named_and_can_be_allowed(named, run, capsys):
+def test_what_has_changed_is_named_and_can_be_allowed(named, run, warned):
     """Breaks when a run goes on, exit code 0, with other data, another base or other settings than
     it began with."""
     CHANGES[named]()
@@ -98,7 +97,7 @@ def test_what_has_changed_is_named_and_can_be_allowed(named, run, capsys):
     assert "--workers" not in message
     assert contents(run) == before
     train("--resume run --allow-changed")
-    assert named in capsys.readouterr().err
+    assert named in warned()
     train("--resume run")  # what was allowed is the run's from then on
     assert [record["step"] for record in metrics(run)] == [*range(6)]
 
@@ -245,7 +244,7 @@ def test_a_run_that_learns_nothing_leaves_no_folder(run, monkeypatch):
 )
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_before_or_after_the_steps_is_said(
-    number, place, said, is_kept, run, monkeypatch, capsys
+    number, place, said, is_kept, run, monkeypatch, warned
 ):
     """Breaks when a signal while a base is read leaves a folder, or one after the last step does
     not say how to go on."""
@@ -259,7 +258,7 @@ def test_a_signal_before_or_after_the_steps_is_said(
         train(FLAGS, "--epochs 1 --out new")
     assert ended.value.code == 128 + number
     assert Path("new").exists() == is_kept
-    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert said in warned().splitlines()[-1]
 
 
 def test_a_path_that_is_not_utf_8_is_refused_before_training(run):

@@ -40,19 +40,18 @@ PICTURE_INSIDE = f"<bos>Where is [picture 1]↵the dog?↵{REST}"
         ("qmamba --stage 1", PICTURE_INSIDE, "25 tokens, 5"),
     ],
 )
-def test_a_batch_is_shown_as_it_is_learned(flags, row, tokens, own, tmp_path, monkeypatch, capsys):
+def test_a_batch_is_shown_as_it_is_learned(flags, row, tokens, own, workplace, printed):
     """Breaks when what is marked is not what carries loss, the picture is shown elsewhere, or a run
     begins."""
-    monkeypatch.chdir(tmp_path)
     system, *flags = flags.split() if "--stage" in flags else ["", *flags.split()]
     command = {"wings": wings, "qmamba": qmamba}.get(system, finetune)
     more = f"--data jsonl:{own} --batch-size 2 --device cpu --show-batch sheet.png"
     command.main([*more.split(), *flags])
-    printed = capsys.readouterr().out
-    assert "left out own.json[1]: " in printed
-    assert f"   {row}\n" in printed
-    assert f": {tokens} of them learned" in printed
-    assert [path.name for path in tmp_path.iterdir()] == ["sheet.png"]
+    text = printed()
+    assert "left out own.json[1]: " in text
+    assert f"   {row}\n" in text
+    assert f": {tokens} of them learned" in text
+    assert [path.name for path in workplace.iterdir()] == ["sheet.png"]
     assert (200, 0, 0) in {
         color for _, color in Image.open("sheet.png").convert("RGB").getcolors(1 << 20)
     }

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 from PIL import Image
 
-from tests.files import draw, write_lines, write_vqav2
-from tests.runs import WORLD, refused
+from tests.files import draw, read_lines, write_lines, write_vqav2
+from tests.runs import WORLD, refused, settings_of
 from train.data import batches
 from train.data.batches import Order
 from train.data.sources import MEMORY, example_records, read_split
@@ -122,7 +122,7 @@ def test_flags_reach_the_readers(folder, tmp_path):
     assert [r.turns for r in first] != [r.turns for r in held_out(1)]
 
 
-def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys):
+def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, warned):
     """Breaks when a part of --eval-data is kept back, something is held out beside it, or a leak
     goes unnoticed: of a picture, of its copy, of one in memory, or of a text."""
     many = folder / "many.jsonl"
@@ -130,7 +130,7 @@ def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys):
     assert len(read_split(given)) == 6
     assert len(read_split(given, "validation")) == 30
     whole = replace(given, fraction=1.0)
-    rows = [json.loads(line) for line in many.read_text().splitlines()]
+    rows = read_lines(many)
     for number, row in enumerate(rows[1:5], start=1):  # the first is shared, these are copies
         row["image"] = f"copy{number}.png"
         shutil.copy(folder / f"few{number}.png", folder / row["image"])
@@ -145,15 +145,15 @@ def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys):
         names[0]: example_records(images, "data", "."),
         names[1]: example_records(images[1:], "eval_data", "."),
     }
-    for change, count, warned in (
+    for change, count, warning in (
         ({"eval_data": (f"jsonl:{many}",)}, 12, "warning: 1 of the 30 pictures"),
         ({"eval_data": (f"jsonl:{folder}/copies.jsonl",)}, 12, "warning: 5 of the 30 pictures"),
         ({"data": names[:1], "eval_data": names[1:]}, 2, "1 of the 1 pictures"),
         ({"data": texts, "eval_data": texts}, 1, "1 of the 1 pictures, or texts"),
     ):
-        capsys.readouterr()
+        warned()
         assert len(read_split(replace(whole, **change), memory=memory)) == count
-        assert warned in capsys.readouterr().err
+        assert warning in warned()
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_eval_data_is_all_asked_and_shared_pictures_are_counted(folder, capsys):
 def test_wrong_sources_are_named(flags, message, folder, monkeypatch):
     """Breaks when a mistake in a source is not found before training, or its remedy is no flag."""
     monkeypatch.chdir(folder)
-    refused(lambda: read_split(parse(flags.split())[0]), "few.jsonl", message)
+    refused(lambda: read_split(settings_of(flags)), "few.jsonl", message)
 
 
 @pytest.mark.parametrize("lost", [1, 2])

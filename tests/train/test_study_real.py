@@ -1,12 +1,14 @@
 """The study on a pretrained model, on a tiny random one: rows are trained and asked as it says."""
 
 import random
+import shutil
 
 import pytest
 import torch
 
 from eval.systems.needles import Haystack, measure
-from tests.runs import cells_in
+from tests.files import read_json, write_json
+from tests.runs import cells_in, refused
 from train.systems.studies import real
 
 
@@ -32,6 +34,17 @@ def test_rows_to_learn_from(llama, short):
     ids, labels = real.row_of(haystack, "prose", random.Random(2))
     assert ids == labels
     assert len(ids) == 60
+    assert ids[:1] == haystack.tokenizer.begin
+
+
+def test_a_cell_is_of_its_configuration(llama, tmp_path):
+    """Breaks when cells of equal weights are mixed that compute otherwise, or a flag is ignored."""
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    config = read_json(tmp_path / "config.json")
+    write_json(tmp_path / "config.json", config | {"rms_norm_eps": 0.1})
+    keys = {real.study_of(real.Options(base=str(base))).key for base in (llama, llama, tmp_path)}
+    assert len(keys) == 2
+    refused(lambda: real.main(["--base", str(llama), "--rates", "1"]), "--rates")
 
 
 def test_each_seed_has_its_own_contexts(llama, short, monkeypatch):
@@ -54,12 +67,12 @@ def test_the_study(llama, short, tmp_path, printed):
     """Breaks when a row cannot be trained, a measure is missing, or equal rows are not equal."""
     flags = f"--base {llama} --quick --steps 1 --contexts 2 --jobs 1 --out {tmp_path}".split()
     real.main(flags)
-    report = printed()
-    assert "twin-small, few" in report
+    assert "twin-small, few" in printed()
     cells = {row: cell["scores"]["test"] for row, (_, cell) in cells_in(tmp_path).items()}
     assert len(cells) == 2 * len(real.ROWS) + 1  # a control that trains longer
     scores = cells["plain, few"]
     assert [len(scores[name]) for name in "exact quiet fall loss".split()] == [4, 2, 2, 2]
+    assert scores["fall"] == [1, 1]  # of a model that finds nothing
     assert scores["loss"] != cells["plain again, few"]["loss"]
     assert scores["loss"] != cells["plain, prose"]["loss"]
     assert torch.tensor(cells["dex, few"]["signal"]).isfinite().all()

@@ -19,13 +19,13 @@ from lora import adapter
 from model.config import PRESETS
 from model.processor import Processor
 from tests.files import draw, read_json, write_json, write_lines
-from tests.runs import WORLD, assert_same_tensors, metrics, words
+from tests.runs import WORLD, assert_same_tensors, metrics, settings_of, words
 from train import finetune, validation
 from train import model as systems
 from train.checkpoint import Progress, Result, newest_progress
 from train.data.batches import collate
 from train.data.sources import read_split
-from train.settings import Settings, parse
+from train.settings import Settings
 from train.summary import gain_over_blind, print_summary, recommended
 from train.validation import HeldOut, draw_numbers, open_held_out
 from weights.load import load_model
@@ -104,14 +104,14 @@ def test_training_is_the_same_with_open_eyes(flags, tmp_path, monkeypatch):
     assert read_json(tmp_path / "cut/summary.json")["held_out"] == summary
     answers = (tmp_path / "open/answers.jsonl").read_text().splitlines()
     assert len(answers) == 12
-    asked = {"question", "truth", "before", "after", "blind", "right"}
-    assert asked <= json.loads(answers[0]).keys()
+    asked = "question truth before after blind right"
+    assert {*asked.split()} <= json.loads(answers[0]).keys()
     assert (tmp_path / "open/answers.png").exists()
     # the last evaluation, computed another way
     model = load_model("tiny")
     processor = Processor.from_source("tiny")
     adapter.load(model.eval(), tmp_path / "open")
-    micro = collate(read_split(parse(words(flags))[0], "validation"), processor).to("cpu")
+    micro = collate(read_split(settings_of(flags), "validation"), processor).to("cpu")
     with torch.no_grad():
         expected = systems.supervised_loss(model.eval(), micro).item() / micro.tokens
     assert whole[-1]["held_out_loss"] == pytest.approx(expected, rel=1e-5)
@@ -199,7 +199,7 @@ def test_evaluations_take_a_seventh_of_the_time(flags, total, steps, tmp_path, m
         ((0, 2), (0, 2), "loses 0.00 nats an answer (±0.00"),
     ],
 )
-def test_a_picture_whose_use_is_not_shown_is_reported(trained, blind, line, tmp_path, capsys):
+def test_a_picture_whose_use_is_not_shown_is_reported(trained, blind, line, tmp_path, printed):
     """Breaks when a model that answers as well without the picture passes for one that sees it."""
     records = [
         Record(f"{n}", f"{n // 2}", (Path("a.png"),), (("color?", "red"),)) for n in range(60)
@@ -212,9 +212,9 @@ def test_a_picture_whose_use_is_not_shown_is_reported(trained, blind, line, tmp_
     gain = gain_over_blind(held_out, results)
     (tmp_path / "metrics.jsonl").touch()
     print_summary(SUMMARY | {"held_out": {"over_blind": gain}}, {}, Settings(), tmp_path)
-    printed = capsys.readouterr().out
-    assert line in printed
-    assert ("not shown to use the picture" in printed) == bool(line)
+    text = printed()
+    assert line in text
+    assert ("not shown to use the picture" in text) == bool(line)
 
 
 @pytest.mark.parametrize(
@@ -279,10 +279,10 @@ def test_boxes_are_scored_and_drawn(tmp_path, monkeypatch):
         assert torch.allclose(shares, expected, atol=0.04)
 
 
-def test_what_is_held_out(tmp_path, processor, monkeypatch, capsys):
+def test_what_is_held_out(tmp_path, processor, monkeypatch, warned):
     """Breaks when held-out examples are the first of a file, those of training, or more than asked
     for, or are few without a word."""
-    settings = parse(words(write_colors(tmp_path, 40), "--validation 0.5 --eval-limit 8"))[0]
+    settings = settings_of(write_colors(tmp_path, 40), "--validation 0.5 --eval-limit 8")
 
     def opened(**changes):
         return open_held_out(replace(settings, **changes), processor, WORLD)
@@ -298,15 +298,15 @@ def test_what_is_held_out(tmp_path, processor, monkeypatch, capsys):
     assert not any(r.sampled for r in opened(answers="sampled").records)
     assert sorted(n for batch in held_out.plan for n in batch) == held_out.asked == list(range(8))
     assert opened(validation=0.001) is None  # too small for one picture
-    warned = capsys.readouterr().err.splitlines()
-    assert [line[:12] for line in warned] == ["warning: 8 h"] * 2 + ["warning: 0 h"]
-    assert "--validation 0.001" in warned[-1]
+    lines = warned().splitlines()
+    assert [line[:12] for line in lines] == ["warning: 8 h"] * 2 + ["warning: 0 h"]
+    assert "--validation 0.001" in lines[-1]
     assert len(opened(eval_limit=400).records) == 20
-    assert not capsys.readouterr().err
+    assert not warned()
     long = [replace(r, key="one", turns=(("caption en", "a red dog " * 30),)) for r in every]
     monkeypatch.setattr(validation, "read_split", lambda *args: long)
     assert not opened().asked  # too long to be generated
-    assert "warning: 1 held-out" in capsys.readouterr().err  # all are of one picture
+    assert "warning: 1 held-out" in warned()  # all are of one picture
 
 
 def test_what_is_asked_is_drawn_once_for_all():

@@ -1,7 +1,6 @@
 """GGUF files become folders whose weights are transformers', to the bit, and whose tokenizer is the
 file's; damaged and foreign files are refused in one line."""
 
-import json
 import struct
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import transformers
 
 from model.source import BUNDLED_FOLDER
 from model.systems.chat import load_text_tokenizer
+from tests.files import read_json
 from tests.reference import hf_language
 from tests.runs import assert_same_tensors, refused
 from weights.gguf import main
@@ -53,7 +53,7 @@ CAPS = """sliding_window sliding_window
 attn_logit_softcapping attn_logit_softcapping
 final_logit_softcapping final_logit_softcapping
 """
-TEXTS = ["Is there a dog?", "  two  spaces", "naïve 北京 🦒", "a\n\nb\t", "1,234.5 it's", "we'll  "]
+TEXTS = "Is there a dog?|  two  spaces|naïve 北京 🦒|a\n\nb\t|1,234.5 it's|we'll  ".split("|")
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def write_file(
     packed: str = "F32",
     factors=None,
     pre: str = "smollm",
-    rope="",
+    told=None,
     more=None,
     adds_bos=None,
 ) -> dict:
@@ -131,12 +131,8 @@ def write_file(
         writer.add_tensor(name, tensor.numpy())
     if factors is not None:
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
-    if isinstance(rope, int):
-        writer.add_rope_dimension_count(rope)
-    elif isinstance(rope, float):  # a factor without its type
-        writer.add_float32(f"{kind}.rope.scaling.factor", rope)
-    elif rope:
-        writer.add_string(f"{kind}.rope.scaling.type", rope)
+    for key, value in (told or {}).items():
+        writer.add_key_value(f"{kind}.{key}", value, gguf.GGUFValueType.get_type(value))
     tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
     for name, tensor in hf.state_dict().items():
         if name in tied:
@@ -172,7 +168,7 @@ def byte_vocabulary(writer, bpe: Path, pre: str) -> None:
     writer.add_tokenizer_pre(pre)
     writer.add_token_list([*tokens, "[PAD0]"])
     writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3) + [5])
-    merges = json.loads(bpe.read_text())["model"]["merges"]
+    merges = read_json(bpe)["model"]["merges"]
     writer.add_token_merges([" ".join(pair) for pair in merges])
 
 
@@ -186,7 +182,7 @@ def sentencepiece_vocabulary(writer) -> None:
     kinds = dict.fromkeys(numbers, 1)
     for n in numbers:
         if pieces.id_to_piece(n).startswith("<loc"):
-            kinds[n] = 4
+            kinds[n] = 3 + n % 2  # in llama.cpp's files some are marked as control tokens
         for kind, test in {2: pieces.is_unknown, 3: pieces.is_control, 6: pieces.is_byte}.items():
             if test(n):
                 kinds[n] = kind
@@ -240,7 +236,7 @@ def test_the_tokenizer_is_the_files(kind, bpe, tmp_path):
     theirs = sentencepiece.SentencePieceProcessor(str(BUNDLED_FOLDER / "tokenizer.model"))
     if kind != "gemma2":
         theirs = tokenizers.Tokenizer.from_file(str(bpe))
-    for text in [*TEXTS, "detect dog <loc0012>"]:
+    for text in [*TEXTS, "detect dog <loc0012><loc0013>"]:
         ids = theirs.encode(text)
         if kind != "gemma2":
             ids = ids.ids
@@ -330,9 +326,11 @@ def test_damaged_and_foreign_files(bpe, tmp_path):
     said("GGUF's lm_head.weight")
     write_file(file, hf, bpe, pre="default")  # llama.cpp's own, by four expressions
     said("tokenizer.ggml.pre is 'default'")
-    write_file(file, hf, bpe, rope="yarn")
+    write_file(file, hf, bpe, told={"rope.scaling.type": "yarn"})
     said("scaling.type 'yarn'")
-    write_file(file, hf, bpe, rope=4.0)
+    write_file(file, hf, bpe, told={"rope.scaling.factor": 4.0})
     said("scaling.factor 4.0")
-    write_file(file, hf, bpe, rope=2)
+    write_file(file, hf, bpe, told={"rope.dimension_count": 2})
     said("turns 2 of")
+    write_file(file, hf, bpe, told={"attention.causal": False})
+    said("not causal")

@@ -16,7 +16,7 @@ from model.differential import graft
 from model.linear import Linear
 from model.systems.qmamba import QMamba
 from tests.model.test_qmamba import CONFIG as QMAMBA
-from tests.reference import batch, hf_forward, hf_model, ours, relative_error
+from tests.reference import batch, dice, hf_forward, hf_model, ours, relative_error
 from tests.runs import assert_same_tensors, refused, run
 from train.optim import trainable
 from train.settings import parse
@@ -41,17 +41,16 @@ def inputs():
 def move(model):
     """Give what is trained values that matter."""
     for parameter in trainable(model).values():
-        parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+        parameter += 0.05 * torch.randn(parameter.shape, generator=dice(0))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows, columns", [(96, 200), (1, 7), (300, 2048), (64, 63)])
-def test_nf4_is_that_of_bitsandbytes(rows, columns, dtype):
+def test_nf4_is_that_of_bitsandbytes(rows, columns, dtype, seeded):
     """Breaks when a code, a nibble, a block, a scale or the table of scales is another than
     theirs."""
     functional = pytest.importorskip("bitsandbytes").functional
-    torch.manual_seed(0)
     linear = Linear(columns, rows, bias=False).to(dtype)
     weight = linear.weight.requires_grad_(False)
     weight *= torch.logspace(-3, 2, rows)[:, None].to(dtype)
@@ -77,10 +76,9 @@ def test_nf4_is_that_of_bitsandbytes(rows, columns, dtype):
 
 @pytest.mark.parametrize("kind", packing.KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_are_those_of_the_stored_weights(kind, dtype, monkeypatch):
+def test_products_are_those_of_the_stored_weights(kind, dtype, monkeypatch, seeded):
     """Breaks when few rows, many rows, a block of the weight, the plain way or a cast computes by
     other numbers, a scale belongs to another channel, or a value wraps around."""
-    torch.manual_seed(0)
     tolerance = 1e-6 if dtype == torch.float32 else 5e-3
     for width, out in ((128, 300), (70, 64), (192, 17)):
         linear = Linear(width, out, bias=dtype == torch.float32).requires_grad_(False)

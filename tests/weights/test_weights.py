@@ -114,10 +114,9 @@ def test_every_dialect_loads_bit_for_bit(hf, dialect, shards, head, tmp_path):
     assert_same(model, hf)
 
 
-def test_a_tower_that_transformers_saves_alone_loads(tmp_path):
+def test_a_tower_that_transformers_saves_alone_loads(tmp_path, seeded):
     """Breaks when the tower of a SigLIP by itself, whose names have no prefix since transformers 5,
     is not opened."""
-    torch.manual_seed(0)
     config = SiglipVisionConfig(
         hidden_size=24, intermediate_size=20, num_hidden_layers=1, patch_size=14, image_size=28
     )
@@ -395,11 +394,10 @@ def test_tensors_that_do_not_fit_are_refused_in_one_line(
     refused(lambda: load_model(save(tmp_path, hf1, tensors), quantize="int8"), told)
 
 
-def test_files_that_are_not_there_or_pickles_are_refused(hf1, tmp_path, monkeypatch):
+def test_files_that_are_not_there_or_pickles_are_refused(hf1, workplace):
     """Breaks when a missing file is a traceback, a file outside of the folder is read, or a pickle
     is opened."""
-    monkeypatch.chdir(tmp_path)
-    folder = save(tmp_path / "model", hf1, tensors_of(hf1), shards=2)
+    folder = save(workplace / "model", hf1, tensors_of(hf1), shards=2)
     (folder / SHARD2).unlink()
     refused(lambda: load_model(folder), SHARD2, "not found")
     (folder / INDEX_FILE).write_text('{"weight_map": {"a": "../../etc/passwd"}}')

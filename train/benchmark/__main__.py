@@ -85,13 +85,7 @@ class Process(subprocess.Popen):
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         command = [sys.executable, "-m", f"train.benchmark.{name}"]
         pipe = subprocess.PIPE
-        super().__init__(
-            command,
-            stdin=pipe,
-            stdout=pipe,
-            stderr=self.log,
-            text=True,
-        )
+        super().__init__(command, stdin=pipe, stdout=pipe, stderr=self.log, text=True)
 
     def ask(self, do: str, **arguments) -> dict:
         """The answer to a request of `work.answer_requests`. Raises UserError, in one line, for a side that
@@ -207,11 +201,7 @@ def works_of(options: Options) -> list[Work]:
     return rows
 
 
-def write_report(
-    file: Path,
-    about: dict,
-    rows: Sequence[Work],
-) -> None:
+def write_report(file: Path, about: dict, rows: Sequence[Work]) -> None:
     """Write the rows that are done, as Markdown and as JSON."""
     head = ", ".join(f"{name} {value}" for name, value in about.items())
     table = markdown_table(TITLES.split(", "), [row.cells() for row in rows])

@@ -47,11 +47,7 @@ class Side:
         tensors = (*self.model.parameters(), *self.model.buffers())
         self.size = sum(tensor.nbytes for tensor in tensors)
 
-    def prompts(
-        self,
-        rows: int,
-        suffix: int = 0,
-    ) -> dict[str, Any]:
+    def prompts(self, rows: int, suffix: int = 0) -> dict[str, Any]:
         """Prompts of equal length S = picture + PREFIX + suffix, the same on both sides: input_ids,
         token_type_ids and attention_mask (rows, S), pixel_values (rows, 3, R, R)."""
         config = json.loads((Path(self.folder) / "config.json").read_text())

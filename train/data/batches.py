@@ -58,7 +58,7 @@ def collate(records: Sequence[Record], processor: Processor) -> MicroBatch:
     cannot be used is left out and gets a line in `bad`. If none is left, a blank row without
     targets stands for them: other processes wait for its gradients."""
     # by key; of a photograph no more than the model sees is kept
-    opened: dict[str, list[torch.Tensor]] = {}
+    opened = {}
     good, rows, bad = [], [], []
     for record in records:
         try:
@@ -188,11 +188,7 @@ class Weighted(list):
     """The records of several sources, `parts`; of an epoch's samples each source gives a share, its
     weight."""
 
-    def __init__(
-        self,
-        parts: Sequence[Sequence[Record]],
-        weights: Sequence[float],
-    ):
+    def __init__(self, parts: Sequence[Sequence[Record]], weights: Sequence[float]):
         super().__init__(chain(*parts))
         self.parts = parts
         shares = accumulate(weights, initial=0)
@@ -257,14 +253,10 @@ class Order:
             whole = max(whole, min(STEPS, MOST_EPOCHS * self.steps_per_epoch))
         self.total = settings.steps or whole
 
-    def plan(
-        self,
-        epoch: int,
-        first: int,
-    ) -> Iterable[list[int]]:
+    def plan(self, epoch: int, first: int) -> Iterable[list[int]]:
         """The numbers of the records of an epoch's micro-batches, of all processes, from number
         `first` on."""
-        drawn: Sequence[int] = range(len(self.records))
+        drawn = range(len(self.records))
         if isinstance(self.records, Weighted):
             drawn = self.records.numbers(self.seed, epoch)
         keys = [self.records[n].key for n in drawn]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.data import records as readers
+from eval.data.files import placed
 from eval.data.records import (
     Record,
     contents_of,
@@ -22,7 +23,7 @@ from eval.data.records import (
     record_of,
     split_records,
 )
-from model.common import UserError
+from model.common import UserError, without_none
 from train.data.batches import Weighted
 from train.settings import Settings
 
@@ -49,7 +50,7 @@ class ExamplePicture:
 
 def example_record(example: Mapping, folder: str | Path = ".") -> Record:
     """The record of an example; Hugging Face's data sets have None for what is absent."""
-    return record_of({name: value for name, value in example.items() if value is not None}, folder)
+    return record_of(without_none(example), folder)
 
 
 def example_records(
@@ -72,8 +73,7 @@ def example_records(
             pictures.append(picture)
         return replace(record, pictures=tuple(pictures))
 
-    places = [(f"[{number}]", number) for number in range(len(examples))]
-    return readers.read_records(name, make, places)
+    return readers.read_records(name, make, placed(range(len(examples))))
 
 
 def read_split(

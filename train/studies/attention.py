@@ -134,7 +134,8 @@ def tasks_of(options: Options, split: str) -> dict[str, Task]:
         tasks["e16"] = existence_task(tests, split)
     elif options.coco:
         title, trials = coco_needles(2 * tests, options.coco, options.captions)
-        half = trials[0::2] if split == "test" else trials[1::2]
+        # whole turns over the places
+        half = trials[:tests] if split == "test" else trials[tests:]
         tasks["needle"] = trial_task(title, half, PROTOCOL)
     return tasks
 

@@ -364,13 +364,7 @@ def run(study: Study, options: StudyOptions) -> Run:
         study = replace(study, name=f"{study.name}-quick")
     out = options.out or Path("runs", study.name)
     out.mkdir(parents=True, exist_ok=True)
-    made = Run(
-        study,
-        out,
-        options.jobs,
-        options.seeds,
-        lock_folder(out),
-    )
+    made = Run(study, out, options.jobs, options.seeds, lock_folder(out))
     torch.set_num_threads(1)  # so that a result does not depend on the number of jobs
     try:
         made.compute()

@@ -38,14 +38,7 @@ def lines_of(run: Run) -> list[list]:
         made_by = [cell[column] for column in MADE_BY]
         for split, of_split in cell["scores"].items():
             for name, scores in of_split.items():
-                place = [
-                    run.study.name,
-                    job.row,
-                    job.seed,
-                    job.rate,
-                    split,
-                    name,
-                ]
+                place = [run.study.name, job.row, job.seed, job.rate, split, name]
                 rungs = run.study.measures[name].rungs if split == "test" else ()
                 for rung, right in by_rung(scores, rungs).items():
                     lines.append([*place, rung, len(right), float(np.sum(right)), *made_by])
@@ -132,10 +125,8 @@ def rate_table(run: Run) -> list[str]:
     body = []
     for row, tried in run.tried.items():
         scores = ", ".join(f"{rate:g}: {score:.4g}" for rate, score in tried.items())
-        chosen = run.rates[row]
-        is_at_edge = len(tried) > 1 and chosen in (min(tried), max(tried))
-        body.append([row, f"{chosen:g}", scores, "at the edge" if is_at_edge else ""])
-    return markdown_table(["row", "rate", "score by rate", ""], body)
+        body.append([row, f"{run.rates[row]:g}", scores])
+    return markdown_table(["row", "rate", "score by rate"], body)
 
 
 def prediction_table(run: Run) -> list[str]:

@@ -171,13 +171,9 @@ def ask_tasks(
     return scores
 
 
-def key_of(
-    stages: Sequence[Settings],
-    start: PaliGemma,
-    tasks: Tasks,
-) -> str:
-    """What decides all cells beside their source: settings, data, questions, and the weights of the
-    start."""
+def key_of(stages: Sequence[Settings], start: PaliGemma, tasks: Tasks) -> str:
+    """What decides all cells beside their source: settings, data, questions, and the weights and
+    configuration of the start."""
     decided = [deciding(settings) for settings in stages]
     data = [data_fingerprints(training_records(settings)) for settings in stages]
     questions = []
@@ -185,4 +181,4 @@ def key_of(
         for name, task in of_split.items():
             for q in task.asks:
                 questions.append((split, name, q.id, q.prefix, q.choices, q.before, q.truth))
-    return digest(decided, exact_fingerprint(start), data, questions)
+    return digest(decided, exact_fingerprint(start), start.config, data, questions)

@@ -245,16 +245,7 @@ def train_text(
         micro = micro.to(world.device)
         return called(micro.input_ids, documents=micro.documents, targets=micro.targets)
 
-    progress = fit(
-        model,
-        optimizer,
-        order,
-        loss,
-        settings,
-        run,
-        world,
-        progress=progress,
-    )
+    progress = fit(model, optimizer, order, loss, settings, run, world, progress=progress)
     return model.eval(), progress
 
 

@@ -51,12 +51,7 @@ ROWS = 48  # sentences of a step
 RATE = 3e-3
 
 
-def sentence(
-    task: str,
-    split: str,
-    index: int,
-    seed: int = 0,
-) -> tuple[str, str]:
+def sentence(task: str, split: str, index: int, seed: int = 0) -> tuple[str, str]:
     """Prompt and answer number `index` of a task's endless stream: the same on every machine."""
     dice = Dice(f"sentence/{task}/{split}/{seed}/{index}")
     if task == "add":

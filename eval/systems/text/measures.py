@@ -27,6 +27,7 @@ from torch.nn.utils.rnn import pad_sequence
 from eval.command import add_flag, command_parser, positive
 from eval.explore.record import deciding_maps
 from eval.report import bootstrap, interval_text, markdown_table
+from eval.systems.needles import shares_of
 from eval.systems.text.corpus import Corpus, kept_corpus
 from eval.systems.text.tasks import LETTERS, SHOWN, Document, Tasks
 from model.common import UserError, read_json, shown
@@ -160,12 +161,7 @@ def needle(
     }
 
 
-def attention(
-    model: TextModel,
-    corpus: Corpus,
-    length: int,
-    limit: int,
-) -> Panels:
+def attention(model: TextModel, corpus: Corpus, length: int, limit: int) -> Panels:
     """Shares of the attention that predicts a needle's value, by the needle's depth: on its line,
     and on the noise, which is the rest of the text and the other needles. For the largest number of
     needles that fits."""
@@ -194,14 +190,9 @@ def attention_shares(
     first = document.needles[0]
     ids = torch.tensor([document.ids[:place]], device=next(model.parameters()).device)
     rows, _ = deciding_maps(model, place - 1, name, input_ids=ids)
-    shares = []
-    for row in rows:
-        weights = row.abs()  # (N, S)
-        weights = weights / weights.sum(-1, keepdim=True)
-        answer = weights[:, first : first + 2].sum(-1).mean()
-        haystack = weights[:, slice(*document.haystack)].sum(-1).mean()
-        shares.append((answer.item(), (haystack - answer).item()))
-    return tuple(np.mean(shares, axis=0).tolist())
+    maps = torch.stack(rows).cpu().numpy()
+    answer, haystack, *_ = shares_of(maps, [(first, first + 2), document.haystack], 0)
+    return float(answer.mean()), float((haystack - answer).mean())
 
 
 def examples(
@@ -235,11 +226,7 @@ def examples(
 
 
 @torch.no_grad()
-def hits(
-    model: TextModel,
-    documents: Sequence[Document],
-    name: str,
-) -> list[float]:
+def hits(model: TextModel, documents: Sequence[Document], name: str) -> list[float]:
     """For each document, 1 if its first answer is the likeliest token after those before it, else
     0."""
     device = next(model.parameters()).device

@@ -75,12 +75,7 @@ class Tasks:
         answers = range(start + 1, start + len(ends), 2)
         return Document([*ids, *ends, self.newline, EOS], answers, needles, (1, start))
 
-    def draw(
-        self,
-        dice: random.Random,
-        records: int,
-        asked: int,
-    ) -> list[Record]:
+    def draw(self, dice: random.Random, records: int, asked: int) -> list[Record]:
         """Records, those that are asked for first: their keys have no other record."""
         keys = dice.sample(CITIES, min(asked, records))
         others = [city for city in CITIES if city not in keys]
@@ -132,12 +127,7 @@ class Tasks:
             text.pop()
         return [*text[:-1], self.newline]
 
-    def recall(
-        self,
-        dice: random.Random,
-        records: int,
-        asked: int,
-    ) -> Document:
+    def recall(self, dice: random.Random, records: int, asked: int) -> Document:
         """Records without text."""
         drawn = self.draw(dice, records, asked)
         return self.listed(dice.sample(drawn, records), drawn[:asked])

@@ -100,7 +100,8 @@ def row_of(haystack: Haystack, design: str, dice: random.Random) -> tuple[list[i
     """Token ids, and labels: answers alone, or all tokens of prose; −100 means none."""
     length = LENGTHS[design]
     if design == "prose":
-        ids = sum(haystack.prose(dice, length), [])
+        begin = haystack.tokenizer.begin
+        ids = sum(haystack.prose(dice, length - len(begin)), list(begin))
         return ids, ids
     context = haystack.context(dice, length, dice.choice((1, 2, 4)), 2)
     ids, labels = list(context.ids), [-100] * length
@@ -164,6 +165,8 @@ def asked(model: Any, haystack: Haystack, contexts: range) -> dict[str, list[flo
         scores["signal"] += [float(np.log(q["asked"] / q["others"])) for q in questions]
     loud = np.mean([exact[rung] for rung in LOUD], axis=0)
     scores["fall"] = (exact[QUIET] - loud).tolist()
+    if not exact[QUIET].any():  # who finds nothing has lost all
+        scores["fall"] = [1.0] * len(loud)
     dice = random.Random(f"prose/{contexts.start}")
     rows = [row_of(haystack, "prose", dice) for _ in contexts]
     scores["loss"] = [loss_of(model, *row).item() for row in rows]
@@ -202,7 +205,11 @@ def study_of(options: Options) -> engine.Study:
     predictions = []
     for row, (verdict, reason) in PREDICTED.items():
         predictions += [(f"{row}, {design}", "exact", verdict, reason) for design in LENGTHS]
-    decided = exact_fingerprint(load_text(options.base)), tuple(sentences_of(options.text))
+    model = load_text(options.base)
+    read = [
+        (of.tokenizer.begin, of.sentences) for of in haystacks(options.base, options.text).values()
+    ]
+    decided = exact_fingerprint(model), model.config, read
     return engine.Study(
         name="compare-real",
         title="Two attention maps in a pretrained model: one fact among many",
@@ -218,6 +225,6 @@ def study_of(options: Options) -> engine.Study:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    given = read_given(Options, argv, "train.compare --rows real", __doc__, QUICK)
+    given = read_given(Options, argv, "train.compare --rows real", __doc__, QUICK, ("rates",))
     options = from_values(Options, given)
     report.publish(study_of(options), options)

@@ -27,9 +27,8 @@ class StagedOptions(TuningOptions, StageSettings):
     @property
     def first_rates(self) -> tuple[float, ...]:
         """To try first, as factors of --lr."""
-        if self.rates:
-            return self.rates
-        return (0.5, 1.0, 2.0) if self.is_embedded else (1.0,)
+        rates = (0.5, 1.0, 2.0) if self.is_embedded else (1.0,)
+        return self.rates or rates
 
 
 def read_stages(

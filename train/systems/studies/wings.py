@@ -168,12 +168,7 @@ def pictures_to_learn(settings: Options) -> Sequence[Record]:
     return [scene("train", first + n, dice.random(), seed) for n in range(settings.samples)]
 
 
-def scene(
-    split: str,
-    number: int,
-    place: float = 0.5,
-    seed: int = 0,
-) -> Record:
+def scene(split: str, number: int, place: float = 0.5, seed: int = 0) -> Record:
     """All squares of an embedded scene. place: of the picture, as a share of the question's
     words."""
     sample = scenes.sample("scan", split, number, seed)
