@@ -49,9 +49,8 @@ PLAIN_GRAFTS = (LORA, "LoRA r17", "LoRA r19", "LoRA r20")
 # Of the pretrained language model, which learned from few facts or from prose
 FEW = ("plain, few", "plain again, few")
 PROSE = ("plain, prose", "plain again, prose")
-REAL_FEW = "twin-small v2 dex mean gate temperature sink".split()
-REAL_FEW += [f"{row} free" for row in ("twin-small", "v2", "mean")]
-REAL_PROSE = "twin-small v2 dex mean".split()
+REAL = "twin-small v2 dex mean gate temperature sink".split()
+REAL_FREE = [f"{row} free" for row in ("twin-small", "v2", "mean")]
 # The row or rows that each row is subtracted from, by file
 BESIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "scratch": {"split": ("plain",), "narrow": ("plain",)},
@@ -61,8 +60,8 @@ BESIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "dose": dict.fromkeys(EARLIER, dose.PLAIN) | {"plain again": ("plain",)},
     "controls": dict.fromkeys(CONTROLS, dose.PLAIN) | {"plain again": ("plain",)},
     "grafts": dict.fromkeys(CONTROLS[1:], PLAIN_GRAFTS) | dict.fromkeys(PLAIN_GRAFTS[1:], (LORA,)),
-    "real": {f"{row}, few": FEW for row in REAL_FEW}
-    | {f"{row}, prose": PROSE for row in REAL_PROSE}
+    "real": {f"{row}, few": FEW for row in (*REAL, *REAL_FREE)}
+    | {f"{row}, prose": PROSE for row in REAL}
     | {plain[1]: plain[:1] for plain in (FEW, PROSE)},
     "attention": dict.fromkeys(GRAFTS, (LORA, *SIZES)) | dict.fromkeys(SIZES, (LORA,)),
     **{f"budget-{steps}": dict.fromkeys(GRAFTS[2:], (LORA,)) for steps in BUDGETS},
@@ -492,6 +491,8 @@ def rows_beside(
     for measure in titles:
         middles.append(np.mean([mean(scores[study, row, measure]) for row in plain]))
     body = [["**plain**", *(f"{middle:.1f}" for middle in middles), ""]]
+    main = next(iter(titles))
+    runs = len(scores[study, plain[0], main])
     # 2. the others
     tables = [judged(name, study, measure, guess, plain) for measure in titles]
     for row, first in tables[0].items():
@@ -499,15 +500,18 @@ def rows_beside(
         verdict = first["verdict"]
         if verdict == "undecided":
             verdict += f" (visible from {first['visible']:.1f})"
-        body.append([f"`{row.partition(', ')[0]}`", *texts, verdict])
+        title = f"`{row.partition(', ')[0]}`"
+        of_row = len(scores[study, row, main])
+        if of_row < runs:
+            title += f", {of_row} runs"
+        body.append([title, *texts, verdict])
     # 3. the first plain row that is beside another
     row, beside = next((row, of) for row, of in BESIDE[name].items() if row in plain)
     gaps = [gap(scores, study, row, beside, measure) for measure in titles]
     texts = [interval_text(of_row._asdict(), 1, signed=True) for of_row in gaps]
     pair = [known.partition(", ")[0] for known in (row, *beside)]
     body.append([f"A/A: {' − '.join(pair)}", *texts, ""])
-    runs = len(scores[study, plain[0], next(iter(titles))])
-    verdict = f"verdict, {next(iter(titles.values())).partition(',')[0]}"
+    verdict = f"verdict, {titles[main].partition(',')[0]}"
     return [[f"{about}, {runs} runs", *titles.values(), verdict], *body]
 
 
