@@ -115,7 +115,7 @@ def files(tmp_path_factory):
     adapter.inject(model, r".*layers\.0\.self_attn\.q_proj", 2, 4.0)
     adapter.save(model, root / "lora", base="embedded")
     write_vqav2(root / "vqav2", images=3)
-    for name in ("npz", "index", "pictures", "masks"):
+    for name in "npz index pictures masks".split():
         (root / name).mkdir()
     coder = {name: array.numpy() for name, array in MaskCoder(1, 2).state_dict().items()}
     np.savez_compressed(root / "masks/coder.npz", **coder)

@@ -123,8 +123,7 @@ def test_a_table_follows_from_its_cells(page):
 def test_every_interval_of_the_page_follows_from_cells():
     """Breaks when an interval or a table of RESULTS.md is changed by hand, or rests on no cells that
     a reader has."""
-    fill = runpy.run_path(str(FOLDER / "pages.py"))["fill"]
-    assert fill(PAGE) == PAGE
+    assert runpy.run_path(str(FOLDER / "pages.py"))["fill"](PAGE) == PAGE
     shown = estimates(PAGE)
     assert len(shown) >= 10
     assert not [estimate for estimate in shown if not is_known(estimate, ALL_CELLS)]

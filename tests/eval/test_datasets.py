@@ -130,7 +130,7 @@ def test_coco_s_pictures_may_lie_flat(tmp_path):
     refused(lambda: find_picture(tmp_path, lost), f"'{lost}' is not in", "--images")
 
 
-PLACES = ("00", "01", "10", "11")
+PLACES = "00 01 10 11".split()
 GRIDS = {}
 for number in range(3):
     cells = {f"{row}_{column}": f"val2014/{number}{row}{column}.jpg" for row, column in PLACES}

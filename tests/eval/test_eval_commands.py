@@ -274,7 +274,7 @@ def test_default_is_the_newest_run_or_the_embedded_base(source, workplace, monke
     assert subjects("") == [open.Subject("embedded", None, "embedded")]
     model = random_model()
     adapter.inject(model, adapter.DECODER_TARGETS, 2, 4.0)
-    bases = dict.fromkeys(("first", "old", "other", "unfinished"), "embedded")
+    bases = dict.fromkeys("first old other unfinished".split(), "embedded")
     bases["other"] = "somewhere/else"
     for name, base in bases.items():
         folder = workplace / "runs" / name

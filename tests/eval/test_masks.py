@@ -304,8 +304,7 @@ def test_several_objects_overlap_together(coder):
     """Breaks when the masks of one prompt are not scored as one, or a crowd is asked for."""
     with torch.no_grad():
         everything = (coder.decode(torch.arange(128)[:, None].repeat(1, 16)) > 0).all((1, 2))
-    code = int(everything.nonzero()[0])
-    seg = f"<seg{code:03d}>" * 16
+    seg = f"<seg{int(everything.nonzero()[0]):03d}>" * 16
     left, right = (f"<loc0000><loc{x:04d}><loc1023><loc{x + 341:04d}>{seg}" for x in (0, 341))
     boxes = []
     for x, is_crowd in ((0, False), (20, False), (40, True)):

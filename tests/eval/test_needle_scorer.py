@@ -143,8 +143,7 @@ def test_sample_has_each_place_equally_often():
         place = 0, n // 2 % 2, n % 2
         tests.append(NeedleTest(n, (tuple("abcd"),), (place,), ("a",), ("x",)))
     chosen = needle.sampled(tests, 20)
-    counts = Counter(test.places[0] for test in chosen)
-    assert [*counts.values()] == [5] * 4
+    assert [*Counter(test.places[0] for test in chosen).values()] == [5] * 4
     assert chosen == needle.sampled(tests, 22)
     assert [t.id for t in chosen] == sorted(t.id for t in chosen)
     assert len(needle.sampled(tests, 3)) == 3

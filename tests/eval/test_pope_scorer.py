@@ -139,7 +139,7 @@ def test_the_embedded_scenes_and_files(score, source, workplace, told_of_one):
     become one set."""
     flags = f"--model {source} --max-new-tokens 2 --probability"
     asked = told_of_one(pope, flags, "--limit 18")
-    assert (*asked["summary"],) == ("random", "popular", "adversarial", "mean")
+    assert [*asked["summary"]] == "random popular adversarial mean".split()
     file = "runs/eval/random/pope/results.json"
     assert told_of_one(pope, "--limit 18 --probability --results", file) == asked
     write_json(workplace / "R", QUESTIONS[0])

@@ -111,6 +111,11 @@ def test_the_turns_are_those_of_the_template(folder, both, tmp_path):
                 refused(partial(ours.conversation, turns), "chat template")
                 continue
             assert ours.conversation(turns)[0] == rendered(both[1], turns, chat_template=template)
+    # a mark that takes the line break behind it is another tokenizer's
+    write_json(file, config | {"chat_template": WRITTEN[0]})
+    whole = tmp_path / "tokenizer.json"
+    whole.write_text(whole.read_text().replace('"rstrip": false', '"rstrip": true'))
+    refused(partial(load_text_tokenizer(tmp_path).conversation, turns), "chat template")
 
 
 def test_what_cannot_be_asked_is_refused(both):

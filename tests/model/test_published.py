@@ -24,7 +24,7 @@ from weights.load import load_model, load_text
 
 FOLDER = os.environ.get("LANGUAGE_WEIGHTS", "")
 TEXT = Path(__file__).parents[2] / "LICENSE"
-EXACT = ("softmax", "twin", "dex", "v2")
+EXACT = "softmax twin dex v2".split()
 PARTS = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj".split()
 pytestmark = [
     pytest.mark.weights,

@@ -18,7 +18,7 @@ from weights.export import export_model
 from weights.load import load_model
 
 CPU = torch.device("cpu")
-SMALL = ("queries=4", "hidden_size=16", "num_blocks=2", "state_size=4")
+SMALL = "queries=4 hidden_size=16 num_blocks=2 state_size=4".split()
 
 
 @pytest.fixture(scope="module")
