@@ -212,8 +212,8 @@ MALFORMED = r"""
 {"file_name": "a.png", "prefix": "a", "suffix": "b"}
 {"files": ["a.png"], "prefix": "a", "suffix": "b"}
 {"media": [{"path": "a.png"}], "prefix": "a", "suffix": "b"}
-{"messages": [{"role": "user", "content": "a", "images": ["a.png"]}, "b"]}
-{"conversations": [{"from": "human", "value": "a", "image": "a.png"}, "b"]}
+{"messages": [{"role": "user", "content": "a", "images": ["a.png"]}, {"role": "assistant", "content": "b"}]}
+{"conversations": [{"from": "human", "value": "a", "image": "a.png"}, {"from": "gpt", "value": "b"}]}
 {"conversations": ["Picture 1: <img>a.png</img>\na", "b"]}
 {"images": ["a.png"], "messages": ["a", "b"], "label": false}
 {"prefix": "a", "suffix": "<loc12><loc0000><loc0001><loc0001> cat"}
