@@ -200,7 +200,8 @@ class Processor:
         """The ids of a prompt: pictures come before the first one, wherever they are marked."""
         if has_marks and SLOT in prompt:
             # where a mark alone parts two words, a blank does
-            prompt = re.sub(rf"(?:\s*{SLOT})+(\s?)", lambda mark: mark[1] or " ", prompt).strip()
+            prompt = re.sub(rf"(?<=[^\s(])(\s*{SLOT})+(?=\w)", " ", prompt)
+            prompt = re.sub(rf"\s*{SLOT}", "", prompt).strip()
         # the newline is encoded with the prompt: a prompt that ends in one makes a single piece
         # "\n\n" with it
         ids = self.encode(prompt + "\n")

@@ -12,8 +12,12 @@ def render(template: Any, named: Mapping[str, Any]) -> str:
 
         if isinstance(template, list):
             template = {one["name"]: one["template"] for one in template}["default"]
+        known = dict(named)
+        for name, value in named.items():  # older files have tokens with their properties
+            if isinstance(value, dict) and "content" in value:
+                known[name] = value["content"]
         jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         jinja.add_extension("jinja2.ext.loopcontrols")
-        return jinja.from_string(template).render(named, add_generation_prompt=True, tools=None)
+        return jinja.from_string(template).render(known, add_generation_prompt=True, tools=None)
     except Exception:  # it is a program, and may raise anything
         return ""

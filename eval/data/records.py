@@ -322,7 +322,7 @@ def picture_names(record: Mapping) -> list[Any]:
             is_said = key in ("conversations", "messages")  # where Qwen-VL names pictures
             if "</img>" in str(value) or not is_said and FILE_NAME.search(str(value)):
                 misnamed.append(key)
-        check(not misnamed, f"{some(misnamed)} is no 'image' or 'images': rename it")
+        check(not misnamed, f"{some(misnamed)} names a picture: give it under 'image' or 'images'")
     if lists and isinstance(lists[0], list | tuple):
         return list(lists[0])
     return lists

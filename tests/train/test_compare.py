@@ -203,7 +203,9 @@ def test_what_chooses_a_rate_is_not_what_is_tested(study, tmp_path):
     if study == "on disk":
         coco = write_mmneedle(tmp_path / "coco")
         data = (write_jsonl(tmp_path, 20),)
-        given = replace(BASE, data=data, validation=0.3, coco=str(coco), captions=f"{coco / 'C'}")
+        given = replace(
+            BASE, data=data, validation=0.3, limit=64, coco=str(coco), captions=f"{coco / 'C'}"
+        )
     makers = {
         "wings": partial(wings.tasks_of, given),
         "qmamba": lambda split: {"count": qmamba.scene_task("count", split, 16)},

@@ -133,10 +133,11 @@ def tasks_of(options: Options, split: str) -> dict[str, Task]:
             tasks[name] = trial_task(name, noisy, PROTOCOL, in_mean=False)
         tasks["e16"] = existence_task(tests, split)
     elif options.coco:
-        title, trials = coco_needles(2 * tests, options.coco, options.captions)
-        # whole turns over the places
-        half = trials[:tests] if split == "test" else trials[tests:]
-        tasks["needle"] = trial_task(title, half, PROTOCOL)
+        first = 0
+        if split != "test":  # behind all of that split
+            first = max(1, options.limit // 32) * 16
+        title, trials = coco_needles(first + tests, options.coco, options.captions)
+        tasks["needle"] = trial_task(title, trials[first:], PROTOCOL)
     return tasks
 
 
