@@ -68,6 +68,14 @@ class Batch(Movable):
     image_index: Tensor
 
 
+def left_padded(rows: Sequence) -> Tensor:
+    """Numbers (C + 1, B, S), int64, of B rows that have C lists of one length each, with zeros
+    before the shorter ones; the last are 1 where a row is."""
+    columns = [torch.tensor([*row, [1] * len(row[0])], dtype=torch.int64).T for row in rows]
+    padded = pad_sequence(columns, batch_first=True, padding_side="left")
+    return padded.movedim(-1, 0).contiguous()
+
+
 class Processor:
     """From pictures and prompts to a `Batch`, and from answer tokens to text."""
 
@@ -223,9 +231,7 @@ class Processor:
         tokens = sum(ids.count(self.config.image_token_id) for ids, *_ in rows)
         pixels, index = self.distinct(pictures, tokens // self.config.num_image_tokens)
         # ids, types, what is learned, and 1 where a row is; its last position is its newest token
-        columns = [torch.tensor([*row, [1] * len(row[0])]).T for row in rows]
-        padded = pad_sequence(columns, batch_first=True, padding_side="left")
-        ids, types, learned, mask = padded.movedim(-1, 0).contiguous()
+        ids, types, learned, mask = left_padded(rows)
         labels = ids.where(learned > 0, -100)
         ids = ids.where(mask > 0, self.config.pad_token_id)
         return Batch(ids, pixels, types, mask, labels, index)
@@ -242,7 +248,7 @@ class Processor:
             raise UserError(
                 f"{len(pictures)} pictures for {slots} image slots: give each slot a picture"
             )
-        numbers: dict[str | bytes | int, int] = {}  # of the distinct ones, by path or object
+        numbers = {}  # of the distinct ones, by path or object
         pixels, index = [], []
         for picture in pictures:
             is_path = isinstance(picture, str | os.PathLike)

@@ -12,10 +12,11 @@ def render(template: Any, named: Mapping[str, Any]) -> str:
 
         if isinstance(template, list):
             template = {one["name"]: one["template"] for one in template}["default"]
-        known = dict(named)
-        for name, value in named.items():  # older files have tokens with their properties
-            if isinstance(value, dict) and "content" in value:
-                known[name] = value["content"]
+        known = {}
+        for name, value in named.items():
+            if isinstance(value, dict):  # a token with its properties, of older files
+                value = value.get("content")
+            known[name] = value or ""
         jinja = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         jinja.add_extension("jinja2.ext.loopcontrols")
         return jinja.from_string(template).render(known, add_generation_prompt=True, tools=None)

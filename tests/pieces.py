@@ -17,7 +17,7 @@ from model.systems.configs import LanguageConfig, LlamaConfig
 from model.systems.language import LanguageModel
 from weights.export import export_model
 
-CONTROL = ("pad", "eos", "bos", "unk")
+CONTROL = "pad eos bos unk".split()
 TEXTS = [
     "Where is the dog?",
     "  two blanks, then\ttabs\n\n\nand lines \n",

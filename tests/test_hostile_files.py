@@ -242,7 +242,7 @@ def broken_json(raw, dice):
     lines[number] = json.dumps(broken_values(json.loads(lines[number]), dice))
     if dice.random() < 0.15:
         lines[number] = dice.choice(EXTREME)
-    encoding = dice.choice(("utf-8", "utf-8", "utf-8", "utf-16"))
+    encoding = dice.choice("utf-8 utf-8 utf-8 utf-16".split())
     return "\n".join([*lines, ""]).encode(encoding, "surrogatepass")
 
 

@@ -319,8 +319,9 @@ def picture_names(record: Mapping) -> list[Any]:
     if not lists:
         misnamed = []
         for key, value in record.items():
+            text = str(value)
             is_said = key in ("conversations", "messages")  # where Qwen-VL names pictures
-            if "</img>" in str(value) or not is_said and FILE_NAME.search(str(value)):
+            if "</img>" in text or not is_said and FILE_NAME.search(text):
                 misnamed.append(key)
         check(not misnamed, f"{some(misnamed)} names a picture: give it under 'image' or 'images'")
     if lists and isinstance(lists[0], list | tuple):

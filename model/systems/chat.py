@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from model.common import UserError, read_json_if, read_text
 from model.generate import generate_texts
+from model.processor import left_padded
 from model.source import resolve
 from model.systems.configs import DEFAULT_SYSTEM, LanguageConfig, LlamaConfig
 from model.templates import render
@@ -155,7 +155,7 @@ def load_text_tokenizer(source: str | Path, max_length: int | None = None) -> Te
         config, load_tokenizer(find_tokenizer(source)), max_length, adds_bos=adds_bos
     )
     if template and texts.marks:
-        texts.follow(template, {name: token or "" for name, token in told.items()})
+        texts.follow(template, told)
     return texts
 
 
@@ -181,7 +181,5 @@ def ask_text(
 def pad_left(rows: Sequence[Sequence[int]], pad: int | None) -> tuple[Tensor, Tensor]:
     """Token ids (B, S) of rows of unequal length, and the attention mask (B, S). pad: None where a
     model has none."""
-    columns = [torch.tensor([[*row], [1] * len(row)], dtype=torch.int64).T for row in rows]
-    padded = pad_sequence(columns, batch_first=True, padding_side="left")
-    ids, valid = padded.movedim(-1, 0).contiguous()
+    ids, valid = left_padded([[row] for row in rows])
     return ids.where(valid > 0, pad or 0), valid

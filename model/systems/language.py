@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.attention import LayerCache, Positions
+from model.config import require
 from model.differential import graft
 from model.gemma import Adaptable, Gemma
 from model.paligemma import initialize, logits_or_loss
@@ -106,7 +107,13 @@ def new_model(
 ) -> TextModel:
     """A model of random weights. For one seed, plain and differential models have equal embeddings,
     norms and MLPs.
+
+    Raises UserError for an unknown preset.
     """
+    require(
+        preset in TEXT_PRESETS,
+        f"unknown preset {preset!r}: choose one of {', '.join(TEXT_PRESETS)}",
+    )
     model = TextModel(TextModelConfig.of(TEXT_PRESETS[preset], differential, wide), seed)
     initialize(model, seed)
     return model

@@ -67,8 +67,7 @@ def test_an_answer_stands_in_its_fact(llama, tmp_path, has_prefix):
         context = haystack.context(random.Random(seed), 900, 6, 6)
         firsts = set()
         for (start, end), (_, answer) in zip(context.places, context.questions, strict=True):
-            fact = context.ids[start:end]
-            assert fact[-len(answer) - 1 : -1] == answer
+            assert context.ids[start:end][-len(answer) - 1 : -1] == answer
             firsts.add(tuple(answer[: context.shared]))
         assert len(firsts) == 1
 

@@ -79,11 +79,14 @@ def test_the_command(workplace, printed):
     assert found == (None, "first", 3)
     PICTURE.save("a.png")
     line = {"image": "a.png", "prefix": "Where is<image> the dog?", "suffix": "left"}
-    write_lines(workplace / "own.jsonl", [line | {"image": "lost.png"}, line])
+    write_lines(
+        workplace / "own.jsonl",
+        [line | {"image": "lost.png"}, line, line],
+    )
     wings = attach(load_model("embedded"), 4, routed=True)
     export_model(wings, workplace / "wings", companions=companions("embedded"))
     shift.main("--model wings --data own.jsonl --out w".split())
     result = read_json(workplace / "w/shift.json")
-    assert (result["slot"], result["undefined"], result["prompts"]) == ("inside", 0, 1)
+    assert (result["slot"], result["undefined"], result["prompts"]) == ("inside", 0, 2)
     assert list(result["laws_percent"][0]) == [*GROUPS]
-    assert 0 <= result["attention_shift"]["mean"] <= 2
+    assert 0 <= result["attention_shift"]["low"] <= result["attention_shift"]["high"] <= 2

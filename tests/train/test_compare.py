@@ -266,8 +266,7 @@ def test_mistakes_are_told_before_anything_is_trained(flags, tmp_path, monkeypat
     """Breaks when a wrong flag costs a comparison, or is passed over in silence."""
     monkeypatch.setattr(training, "train_on", None)
     command = words("--base tiny --device cpu --out", tmp_path, flags)
-    named = "x" if flags.endswith(":x") else "--"
-    refused(lambda: compare.main(command), named)
+    refused(lambda: compare.main(command), "x" if flags.endswith(":x") else "--")
 
 
 def test_the_help_names_other_studies(printed):

@@ -47,8 +47,7 @@ def test_a_batch_holds_similar_lengths_and_questions_of_one_picture():
     """Breaks when a batch is mostly padding or has one length only, short ones come first, every
     question pays for its picture, or the same ones always meet."""
     lengths = [(37 * i) % 320 for i in range(4000)]
-    planned = plan_epoch([*range(4000)], lengths, 16, 0, 0)
-    plan = np.take(lengths, planned).tolist()
+    plan = np.take(lengths, plan_epoch([*range(4000)], lengths, 16, 0, 0)).tolist()
     assert sum(max(batch) * len(batch) for batch in plan) < 1.15 * sum(lengths)
     assert sum(len(set(batch)) for batch in plan) > 8 * len(plan)
     assert sum(max(a) > max(b) for a, b in pairwise(plan)) > len(plan) / 3

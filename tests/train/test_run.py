@@ -217,8 +217,7 @@ def test_a_folder_in_use_or_not_empty_is_refused(run):
 def test_a_link_in_a_run_is_refused(name, run):
     """Breaks when the run of somebody else empties, overwrites or deletes files outside of its
     folder."""
-    elsewhere = (run / name).rename("elsewhere")
-    (run / name).symlink_to(elsewhere.absolute())
+    (run / name).symlink_to((run / name).rename("elsewhere").absolute())
     before = contents(Path())
     refused(lambda: train("--resume run"), name, "link")
     assert contents(Path()) == before

@@ -117,8 +117,8 @@ def test_the_tables_can_be_computed_from_the_csv(done):
     expected = means["better"] - (means["plain"] + means["plain too"]) / 2
     assert gap["mean"] == pytest.approx(expected, abs=1e-12)
     own, *plain = (done.scores(row)["first"] for row in ("better", "plain", "plain too"))
-    found = estimate(own - sum(plain) / 2, GROUPS)  # pictures are groups
-    assert (gap["low"], gap["high"]) == found[1:3]
+    # pictures are groups
+    assert (gap["low"], gap["high"]) == estimate(own - sum(plain) / 2, GROUPS)[1:3]
     text = interval_text(estimate(own, GROUPS), 1)
     assert text in (done.out / "comparison.md").read_text()
     assert text != interval_text(estimate(own), 1)

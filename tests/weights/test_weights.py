@@ -207,10 +207,10 @@ def test_peak_memory(stored, kinds, tmp_path):
         # a busy system may map more of a file than is read: a second copy is there every time
         attempts = (in_own_process(load_peak, folder, torch.bfloat16, kind) for _ in range(6))
         # a matrix of 8 million values, mapped and in parts, and what the C library keeps of freed
-        # parts come on top (15 to 115 MB, once more in a full suite): little beside the 3B of the
-        # published models, less than a second copy of the file, which has 370
+        # parts come on top (40 to 115 MB): little beside the 3B of the published models, less than
+        # a second copy of these
         share = 1.15 if kind else 1.05
-        assert any(peak <= share * size + 160e6 for peak, size in attempts if size > 90e6)
+        assert any(peak <= share * size + 120e6 for peak, size in attempts if size > 90e6)
 
 
 # of big_vision's arrays: how our parameters enter them, from its einsums' axes; {} is the layer

@@ -133,11 +133,10 @@ def tasks_of(options: Options, split: str) -> dict[str, Task]:
             tasks[name] = trial_task(name, noisy, PROTOCOL, in_mean=False)
         tasks["e16"] = existence_task(tests, split)
     elif options.coco:
-        first = 0
-        if split != "test":  # behind all of that split
-            first = max(1, options.limit // 32) * 16
-        title, trials = coco_needles(first + tests, options.coco, options.captions)
-        tasks["needle"] = trial_task(title, trials[first:], PROTOCOL)
+        title, trials = coco_needles(2 * tests, options.coco, options.captions)
+        turn = 0 if split == "test" else 1  # over the places: each split has every second one
+        half = [trial for number, trial in enumerate(trials) if number // 4 % 2 == turn]
+        tasks["needle"] = trial_task(title, half, PROTOCOL)
     return tasks
 
 

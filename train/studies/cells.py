@@ -16,12 +16,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache, partial
-from hashlib import sha256
 from pathlib import Path
 
 import torch
 
-from model.common import write_text
+from model.common import short_hash, write_text
 from train.loop import Diverged
 from train.run import provenance
 
@@ -42,7 +41,7 @@ class Job:
 
 def digest(*parts) -> str:
     """16 hexadecimal digits of what `parts` print as."""
-    return sha256(repr(parts).encode()).hexdigest()[:16]
+    return short_hash(repr(parts))
 
 
 def source_hash(make: Callable) -> str:

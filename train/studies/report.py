@@ -125,8 +125,10 @@ def rate_table(run: Run) -> list[str]:
     body = []
     for row, tried in run.tried.items():
         scores = ", ".join(f"{rate:g}: {score:.4g}" for rate, score in tried.items())
-        body.append([row, f"{run.rates[row]:g}", scores])
-    return markdown_table(["row", "rate", "score by rate"], body)
+        chosen = run.rates[row]
+        is_at_edge = len(tried) > 1 and chosen in (min(tried), max(tried))
+        body.append([row, f"{chosen:g}", scores, "at the edge" if is_at_edge else ""])
+    return markdown_table(["row", "rate", "score by rate", ""], body)
 
 
 def prediction_table(run: Run) -> list[str]:

@@ -19,7 +19,15 @@ import sentencepiece
 import torch
 from safetensors.torch import load_file
 
-from model.common import UserError, atomic_path, read_bytes, read_json, shown, write_text
+from model.common import (
+    UserError,
+    atomic_path,
+    read_bytes,
+    read_json,
+    short_hash,
+    shown,
+    write_text,
+)
 from model.systems.configs import BOS, EOS, PAD, UNK
 from weights.load import save_tensors
 
@@ -122,7 +130,7 @@ def open_corpus(
     texts = read_texts(paths)
     summary = folder / "corpus.json"
     described = json.dumps([vocab_size, list(known), sorted(texts.items())])
-    digest = sha256(described.encode()).hexdigest()[:16]
+    digest = short_hash(described)
     if summary.is_file() and read_json(summary).get("digest") == digest:
         return kept_corpus(folder)
     # 1. a tokenizer from the train split
