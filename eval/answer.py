@@ -14,7 +14,6 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eval.data.files import check
 from eval.progress import Bar
-from eval.question import Answer, Question, certainty_of, parts_of
+from eval.question import Answer, Question, parts_of, read_certainty
 from lora.adapter import lora_layers
 from model.common import UserError, file_errors, quoted, short_hash, shown
 from model.compiled import CompiledStep
@@ -69,7 +68,6 @@ def ask_all(
         left = [number for number, answer in enumerate(answers) if answer is None]
         left.sort(key=lambda number: questions[number].key)
         total = len(questions)
-        options = left_out, max_new_tokens, batch_size, compiled, sure is not None
         bar = Bar(
             total=total,
             initial=total - len(left),
@@ -79,7 +77,17 @@ def ask_all(
         stack.enter_context(bar)
         for numbers in parts_of(left, WINDOW * batch_size):
             window = {number: questions[number] for number in numbers}
-            for number, answer, certainty in answers_to(model, processor, window, *options):
+            found = answers_to(
+                model,
+                processor,
+                window,
+                left_out,
+                max_new_tokens,
+                batch_size,
+                compiled,
+                is_sure=sure is not None,
+            )
+            for number, answer, certainty in found:
                 answers[number] = answer
                 bar.update()
                 id_ = questions[number].id
@@ -94,34 +102,107 @@ def ask_all(
     return answers
 
 
+def marks_of(
+    model, processor: Processor, questions: Sequence[Question], max_new_tokens: int
+) -> list[str]:
+    """A hash for each question of all that decides its answer: the model and its LoRA strength, the
+    tokens, the files of its pictures (a replaced file is another picture), its choices."""
+    strengths = [[path, layer.alpha] for path, layer in lora_layers(model).items()]
+    of_model = [exact_fingerprint(model), str(model.config), max_new_tokens, strengths]
+    versions = defaultdict(list)
+    marks = []
+    for q in questions:
+        if q.key not in versions:
+            for path in (*q.files, *q.pictures):
+                if isinstance(path, Path) and path.is_file():
+                    file = path.stat()
+                    version = str(path.absolute()), file.st_size, file.st_mtime_ns
+                    versions[q.key].append(version)
+        ids = []
+        with contextlib.suppress(UserError):  # a prompt that is refused is not answered, either
+            ids = processor.encode(q.prefix)
+        prompt = [q.prefix, ids, q.choices, q.before, q.wants_log_probs]
+        parts = [of_model, q.key, versions[q.key], *prompt]
+        marks.append(short_hash(json.dumps(parts)))
+    return marks
+
+
+@contextlib.contextmanager
+def open_log(path: Path, anew: bool = False) -> Iterator[tuple[BinaryIO, dict[str, dict]]]:
+    """A log of answers, to be appended to by one command at a time, and its records by mark; an
+    incomplete last line is cut off. anew: empty it. Raises UserError, also for a file of another
+    kind."""
+    with file_errors(path):
+        file = path.open("a+b")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            problem = "another command writes its answers here: give another --out"
+            raise UserError(f"{shown(path)}: {problem}") from None
+        if anew:
+            file.truncate(0)
+        file.seek(0)
+        content = file.read()
+        records = {}
+        whole = content.rfind(b"\n") + 1
+        file.truncate(whole)  # the process ended while it wrote the last line
+        for number, line in enumerate(content[:whole].splitlines(), start=1):
+            try:
+                record = json.loads(line)
+                mark, answer = record["mark"], record["answer"]
+                if answer is not None:
+                    records[mark] = record
+            except (ValueError, TypeError, KeyError, RecursionError):
+                problem = "this is no log of answers: delete the file to ask anew"
+                raise UserError(f"{shown(path)}:{number}: {problem}") from None
+        yield file, records
+
+
+def from_log(record: Mapping, question: Question, sure: dict | None, log: Path) -> Answer:
+    """The answer of a log's record; `sure` gets how sure the model was of it. Raises UserError,
+    also where the log does not say that: it is of an earlier version."""
+    answer = record["answer"]
+    name = f"the answer to {shown(question.id)}"
+    try:
+        check(question.takes(answer), f"{name} is {quoted(answer)}")
+        if sure is not None and not question.choices:
+            sure[question.id] = read_certainty(record)
+            is_known = sure[question.id] is not None
+            check(is_known, f"{name} has no confidence, as those of an earlier version")
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{shown(log)}: {error}: delete the file to ask anew") from None
+    return answer
+
+
 @torch.no_grad()
 def answers_to(
     model, processor, window, left_out, max_new_tokens, batch_size, compiled, is_sure
 ) -> Iterator[tuple[int, Answer, Certainty | None]]:
-    """Encode the pictures of questions by number, each once, then ask in batches: numbers with
-    their answers and, of those that are decoded, if `is_sure`, how sure the model is."""
+    """Answer the questions of a window, which are given by number; yields the number, the answer and
+    its certainty. A picture is encoded once. The certainty is None for a choice, and without
+    `is_sure`."""
     # 1. pictures and rows
     device = next(model.parameters()).device
     features = encode(model, processor, list(window.values()), batch_size)
-    ready = []
+    rows = defaultdict(dict)  # by number of choices: the row of each question, by its number
     for number, question in window.items():
-        pictures = features[question.key]
+        of_key = features[question.key]
         try:
-            if isinstance(pictures, UserError):
-                raise pictures
-            n_images = 0 if pictures is None else len(pictures)
-            row = layout(processor, question, n_images)
-            ready.append((len(question.choices), len(row[0]), row, number, question))
+            if isinstance(of_key, UserError):
+                raise of_key
+            n_images = 0 if of_key is None else len(of_key)
+            rows[len(question.choices)][number] = layout(processor, question, n_images)
         except UserError as error:
             if left_out is None:
                 raise UserError(f"question {question.id}: {error}") from None
             left_out.setdefault(question.id, str(error))
     # 2. batches of rows with as many choices, and of similar length
-    ready.sort(key=lambda item: item[:2])
-    for choices, group in groupby(ready, key=lambda item: item[0]):
-        for part in parts_of(list(group), max(1, batch_size // max(1, choices))):
-            _, _, rows, numbers, asked = zip(*part, strict=True)
-            batch = processor.pad(rows).to(device)
+    for choices, of_choices in sorted(rows.items()):
+        by_length = sorted(of_choices, key=lambda number: len(of_choices[number][0]))
+        for numbers in parts_of(by_length, max(1, batch_size // max(1, choices))):
+            asked = [window[number] for number in numbers]
+            batch = processor.pad([of_choices[number] for number in numbers]).to(device)
             seen = [features[q.key] for q in asked if features[q.key] is not None]
             pictures = {
                 "image_features": torch.cat(seen) if seen else None,
@@ -203,12 +284,12 @@ def likeliest(
     number of choices."""
     choices = []
     for q in questions:
-        end = [] if q.scored else [processor.config.eos_token_id]
+        end = [] if q.wants_log_probs else [processor.config.eos_token_id]
         choices.append([processor.continuation(q.prefix, choice) + end for choice in q.choices])
     scores = log_likelihoods(model, batch, choices, **pictures)
     answers = []
     for q, of_choices in zip(questions, scores, strict=True):
-        if q.scored:
+        if q.wants_log_probs:
             answers.append(of_choices.tolist())
         else:
             answers.append(q.choices[int(of_choices.argmax())])
@@ -219,21 +300,22 @@ def likeliest(
 def log_likelihoods(
     model, batch: Batch, choices, image_features=None, image_index=None
 ) -> list[torch.Tensor]:
-    """log p, in nats, of each row's choices (token ids, with or without the end token) after its
-    picture and prefix. A prompt is read once into the cache, whose rows are then repeated for the
-    choices; choices of one token need no more than the prompt. Raises NonFiniteError."""
+    """The log-probability, in nats, of each choice after its row's picture and prompt: of each row a
+    tensor (choices,). choices: of each row, lists of token ids, with or without the end token. A
+    prompt is read once into the cache, whose rows are then repeated for the choices; choices of one
+    token need no more than the prompt. Raises NonFiniteError."""
     # 1. a row for each choice, and the row of its prompt
     device = batch.input_ids.device
     counts = [len(of_row) for of_row in choices]
-    owner = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(device)
+    row_of_choice = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).to(device)
     each = [torch.tensor(ids) for of_row in choices for ids in of_row]
     targets = pad_sequence(each, batch_first=True, padding_value=-100).to(device)
     is_target = targets != -100
 
     # 2. the prompts, which predict the first tokens
-    read = targets[:, :-1]  # the inputs that predict the rest of a choice
-    cache = model.new_cache(batch.input_ids.shape[1] + read.shape[1])
-    known = model(
+    inputs = targets[:, :-1]  # these predict the rest of a choice
+    cache = model.new_cache(batch.input_ids.shape[1] + inputs.shape[1])
+    logits = model(
         batch.input_ids,
         pixel_values=None,
         token_type_ids=batch.token_type_ids,
@@ -242,29 +324,29 @@ def log_likelihoods(
         image_features=image_features,
         image_index=image_index,
         positions_to_keep=last_valid(batch.attention_mask),
-    )[owner]
+    )[row_of_choice]
 
-    # 3. the choices, which predict the rest of themselves
-    if read.shape[1]:
+    # 3. the choices: each token predicts the next one
+    if inputs.shape[1]:
         for layer in cache:
-            pick_rows(layer, owner)
-        is_read = is_target[:, :-1]
-        types = torch.cat((batch.token_type_ids[owner], torch.ones_like(read)), dim=1)
-        valid = torch.cat((batch.attention_mask[owner], is_read.long()), dim=1)
+            pick_rows(layer, row_of_choice)
+        is_input = is_target[:, :-1]
+        types = torch.cat((batch.token_type_ids[row_of_choice], torch.ones_like(inputs)), dim=1)
+        valid = torch.cat((batch.attention_mask[row_of_choice], is_input.long()), dim=1)
         rest = model(
-            read.clamp(min=0),
+            inputs.clamp(min=0),
             pixel_values=None,
             token_type_ids=types,
             attention_mask=valid,
             cache=cache,
         )
-        rest = torch.where(is_read[..., None], rest, 0)
-        known = torch.cat((known, rest), dim=1)
-    finite = finite_rows(known)
+        rest = torch.where(is_input[..., None], rest, 0)
+        logits = torch.cat((logits, rest), dim=1)
+    finite = finite_rows(logits)
     if not finite.all():
-        raise NonFiniteError(owner[~finite].unique().tolist())
+        raise NonFiniteError(row_of_choice[~finite].unique().tolist())
     chosen = targets.clamp(min=0)[..., None]
-    scores = known.log_softmax(-1).gather(-1, chosen)[..., 0]
+    scores = logits.log_softmax(-1).gather(-1, chosen)[..., 0]
     sums = scores.masked_fill(~is_target, 0).sum(1)
     return list(sums.split(counts))
 
@@ -277,75 +359,3 @@ def pick_rows(memory, rows: torch.Tensor) -> None:
             setattr(memory, name, value[rows])
         elif hasattr(value, "__dict__"):
             pick_rows(value, rows)
-
-
-def marks_of(
-    model, processor: Processor, questions: Sequence[Question], max_new_tokens: int
-) -> list[str]:
-    """A hash for each question of all that decides its answer: the model and its LoRA strength, the
-    tokens, the files of its pictures (a replaced file is another picture), its choices."""
-    strengths = [[path, layer.alpha] for path, layer in lora_layers(model).items()]
-    of_model = [exact_fingerprint(model), str(model.config), max_new_tokens, strengths]
-    versions = defaultdict(list)
-    marks = []
-    for q in questions:
-        if q.key not in versions:
-            for path in (*q.files, *q.pictures):
-                if isinstance(path, Path) and path.is_file():
-                    file = path.stat()
-                    version = str(path.absolute()), file.st_size, file.st_mtime_ns
-                    versions[q.key].append(version)
-        ids = []
-        with contextlib.suppress(UserError):  # a prompt that is refused is not answered, either
-            ids = processor.encode(q.prefix)
-        parts = [of_model, q.key, versions[q.key], q.prefix, ids, q.choices, q.before, q.scored]
-        marks.append(short_hash(json.dumps(parts)))
-    return marks
-
-
-@contextlib.contextmanager
-def open_log(path: Path, anew: bool = False) -> Iterator[tuple[BinaryIO, dict[str, dict]]]:
-    """A log of answers, to be appended to by one command at a time, and its records by mark; an
-    incomplete last line is cut off. anew: empty it. Raises UserError, also for a file of another
-    kind."""
-    with file_errors(path):
-        file = path.open("a+b")
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            problem = "another command writes its answers here: give another --out"
-            raise UserError(f"{shown(path)}: {problem}") from None
-        if anew:
-            file.truncate(0)
-        file.seek(0)
-        content = file.read()
-        records = {}
-        whole = content.rfind(b"\n") + 1
-        file.truncate(whole)  # the process ended while it wrote the last line
-        for number, line in enumerate(content[:whole].splitlines(), start=1):
-            try:
-                record = json.loads(line)
-                mark, answer = record["mark"], record["answer"]
-                if answer is not None:
-                    records[mark] = record
-            except (ValueError, TypeError, KeyError, RecursionError):
-                problem = "this is no log of answers: delete the file to ask anew"
-                raise UserError(f"{shown(path)}:{number}: {problem}") from None
-        yield file, records
-
-
-def from_log(record: Mapping, question: Question, sure: dict | None, log: Path) -> Answer:
-    """The answer of a log's record; `sure` gets how sure the model was of it. Raises UserError,
-    also where the log does not say that: it is of an earlier version."""
-    answer = record["answer"]
-    name = f"the answer to {shown(question.id)}"
-    try:
-        check(question.takes(answer), f"{name} is {quoted(answer)}")
-        if sure is not None and not question.choices:
-            sure[question.id] = certainty_of(record)
-            is_known = sure[question.id] is not None
-            check(is_known, f"{name} has no confidence, as those of an earlier version")
-    except (TypeError, ValueError) as error:
-        raise UserError(f"{shown(log)}: {error}: delete the file to ask anew") from None
-    return answer

@@ -12,14 +12,13 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import copy_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.command import add_flag, add_limit, add_model_flags, command_parser, positive
 from eval.data.files import LOOKED_FOR, check, check_unique, read, some
 from eval.data.record import PROMPT, check_prompt
-from eval.question import Answer, Question, certainty_of
+from eval.question import Answer, Question, read_certainty
 from eval.report import bootstrap, calibration, interval_text, markdown_table
 from model.common import UserError, quoted, shown, write_text
 from model.confidence import Certainty
@@ -58,8 +57,9 @@ class Row(NamedTuple):
 # in files of answers
 ID_KEYS = ("question_id", "questionId", "index", "id", "image")
 ANSWER_KEYS = ("answer", "prediction", "text")
-# lines of each table: answers without an end token; of own data
-AT_LIMIT, ECE = "ended at the limit of tokens", "expected calibration error"
+# lines of each table
+AT_LIMIT = "ended at the limit of tokens"  # the share of answers without an end token
+ECE = "expected calibration error"  # of own data
 BLIND = ", blind"  # the end of a title: the model, asked about gray pictures
 Results = dict[str, list[Row]]  # by the title of a model
 Summary = dict[str, dict[str, float | None]]  # the numbers of a table, by line and measure
@@ -75,8 +75,8 @@ class Benchmark:
     max_new_tokens = 32
 
     def __init__(self, **prompts: str):
-        """prompts: by `eval.open.wording_of`, where the training tells none; one for `text` if these
-        can be asked."""
+        """prompts: by wording (see `eval.open.wording_of`), taken where a model's training stores
+        none. With one for `text`, language models can be asked too."""
         self.prompts = prompts
 
     def questions(self, args: Namespace) -> list[Question]:
@@ -99,7 +99,7 @@ class Benchmark:
         for question, answer in zip(questions, answers, strict=True):
             if answer is not None:
                 scores = self.score(question, answer)
-                rows.append(Row(question, answer, scores, sure_of(sure, question)))
+                rows.append(Row(question, answer, scores, certainties_of(sure, question)))
         return rows
 
     def blind(self, question: Question) -> Question:
@@ -118,9 +118,11 @@ class Benchmark:
 
     def read(self, file: str, args: Namespace) -> list[Row]:
         """The rows of a file of answers (--results), for which no pictures are looked for."""
-        context = copy_context()
-        context.run(LOOKED_FOR.set, False)
-        questions = context.run(self.questions, args)
+        before = LOOKED_FOR.set(False)
+        try:
+            questions = self.questions(args)
+        finally:
+            LOOKED_FOR.reset(before)
         return self.rows(questions, *read_answers(file, questions))
 
     def write(self, rows: Sequence[Row], out: Path, subject: Any) -> None:
@@ -128,16 +130,16 @@ class Benchmark:
         records = []
         for row in rows:
             record = {"question_id": row.question.id, "answer": row.answer}
-            records.append(record | certainty_in(row))
+            records.append(record | certainty_fields(row))
         write_json(out / "results.json", records, indent=0)
 
 
-def sure_of(sure: Mapping[Any, Certainty], *questions: Question) -> list[Certainty]:
+def certainties_of(sure: Mapping[Any, Certainty], *questions: Question) -> list[Certainty]:
     """The certainties of questions, of those that have one."""
     return [sure[question.id] for question in questions if question.id in sure]
 
 
-def certainty_in(row: Row) -> dict[str, Any]:
+def certainty_fields(row: Row) -> dict[str, Any]:
     """What an entry of results.json says of a row's only answer: how sure the model was of it, and
     whether it ended."""
     if not row.sure:
@@ -170,12 +172,12 @@ def read_answers(
         answer = said[0] if said else None
         check(id_ in known and id_ not in answers, f"id {shown(id_)} is unknown, or occurs twice")
         check(known[id_].takes(answer), f"answer is {quoted(answer)}")
-        asked = known[id_].prefix
+        prompt = known[id_].prefix
         text = str(record.get("question", ""))
-        is_asked = text.strip().lower() in asked.lower()
-        check(is_asked, f"{quoted(text)} is not {quoted(asked)}: see --prompt and --wording")
+        is_asked = text.strip().lower() in prompt.lower()
+        check(is_asked, f"{quoted(text)} is not {quoted(prompt)}: see --prompt and --wording")
         answers[id_] = answer
-        if certainty := certainty_of(record):
+        if certainty := read_certainty(record):
             sure[known[id_].id] = certainty
 
     read(file, add)
@@ -240,20 +242,20 @@ def parser_of(benchmark: Benchmark) -> ArgumentParser:
 
 
 def flags_for(benchmark: Benchmark, args: Namespace, subject) -> Namespace:
-    """The flags with the wording and the prompt of a model: that of the flags, of its training, or
-    of its kind."""
+    """The flags, with the wording and the prompt for one model. The prompt is that of the flags,
+    else of its training, else of its wording."""
     from eval.open import stored_prompt, wording_of
 
-    wording = getattr(args, "wording", None)
-    kind = wording or "paligemma"
-    if not wording and (benchmark.prompts or "wording" in args):
-        kind = wording_of(subject.source)
+    given = getattr(args, "wording", None)
+    wording = given or "paligemma"
+    if not given and (benchmark.prompts or "wording" in args):
+        wording = wording_of(subject.source)
     prompt = getattr(args, "prompt", None)
     if not prompt:
-        prompt = benchmark.prompts.get(kind, PROMPT)
-        if not wording:
+        prompt = benchmark.prompts.get(wording, PROMPT)
+        if not given:
             prompt = stored_prompt(subject, prompt)
-    return Namespace(**vars(args) | {"template": check_prompt(prompt), "wording": kind})
+    return Namespace(**vars(args) | {"template": check_prompt(prompt), "wording": wording})
 
 
 def results_of_models(benchmark: Benchmark, args: Namespace) -> Results:
@@ -279,48 +281,50 @@ def results_of_models(benchmark: Benchmark, args: Namespace) -> Results:
         out = out_folder(path, title, benchmark.name)
         # 2. its answers
         left_out = {}
-        rows = results_of_model(benchmark, args, subject, questions, out, left_out)
+        of_model = results_of_model(benchmark, args, subject, questions, out, left_out)
         for reason, count in Counter(left_out.values()).most_common(5):
             problem = f"left out {count} of {len(questions)} questions: {shown(reason, 500)}"
             print(problem, file=sys.stderr)
         # 3. its files
-        benchmark.write(rows[title], out, subject)
-        rows |= benchmark.baselines(rows[title])
-        values = values_of(benchmark, rows)
+        benchmark.write(of_model[title], out, subject)
+        of_model |= benchmark.baselines(of_model[title])
+        values = values_of(benchmark, of_model)
         scores = {"model": subject.name, "left_out": left_out, "results": values}
         write_json(out / "scores.json", scores)
         print(f"files: {shown(out)}", file=talk)
-        results |= rows
+        results |= of_model
     return results
 
 
 def results_of_model(
     benchmark: Benchmark, args: Namespace, subject, questions: Sequence[Question], out, left_out
 ) -> Results:
-    """The rows of one model, which is in memory until then, on gray pictures too with --blind.
-    left_out: gets, by id, why a question cannot be asked. Raises UserError where none can."""
+    """The rows of one model, with --blind also on gray pictures. The model is in memory during this
+    call alone. left_out: gets, by id, why a question cannot be asked. Raises UserError where none
+    can."""
     from eval.answer import ask_all, open_log
     from eval.open import open_subject
     from model.compiled import CompiledStep
 
     model, processor = open_subject(args, subject, text="text" in benchmark.prompts)
     log = out / "answers.jsonl"
+    # without --resume the log begins empty
     with open_log(log, anew=not args.resume):
         pass
     compiled = CompiledStep(model) if args.compile else None
-    asked = {subject.title: questions}
+    by_title = {subject.title: questions}
     if args.blind:
-        asked[subject.title + BLIND] = [benchmark.blind(question) for question in questions]
-    rows = {}
-    for name, pictured in asked.items():
+        by_title[subject.title + BLIND] = [benchmark.blind(question) for question in questions]
+    of_model = {}
+    for title, of_title in by_title.items():
         sure = {}
         answers = ask_all(
             model,
             processor,
-            pictured,
+            of_title,
             max_new_tokens=args.max_new_tokens,
             batch_size=args.batch_size,
-            progress=f"{benchmark.name}, {shown(name)}",
+            progress=f"{benchmark.name}, {shown(title)}",
             log=log,
             left_out=left_out,
             compiled=compiled,
@@ -330,8 +334,8 @@ def results_of_model(
             reason = next(iter(left_out.values()), "there are none")
             problem = f"none of {len(answers)} questions could be asked: {reason}"
             raise UserError(f"{benchmark.name}: {problem}")
-        rows[name] = benchmark.rows(questions, answers, sure)
-    return rows
+        of_model[title] = benchmark.rows(questions, answers, sure)
+    return of_model
 
 
 # From scores to tables
@@ -363,11 +367,12 @@ def mean_over(lines: Sequence[Mapping]) -> dict[str, float]:
 
 
 def values_of(benchmark: Benchmark, results: Results) -> dict[str, dict]:
-    """For JSON, by title: the summary; and by measure the mean in percent with its 95 % interval
-    over groups of questions, and the paired difference on the questions that both have answered: of
-    a model on gray pictures to the model, else to the first; AT_LIMIT, and ECE with its bins."""
+    """What --json prints, by title. "summary": of the benchmark. "measures": the mean of each in
+    percent, with its 95 % interval over groups of questions. "difference": the paired one to the
+    first model, on the "paired" questions that both answered; a blind model is compared with its
+    own. AT_LIMIT and ECE: where certainties are known."""
 
-    def asked(row: Row) -> tuple:
+    def identity(row: Row) -> tuple:
         return row.question.id, row.question.choices
 
     def percent(rows: Sequence[Row], scores: Sequence[float]) -> dict[str, float]:
@@ -383,16 +388,16 @@ def values_of(benchmark: Benchmark, results: Results) -> dict[str, dict]:
             reference = title.removesuffix(BLIND)
         other = {}
         if title != reference:
-            other = {asked(row): row.scores for row in results[reference]}
+            other = {identity(row): row.scores for row in results[reference]}
         # 2. the measures, and their differences
         measures = {}
         for measure in dict.fromkeys(measure for row in rows for measure in row.scores):
             scored = [row for row in rows if measure in row.scores]
             found = percent(scored, [row.scores[measure] for row in scored])
             found["questions"] = len(scored)
-            both = [row for row in scored if measure in other.get(asked(row), ())]
+            both = [row for row in scored if measure in other.get(identity(row), ())]
             if both:
-                gaps = [row.scores[measure] - other[asked(row)][measure] for row in both]
+                gaps = [row.scores[measure] - other[identity(row)][measure] for row in both]
                 found["difference"] = percent(both, gaps)
                 found["paired"] = len(both)
             measures[measure] = found

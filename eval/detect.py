@@ -33,14 +33,14 @@ import numpy as np
 from PIL.Image import Image
 
 from eval import figures
-from eval.bench import Benchmark, Row, certainty_in, read_rows, run, sure_of, write_json
+from eval.bench import Benchmark, Row, certainties_of, certainty_fields, read_rows, run, write_json
 from eval.command import MASKS_HELP
 from eval.data.files import check, text_at
 from eval.data.masks import checked_mask, mask_of
 from eval.data.record import Box, Detection, Record
 from eval.data.records import embedded_records, read_data
 from eval.masks import answer_overlap, mask_overlaps, masks_of
-from eval.question import Question, certainty_of, question_of
+from eval.question import Question, question_of, read_certainty
 from model.boxes import Said, parse_objects
 from model.common import UserError, run_command, shown
 from model.images import load_image
@@ -58,6 +58,7 @@ SIZES = {  # area, both ends
 }
 TOKENS = re.compile(r"\s*(<loc\d{4}>){4}(<seg\d{3}>){16}")  # of a mask in its box
 MOST = 100  # detections of one class in one picture
+SOUND = ""  # a part of an answer without a problem
 
 
 class Found(NamedTuple):
@@ -115,7 +116,7 @@ class Detect(Benchmark):
         rows = []
         for question, said in zip(questions, answers, strict=True):
             if said is not None:
-                certain = sure_of(sure, question)
+                certain = certainties_of(sure, question)
                 scores = certain[0].scores if certain else []
                 rows.append(self.with_overlap(Row(question, (said, scores), {}, certain)))
         return rows
@@ -152,12 +153,13 @@ class Detect(Benchmark):
             values |= {f"masks: {line}": value for line, value in of_masks.items()}
         # the malformed parts, in all and by problem
         counts = sum(problems, Counter())
-        sound = counts.pop("", 0)
+        sound = counts.pop(SOUND, 0)
         parts = max(1, sound + counts.total())
         values["malformed"] = counts.total() / parts
         for problem, count in counts.items():
             values[f"  {problem}"] = count / parts
-        values["answers without a box"] = problems.count(Counter()) / len(rows)
+        without = sum(not of_row for of_row in problems)
+        values["answers without a box"] = without / len(rows)
         values |= {f"  AP, {label}": value for label, value in classes.items()}
         summary = {}
         for line, value in values.items():
@@ -176,7 +178,7 @@ class Detect(Benchmark):
                     "answer": answer,
                     **asdict(question.truth),
                     "scores": scores,
-                    **certainty_in(row),
+                    **certainty_fields(row),
                 }
             )
         write_json(out / "results.json", results)
@@ -192,9 +194,10 @@ def truth_of(record: Record) -> Detection | None:
     asks_boxes = record.prefix.startswith("detect ") and len(record.pictures) == 1
     size = load_image(record.pictures[0]).size if asks_boxes else (1, 1)
     truth = Detection(*size, ())
-    right = Row(question_of(record, truth=truth), (record.suffix, []), {})
-    found, problems = boxes_of(right)
-    if not asks_boxes or problems.keys() != {""}:
+    # the right answer is read as a model's would be
+    as_said = Row(question_of(record, truth=truth), (record.suffix, []), {})
+    found, problems = boxes_of(as_said)
+    if not asks_boxes or problems.keys() != {SOUND}:
         remedy = "give coco:ANNOTATIONS.json, or `detect a` with its boxes as the answer"
         raise UserError(f"{shown(record.name)} has no boxes: {remedy}")
     return replace(truth, boxes=tuple(Box(*box[:5], box.area) for box in found))
@@ -217,7 +220,7 @@ def row_of(record: dict) -> Row:
     if asks_masks(question):
         for box in boxes:
             checked_mask(box, truth.height, truth.width)
-    certain = certainty_of(record)
+    certain = read_certainty(record)
     return Row(question, (answer, scores), {}, [certain] if certain else ())
 
 
@@ -226,39 +229,40 @@ def asks_masks(question: Question) -> bool:
 
 
 def boxes_of(row: Row) -> tuple[list[Found], Counter]:
-    """The boxes of an answer, and the number of its parts by problem, "" where there is none. A
-    part without four locations is no box; an empty box, a name that was not asked for, or no mask
-    where one was, is one that is wrong."""
+    """The boxes of an answer, and how many of its parts have which problem (SOUND: none). A part
+    without four locations gives no box. A part with another problem gives one, which is wrong: the
+    box is empty, or its name was not asked for, or its mask is missing."""
     answer, scores = row.answer
     truth = row.question.truth
     _, _, listed = row.question.prefix.partition(" ")
-    asked = listed.split(" ; ")
-    names = {name.lower(): name for name in asked}
-    names |= {name: name for name in asked}  # some differ by case alone
+    classes = listed.split(" ; ")
+    names = {name.lower(): name for name in classes}
+    names |= {name: name for name in classes}  # some differ by case alone
     found = []
     problems = Counter()
     for number, part in enumerate(answer.split(";")):
-        problem = "not four locations and a name" if part.strip() else None
+        if not part.strip():
+            continue
+        problem = "not four locations and a name"
         score = scores[number] if scores else 1.0
         for said in parse_objects(part, truth.width, truth.height, as_said=True):
             label = said.label
             left, top, right, bottom = said.box
             name = names.get(label, names.get(label.lower()))
-            problem = "" if name else "a name that was not asked for"
+            problem = SOUND if name else "a name that was not asked for"
             if asks_masks(row.question) and not said.codes:
                 problem = "no mask of 16 codes"
             if right <= left or bottom <= top:
                 problem = "an empty box"
             size = right - left, bottom - top
             found.append(Found(name or label, left, top, *size, score, said))
-        if problem is not None:
-            problems[problem] += 1
+        problems[problem] += 1
     return found, problems
 
 
 def overlap_of(row: Row, coder: Any) -> float:
-    """The IoU of the true masks of a prompt, and of the first ones of its answer, as many; what
-    follows the 20 tokens of a mask is ignored, a name too."""
+    """The IoU of a prompt's true masks with as many masks of its answer, the first ones. Text after
+    the 20 tokens of a mask is ignored, a name too."""
     truth = row.question.truth
     count = sum(not box.is_crowd for box in truth.boxes)
     answer, _ = row.answer
@@ -276,19 +280,19 @@ def draw_sheet(rows: Sequence[Row], title: str, coder: Any = None):
 
 
 def draw_row(row: Row, coder: Any = None) -> tuple[Image, str, bool]:
-    """A picture with its true and found boxes, with a coder also masks, how many boxes agree by
-    half, and whether these are all."""
-    size = row.question.truth
-    truths = [box for box in size.boxes if not box.is_crowd]
+    """A picture with its true and found boxes, and masks with a coder. Its caption counts the boxes
+    with an IoU of ½ or more; the last value says whether all are right."""
+    truth = row.question.truth
+    truths = [box for box in truth.boxes if not box.is_crowd]
     found, _ = boxes_of(row)
     image = load_image(row.question.images()[0])
     if coder is not None and asks_masks(row.question):
-        masks = [mask_of(box.segmentation, size.height, size.width) for box in truths]
+        masks = [mask_of(box.segmentation, truth.height, truth.width) for box in truths]
         image = figures.draw_masks(image, masks, [figures.HIT] * len(masks))
-        masks = [said.mask for said in masks_of(found, size, coder)]
+        masks = [said.mask for said in masks_of(found, truth, coder)]
         image = figures.draw_masks(image, masks, [figures.MISS] * len(masks))
-    true_corners = corners(truths, image, size)
-    sheet = figures.draw_boxes(
+    true_corners = corners(truths, image, truth)
+    enlarged = figures.draw_boxes(
         image,
         true_corners,
         colors=[figures.HIT],
@@ -296,8 +300,8 @@ def draw_row(row: Row, coder: Any = None) -> tuple[Image, str, bool]:
         least=448,
     )
     labels = [box.label for box in found]
-    found_corners = corners(found, sheet, size)
-    drawn = figures.draw_boxes(sheet, found_corners, labels, colors=[figures.SERIES[1]])
+    found_corners = corners(found, enlarged, truth)
+    drawn = figures.draw_boxes(enlarged, found_corners, labels, colors=[figures.SERIES[1]])
     matched = 0
     for label in set(labels):
         true, said = labelled(truths, label), labelled(found, label)
@@ -396,27 +400,27 @@ def match(
     ignored truths, and those of another size without a truth, are ignored."""
     low, high = limits
     crowd = np.array([truth.is_crowd for truth in truths], bool)
-    is_other = [not low <= truth.area <= high for truth in truths]
-    ignored = crowd | np.array(is_other, bool)
-    is_other = [not low <= box.area <= high for box in found]
+    other_truths = [not low <= truth.area <= high for truth in truths]
+    ignored_truths = crowd | np.array(other_truths, bool)
+    other_found = [not low <= box.area <= high for box in found]
     hit = np.zeros((len(THRESHOLDS), len(found)), bool)
-    neither = hit | np.array(is_other, bool)
+    ignored = hit | np.array(other_found, bool)
     for at, threshold in enumerate(THRESHOLDS):
         free = np.ones(len(truths), bool)
         for number in range(len(found)):
             fits = (free | crowd) & (iou[number] >= threshold)
             if not fits.any():
                 continue
-            if (fits & ~ignored).any():
-                fits &= ~ignored
+            if (fits & ~ignored_truths).any():
+                fits &= ~ignored_truths
             is_best = iou[number] == iou[number][fits].max()
             best = np.flatnonzero(fits & is_best)[-1]
             free[best] = False
-            hit[at, number] = not ignored[best]
-            neither[at, number] = ignored[best]
+            hit[at, number] = not ignored_truths[best]
+            ignored[at, number] = ignored_truths[best]
     scores = np.array([box.score for box in found], np.float64)
-    to_find = int((~ignored).sum())
-    return Matches(scores, np.arange(len(found)), hit, neither, to_find)
+    to_find = int((~ignored_truths).sum())
+    return Matches(scores, np.arange(len(found)), hit, ignored, to_find)
 
 
 def overlaps(found: Sequence[Found], truths: Sequence[Box]) -> np.ndarray:

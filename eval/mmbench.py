@@ -34,7 +34,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 
-from eval.bench import Benchmark, Row, certainty_in, means, run, sure_of, write_json
+from eval.bench import Benchmark, Row, certainties_of, certainty_fields, means, run, write_json
 from eval.data.files import check, check_unique, read, rows_in
 from eval.question import Question
 from model.common import UserError, quoted, run_command, short_hash, shown, write_text
@@ -98,7 +98,7 @@ class MMBench(Benchmark):
         rows = []
         groups = defaultdict(list)
         for question, answer in zip(questions, answers, strict=True):
-            rows.append(Row(question, answer, {}, sure_of(sure, question)))
+            rows.append(Row(question, answer, {}, certainties_of(sure, question)))
             groups[question.id % BASE].append(rows[-1])
         for group in groups.values():
             if all(row.answer is not None and row.question.truth.get("answer") for row in group):
@@ -120,7 +120,7 @@ class MMBench(Benchmark):
                 lines[name].append(row)
         summary = {}
         for name, of_line in lines.items():
-            summary[name] = {"CircularEval": round(*means(of_line).values(), 2)}
+            summary[name] = {"CircularEval": round(means(of_line)["CircularEval"], 2)}
         letters = [chosen(row) for row in rows if row.answer is not None]
         if summary:  # in percent of the rotations
             summary["overall"]["undecided"] = round(100 * letters.count(None) / len(letters), 2)
@@ -132,7 +132,7 @@ class MMBench(Benchmark):
             q = row.question
             if row.answer is not None:  # with the prompt, since an answer is read by its wording
                 result = {"question_id": q.id, "question": q.prefix, "answer": row.answer}
-                results.append(result | certainty_in(row))
+                results.append(result | certainty_fields(row))
         write_json(out / "results.json", results, indent=0)
         names = [name for name in rows[0].question.truth if name not in NOT_SUBMITTED]
         names.insert(6, "prediction")

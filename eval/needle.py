@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from eval.bench import Benchmark, Row, by_kind, run, sure_of, write_json
+from eval.bench import Benchmark, Row, by_kind, certainties_of, run, write_json
 from eval.command import whole
 from eval.data.files import check, check_unique, find_image, find_picture, read, text_at
 from eval.data.haystacks import NEEDLE_TITLES, NEEDLES, haystack, layout_of, place_questions
@@ -50,7 +50,8 @@ METADATA_HELP = (
     "folder of MMNeedle's N_N.json and annotations_M_N_N.json "
     "(default: 2×2 tests drawn from --captions)"
 )
-LIMIT, SEED = 200, 42  # tests of each kind, by default; of their draw
+LIMIT = 200  # tests of each kind, by default
+SEED = 42  # of their draw
 FIRST_ABSENT_ID = 5000  # MMNeedle's ids from here on have no needle in the haystack
 SUB_IMAGE = 256  # px along each side of a sub-image
 COUNTED = r"(0, 0, 0|[1-9][0-9]?, [1-9][0-9]?, [1-9][0-9]?)"  # absent, or a place from 1
@@ -104,7 +105,7 @@ class Needle(Benchmark):
             test = asked[0].truth
             record = response_record(test, respond(test, said, self.protocol))
             row = judged_row(asked[0], record | {"said": said})
-            rows.append(row._replace(sure=sure_of(sure, *asked)))
+            rows.append(row._replace(sure=certainties_of(sure, *asked)))
         return rows
 
     def read(self, file, args):
@@ -178,7 +179,8 @@ def tests_of(args: Namespace) -> dict[str, list[NeedleTest]]:
     if args.metadata:
         return official_tests(args)
     has_more = args.needles > 1 or args.negatives
-    if (args.pictures, args.side) != (1, 2) or is_coco and has_more:
+    has_own_size = args.pictures != 1 or args.side != 2
+    if has_own_size or (is_coco and has_more):
         raise UserError(
             "--pictures, --side, and more or absent needles on COCO's pictures: give --metadata too"
         )
@@ -411,7 +413,7 @@ def respond(test: NeedleTest, answers: Sequence, protocol: str) -> str | None:
 
 
 def judged_row(question: Question, record: dict) -> Row:
-    """Without a response nothing is scored."""
+    """The row of a response record, with its exact score; without a response it has none."""
     verdict = judge(record)
     scores = {f"exact, {question.kind}": float(verdict[2])} if verdict else {}
     return Row(question, record, scores)
@@ -534,10 +536,12 @@ def judge(record: dict) -> tuple[bool, bool, bool] | None:
 def score_responses(records: Iterable[dict]) -> dict[str, float]:
     """Accuracies "existence", "index" and "exact", in percent of the responses that are not None; 0
     without any."""
-    verdicts = list(filter(None, map(judge, records))) or [(False,) * 3]
-    shares = np.mean(verdicts, axis=0).tolist()
-    pairs = zip(("existence", "index", "exact"), shares, strict=True)
-    return {name: 100 * share for name, share in pairs}
+    measures = "existence", "index", "exact"
+    verdicts = [verdict for verdict in map(judge, records) if verdict]
+    if not verdicts:
+        return dict.fromkeys(measures, 0.0)
+    shares = 100 * np.mean(verdicts, axis=0)
+    return dict(zip(measures, shares.tolist(), strict=True))
 
 
 def accuracy_by_place(records: Iterable[dict]) -> dict[tuple[int, int], float]:

@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eval.data.record import ASKED, PROMPT, check_prompt
+from eval.data.record import PROMPT, QUESTION_SOURCES, check_prompt
 from lora import adapter
 from model.common import UserError, file_errors, read_json, read_json_if, shown
 from model.device import choose_device, choose_dtype, use_threads
@@ -36,14 +36,14 @@ class Subject(NamedTuple):
         return self.source if self.run is None else f"{self.run} on {self.source}"
 
 
-def model_of(args: Namespace, is_toy: bool = False) -> Subject:
+def model_of(args: Namespace, on_scenes: bool = False) -> Subject:
     """The model that the flags name; without flags the newest run, or else the embedded base.
-    is_toy: it is asked about the embedded scenes, see `last_run`. Raises UserError."""
+    on_scenes: it is asked about the embedded scenes, see `last_run`. Raises UserError."""
     # 1. the run, and its title
     source = args.model
     run = args.adapter
     if run is None and source is None:
-        run = last_run(is_toy=is_toy)
+        run = last_run(on_scenes=on_scenes)
     if run == "none":
         run = None
     path = Path(run or source or EMBEDDED).absolute()
@@ -72,10 +72,10 @@ def models_of(args: Namespace) -> list[Subject]:
     """The models that repeated flags name, each with each. Raises UserError."""
     flags = product(args.model or [None], args.adapter or [None], args.quantize or [None])
     given = [vars(args).get(name) for name in ("data", "questions", "images", "image", "task")]
-    is_toy = all(value in (None, EMBEDDED, "scenes") for value in given)
+    on_scenes = all(value in (None, EMBEDDED, "scenes") for value in given)
     subjects = []
     for model, run, kind in flags:
-        subjects.append(model_of(Namespace(model=model, adapter=run, quantize=kind), is_toy))
+        subjects.append(model_of(Namespace(model=model, adapter=run, quantize=kind), on_scenes))
     titles = [subject.title for subject in subjects]
     if twice := [title for title in titles if titles.count(title) > 1]:
         problem = f"two models are named {shown(twice[0])}"
@@ -83,14 +83,14 @@ def models_of(args: Namespace) -> list[Subject]:
     return subjects
 
 
-def last_run(is_toy: bool = False) -> str | None:
+def last_run(on_scenes: bool = False) -> str | None:
     """The newest finished run on the embedded base, if there is one; a toy has learned from the
     embedded scenes alone."""
     finished = Path("runs").glob("*/summary.json")
     for file in sorted(finished, key=lambda file: file.stat().st_mtime, reverse=True):
         with suppress(UserError):  # a broken one is skipped
             made = read_json(file.with_name("config.json"))
-            if made.get("base") == EMBEDDED and (not is_toy or made.get("data") == [EMBEDDED]):
+            if made.get("base") == EMBEDDED and (not on_scenes or made.get("data") == [EMBEDDED]):
                 return str(file.parent)
     return None
 
@@ -121,8 +121,8 @@ def wording_of(source: str) -> str:
 
 
 def stored_prompt(subject: Subject, default: str = PROMPT) -> str:
-    """The prompt template of a model's training; PROMPT for the embedded scenes, `default` if none
-    is stored. That of a run's config.json counts for data that has questions: other data are
+    """The prompt template of a model's training; `default` where none is stored. A run on the
+    embedded scenes has PROMPT. A stored one counts only if the data ask questions: other data are
     complete prompts. Raises UserError."""
     folder = subject.run
     source = Path(subject.source)
@@ -130,11 +130,12 @@ def stored_prompt(subject: Subject, default: str = PROMPT) -> str:
         folder = source.parent
     if folder is None:
         return default
-    for name in ("config.json", "adapter_config.json"):
-        stored = read_json_if(folder / name)
-        sources = stored.get("data", [*ASKED])
-        if not any(source.startswith(ASKED) for source in sources):
-            is_embedded = any(source.startswith(EMBEDDED) for source in sources)
+    for file in ("config.json", "adapter_config.json"):
+        stored = read_json_if(folder / file)
+        data = stored.get("data", [])
+        asks = any(name.startswith(QUESTION_SOURCES) for name in data)
+        if "data" in stored and not asks:
+            is_embedded = any(name.startswith(EMBEDDED) for name in data)
             return PROMPT if is_embedded else default
         if "prompt" in stored:
             return check_prompt(str(stored["prompt"]))

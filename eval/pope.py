@@ -19,7 +19,7 @@ from eval.bench import PROMPT_FLAG, Benchmark, by_kind, mean_over, means, run
 from eval.data.files import check, check_unique, find_picture, id_of, read, records_in, text_at
 from eval.data.polls import STRATEGIES, pope
 from eval.data.record import fill_prompt
-from eval.question import Question, scored_twins
+from eval.question import Question, log_prob_twins
 from model.common import UserError, quoted, run_command
 
 SAYS_YES = "(?i)[^.]*(?<![a-z])yes(?![a-z])"  # in the first sentence
@@ -64,7 +64,7 @@ class Pope(Benchmark):
         check_unique((question.id for question in questions), "--questions")
         # 2. the same ones, for their probabilities
         if args.probability:
-            questions += scored_twins(questions, ("yes", "no"), "P(yes)")
+            questions += log_prob_twins(questions, ("yes", "no"), "P(yes)")
         return questions
 
     def question(self, args, kind: str, record: dict, picture=None) -> Question:
@@ -85,7 +85,7 @@ class Pope(Benchmark):
         )
 
     def score(self, question, answer):
-        if not question.scored:
+        if not question.wants_log_probs:
             return {f"accuracy, {question.kind}": float(question.truth == parse_answer(answer))}
         yes, no = answer
         likelier = "yes" if yes >= no else "no"
@@ -99,11 +99,11 @@ class Pope(Benchmark):
             problem = f"no question of {quoted(min(lost))} could be asked"
             raise UserError(f"{problem}: mend its pictures, or leave it out")
         for kind, of_kind in kinds.items():
-            free = [row for row in of_kind if not row.question.scored]
+            free = [row for row in of_kind if not row.question.wants_log_probs]
             lines[kind] = score_answers([(r.question.truth, parse_answer(r.answer)) for r in free])
             neither = sum(is_neither(row.answer) for row in free)
             lines[kind]["neither"] = 100 * neither / max(1, len(free))
-            if likely := [row for row in of_kind if row.question.scored]:
+            if likely := [row for row in of_kind if row.question.wants_log_probs]:
                 (lines[kind]["P(yes)"],) = means(likely).values()
         if len(lines) > 1:
             lines["mean"] = mean_over(list(lines.values()))

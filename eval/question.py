@@ -27,7 +27,8 @@ class Question:
     choices: tuple[str, ...] = ()  # the answer is the likeliest of them, with its end token
     files: Collection[Path] = ()  # those that a function among the pictures reads
     before: tuple[tuple[str, str], ...] = ()  # earlier turns, prompts with their answers
-    scored: bool = False  # the answer is the choices' log-probabilities, without the end token
+    # the answer is the log-probability of each choice, in nats, without the end token
+    wants_log_probs: bool = False
     truth: Any = None  # what the benchmark's `score` needs
     kind: str = ""  # a line of the benchmark's table
     group: str = ""  # questions of one group are not independent (default: key)
@@ -42,11 +43,12 @@ class Question:
 
     def takes(self, answer: Any) -> bool:
         """Whether an answer, of a file, has the form of one to this question."""
-        if not self.scored:
+        if not self.wants_log_probs:
             return isinstance(answer, str)
         is_listed = isinstance(answer, list) and len(answer) == len(self.choices)
         is_numbers = is_listed and all(type(number) is float for number in answer)
-        return is_numbers and sum(answer) < 1  # NaN is not
+        # log-probabilities sum to 0 at most; NaN fails the comparison
+        return is_numbers and sum(answer) < 1
 
     def blind(self) -> "Question":
         """The same question with every picture gray; all of them share one encoding."""
@@ -61,11 +63,11 @@ def parts_of(items: Sequence, size: int) -> list:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def scored_twins(
+def log_prob_twins(
     questions: Sequence[Question], choices: Sequence[str], name: str
 ) -> list[Question]:
     """The same questions, for the log-probabilities of `choices`; `name` ends their ids."""
-    options = {"choices": tuple(choices), "scored": True}
+    options = {"choices": tuple(choices), "wants_log_probs": True}
     return [replace(q, id=f"{q.id}, {name}", **options) for q in questions]
 
 
@@ -82,7 +84,7 @@ def question_of(record: Record, **more: Any) -> Question:
     )
 
 
-def certainty_of(record: Mapping[str, Any]) -> Certainty | None:
+def read_certainty(record: Mapping[str, Any]) -> Certainty | None:
     """How sure the model was of a record's answer, from a file; None where the record does not say.
     Raises TypeError and ValueError."""
     if not {"confidence", "ended"} <= record.keys():

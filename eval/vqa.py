@@ -20,14 +20,14 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 
-from eval.bench import PROMPT_FLAG, Benchmark, certainty_in, run, write_json
+from eval.bench import PROMPT_FLAG, Benchmark, certainty_fields, run, write_json
 from eval.data import scenes
 from eval.data.files import find_picture
 from eval.data.published import Annotation, read_vqa
 from eval.data.record import PROMPT, Record, fill_prompt
 from eval.data.records import ANNOTATIONS_FILE, QUESTIONS_FILE, groups_of, read_data, source_parts
 from eval.document_scoring import TITLES, cider_scorer, document_scores
-from eval.question import Question, question_of, scored_twins
+from eval.question import Question, log_prob_twins, question_of
 from eval.vqa_scoring import (
     ANNOTATORS,
     SCORERS,
@@ -80,7 +80,7 @@ class Vqa(Benchmark):
     limit = f"questions, the first N (default: all of files, {BY_DEFAULT} of the embedded scenes)"
 
     def questions(self, args):
-        """Of one source, each with a method of its own."""
+        """The questions of the source that the flags name; each source has a method."""
         self.known = ()
         if args.scoring == "cider":
             cider_scorer()  # rather now than when all is answered
@@ -96,7 +96,7 @@ class Vqa(Benchmark):
         return self.of_scenes(args)
 
     def of_data(self, args):
-        """Of --data, which takes no other files."""
+        """The questions of --data, which excludes --questions and its relatives."""
         kind, folder = source_parts(args.data)
         if any((args.questions, args.annotations, args.answerability)):
             raise UserError(
@@ -115,13 +115,13 @@ class Vqa(Benchmark):
         return self.of_examples(args)
 
     def of_scenes(self, args):
-        """On the embedded scenes."""
+        """The questions on the embedded scenes."""
         self.scoring = args.scoring or "official"
         self.known = embedded(TRAIN_QUESTIONS, "train")
         return embedded(args.limit or BY_DEFAULT, "test", args.template)
 
     def of_examples(self, args):
-        """Of a user's examples, with their own prompts."""
+        """The last question of each of a user's examples, with its own prompt."""
         if args.prompt or args.scoring in SCORERS:
             raise UserError(
                 f"{shown(args.data)} has complete prompts: no --prompt, and --scoring is one of "
@@ -133,7 +133,8 @@ class Vqa(Benchmark):
         return [question_of(r, truth=r, group=groups.get(r.name, "")) for r in records]
 
     def of_files(self, args, files, images):
-        """Of published files, questions and annotations, on pictures in the folder `images`."""
+        """The questions of published files, questions and annotations, on pictures in the folder
+        `images`."""
         fitting, asked = read_vqa(*files)
         questions = questions_of(asked[: args.limit], images, args.template)
         self.scoring = args.scoring or fitting
@@ -149,11 +150,11 @@ class Vqa(Benchmark):
                 raise UserError(f"--answerability: {problem}: give VizWiz's")
             # as the prompt spells it
             word = "Unanswerable" if "'Unanswerable'" in args.template else "unanswerable"
-            questions += scored_twins(questions, (word,), word)
+            questions += log_prob_twins(questions, (word,), word)
         return questions
 
     def rows(self, questions, answers, sure: Mapping = {}):
-        """With scores of TITLES, which see all answers at once."""
+        """As by default; scores of TITLES are added here, since they need all answers at once."""
         rows = super().rows(questions, answers, sure)
         if self.scoring not in TITLES:
             return rows
@@ -172,7 +173,8 @@ class Vqa(Benchmark):
             return {}  # see `rows`
         if isinstance(truth, Record):
             return record_scores(truth, answer)
-        if question.scored or not truth.answers or self.scoring == "gqa" and not truth.balanced:
+        is_left_out = self.scoring == "gqa" and not truth.balanced
+        if question.wants_log_probs or not truth.answers or is_left_out:
             return {}
         return {f"VQA accuracy, {self.scoring} scoring": SCORERS[self.scoring](truth, answer)}
 
@@ -187,29 +189,29 @@ class Vqa(Benchmark):
             percents |= {f"  {name}": p for name, p in values["per_question_type"].items()}
             title = TITLES.get(self.scoring, "VQA accuracy")
             lines = {name: {title: percent} for name, percent in percents.items()}
-        if unsure := [row for row in rows if row.question.scored]:
+        if unsure := [row for row in rows if row.question.wants_log_probs]:
             cannot = [row.question.truth.answerable == 0 for row in unsure]
-            lines["answerability"] = answerability(cannot, [math.exp(*r.answer) for r in unsure])
+            lines["answerability"] = answerability(cannot, [math.exp(r.answer[0]) for r in unsure])
         return lines
 
     def baselines(self, rows):
-        questions = [row.question for row in rows if not row.question.scored]
+        questions = [row.question for row in rows if not row.question.wants_log_probs]
         if not self.known or not questions:
             return {}
         return {GUESS: self.rows(questions, text_only_guesses(questions, self.known))}
 
     def write(self, rows, out, subject):
-        id_, answer = SERVER_KEYS.get(self.scoring, ("question_id", "answer"))
+        id_key, answer_key = SERVER_KEYS.get(self.scoring, ("question_id", "answer"))
         results, unsure = [], []
         for row in rows:
             q, said, scores, _ = row
-            if q.scored:
-                unsure.append({id_: q.truth.question_id, "answerable": 1 - math.exp(*said)})
+            if q.wants_log_probs:
+                unsure.append({id_key: q.truth.question_id, "answerable": 1 - math.exp(said[0])})
                 continue
-            result = {id_: q.id, answer: said}
+            result = {id_key: q.id, answer_key: said}
             if isinstance(q.truth, Record):
                 result |= {"question": q.prefix, "right": truths_of(q.truth), **scores}
-            results.append(result | certainty_in(row))
+            results.append(result | certainty_fields(row))
         write_json(out / "results.json", results, indent=0)
         if unsure:
             write_json(out / "answerability.json", unsure, indent=0)
@@ -219,11 +221,11 @@ class Vqa(Benchmark):
 
 
 def right_answers(question: Question) -> list[str]:
-    """All that are known; of a question that is asked for probabilities none."""
+    """All right answers that are known; none for a question that wants log-probabilities."""
     truth = question.truth
     if isinstance(truth, Record):
         return truths_of(truth)
-    if question.scored:
+    if question.wants_log_probs:
         return []
     return [given["answer"] for given in truth.answers]
 

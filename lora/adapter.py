@@ -33,13 +33,12 @@ PEFT, GRAFT = "base_model.model.", "differential."
 OLD = "model."  # before every path of ours, in earlier files of language models
 # The paper's choice: q, k, v, o, gate, up and down of the decoder, and nothing of the vision tower.
 DECODER_TARGETS = r"language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
-# Keys of PEFT that are read, or that change nothing of what the saved tensors compute. A value
-# under any other is a feature that would be lost without notice.
+# Keys of PEFT that can be loaded. Any other key with a value is a feature that loading would lose.
 _TEXTS = set("base_model_name_or_path prompt quantized peft_version revision task_type".split())
-# null is none of them; for other keys it means the default
+# these may not be null; for other keys null means the default
 _NUMBERS = {"r", "lora_alpha", "lora_dropout"}
 GRAFTED = "DIFFERENTIAL_LORA"  # the peft_type beside a graft; earlier files have LORA there too
-# Values of plain LoRA, the default first. Other initial values ("pissa", "olora", …) change the
+# Values of plain LoRA. Other initial values ("pissa", "olora", …) change the
 # base too.
 _PLAIN = {
     "peft_type": ["LORA", GRAFTED],
@@ -50,12 +49,13 @@ _OTHERS = """target_modules exclude_modules layers_to_transform layers_pattern r
     differential inference_mode auto_mapping eva_config megatron_core qalora_group_size runtime_config"""
 
 
-# A key of rank_pattern or alpha_pattern that no path takes long to match: of at most 200 characters,
-# with at most three groups and repeated characters; no group is repeated
+# keys of rank_pattern and alpha_pattern that match any path fast: no group is repeated
 SIMPLE = re.compile(
-    r"""(?=.{,200}\Z)
-    (?:(?:\\?[\w.^$|-]|\[[\w.\\^-]+\]|\))*
-       (?:(?:\\?[\w.-]|\[[\w.\\^-]+\])(?:[*+?]|\{[\d,]+\})\??|\((?:\?:)?)){,3}
+    r"""(?=.{,200}\Z)                                  # at most 200 characters
+    (?:(?:\\?[\w.^$|-]|\[[\w.\\^-]+\]|\))*              # characters, sets, closing parentheses
+       (?:(?:\\?[\w.-]|\[[\w.\\^-]+\])(?:[*+?]|\{[\d,]+\})\??  # then one that is repeated,
+          |\((?:\?:)?                                 # or a group that opens,
+       )){,3}                                         # this at most three times
     (?:\\?[\w.^$|-]|\[[\w.\\^-]+\]|\))*""",
     re.VERBOSE,
 )
@@ -283,12 +283,12 @@ def fingerprint(model: Adaptable) -> str:
     if model.base_fingerprint is not None:
         return model.base_fingerprint
     adapter = set(adapter_parameters(model).values())
-    base: dict[str, Any] = {name: p for name, p in model.named_parameters() if p not in adapter}
+    weights: list = [(name, p) for name, p in model.named_parameters() if p not in adapter]
     for path, module in model.named_modules():
         if isinstance(module, QuantizedLinear | LoRALinear) and module.original is not None:
-            # behind that of base_layer, which it replaces below
-            base[f"{path}.weight"] = module.original
-    plain = {name.replace(".base_layer.", "."): tensor for name, tensor in base.items()}
+            weights.append((f"{path}.weight", module.original))
+    # of equal names the last one counts: the original, not what merging or quantizing made of it
+    plain = {name.replace(".base_layer.", "."): tensor for name, tensor in weights}
     return tensor_fingerprint(plain)
 
 
@@ -351,9 +351,13 @@ def read_config(folder: str | Path) -> dict:
     raw = read_json(path)
     config = {key: value for key, value in raw.items() if value is not None or key in _NUMBERS}
     known = _TEXTS | _NUMBERS | _PLAIN.keys() | set(_OTHERS.split())
-    strange = [key for key, value in config.items() if value and key not in known or value is None]
-    strange += [key for key in _TEXTS & config.keys() if not isinstance(config[key], str)]
-    strange += [key for key, plain in _PLAIN.items() if config.get(key, plain[0]) not in plain]
+    strange = []
+    for key, value in config.items():  # a None left here is a number that must be given
+        is_unknown = value and key not in known
+        is_no_text = key in _TEXTS and not isinstance(value, str)
+        is_not_plain = value not in _PLAIN.get(key, [value])
+        if value is None or is_unknown or is_no_text or is_not_plain:
+            strange.append(key)
     if strange:
         features = ", ".join(f"{shown(key, 80)} {quoted(config[key])}" for key in strange[:8])
         raise UserError(
@@ -427,26 +431,29 @@ def _put_lora(
     layers = free_layers(model)
     names = dialect_names(layers, model.published)
     theirs = {ours: path for path, ours in names.items()}
-    # spelt: a layer's path in the file, by ours
-    renamed, spelt = {}, {}
+    # 1. the file's tensors, under the names of `save`
+    renamed = {}
+    in_file = {}  # by our path of a layer: its path as the file spells it
     for name, tensor in tensors.items():
         if match := re.fullmatch(rf"{re.escape(PEFT)}(.+)\.(lora_[AB])\.weight", name):
             path = names.get(match[1], match[1].removeprefix(OLD))
             # before transformers 4.52 below the decoder and the tower, not above
             path = re.sub(r"^(language_model|vision_tower)\.(vision_)?model\.", r"\1.", path)
             if path in layers:
-                spelt[path], name = match[1], f"{PEFT}{theirs[path]}.{match[2]}.weight"
+                in_file[path] = match[1]
+                name = f"{PEFT}{theirs[path]}.{match[2]}.weight"
         if name in renamed:
             raise UserError(f"holds {name} twice, in two spellings")
         renamed[name] = tensor
-    named = config.get("target_modules")
-    if isinstance(named, list) and not config.keys() & {"exclude_modules", "layers_to_transform"}:
-        # what is named and missing in the file, too
-        spelt = {path: theirs[path] for path in matching(named, names)} | spelt
+    # 2. layers that the config names, though the file has no tensor of them
+    targets = config.get("target_modules")
+    if isinstance(targets, list) and not config.keys() & {"exclude_modules", "layers_to_transform"}:
+        for path in matching(targets, names):
+            in_file.setdefault(path, theirs[path])
 
     def value(patterns: str, default: str, path: str) -> Any:
-        """Of the first pattern that matches an ending of the path at a dot, as in PEFT, or the
-        default."""
+        """What the first pattern gives that matches an ending of the path, at a dot as in PEFT;
+        else the default."""
         for key, given in config.get(patterns, {}).items():
             if not SIMPLE.fullmatch(key):
                 problem = f"{quoted(key)} is neither a name nor simple, and may take hours to match"
@@ -455,8 +462,10 @@ def _put_lora(
                 return given
         return config.get(default, 8)
 
-    for path, name in spelt.items():
-        r, alpha = value("rank_pattern", "r", name), value("alpha_pattern", "lora_alpha", name)
+    # 3. LoRA on each
+    for path, name in in_file.items():
+        r = value("rank_pattern", "r", name)
+        alpha = value("alpha_pattern", "lora_alpha", name)
         if config.get("use_rslora"):
             alpha = alpha * r**0.5  # scaled by alpha / √r
         layer = LoRALinear(layers[path], r, alpha, config.get("lora_dropout", 0.0))

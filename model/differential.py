@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from model.attention import Attention, Rope, attention_modules, tapped
 from model.common import UserError, quoted
 from model.config import fits
-from model.gemma import Adaptable, GemmaMLP
+from model.gemma import Adaptable
 from model.linear import Linear, filled
 from model.lowrank import LowRank
 from model.variant import Differential, Gate, Mean, Sink, Softmax, Temperature, scores_of
@@ -142,9 +142,9 @@ class Split(Reparametrised):
         return torch.cat(halves[:2], dim=-1), torch.cat(halves[2:], dim=-1), v
 
     def mix(self, x, q, k, v, mask) -> Tensor:
-        maps = zip(self.halves(q), self.halves(k), strict=True)
+        pairs = zip(self.halves(q), self.halves(k), strict=True)
         scale = self.scale * 2**0.5  # 1/√(D/2)
-        outputs = (self.softmax_attention(*half, v, mask, scale) for half in maps)
+        outputs = (self.softmax_attention(*pair, v, mask, scale) for pair in pairs)
         return self.blend(x, *outputs)
 
     def halves(self, x: Tensor) -> list[Tensor]:
@@ -157,6 +157,9 @@ class Split(Reparametrised):
             parts = [half.flatten(-2) for half in x.unflatten(-1, (2, 2, -1)).unbind(-2)]
         short = -parts[0].shape[-1] % 8
         return [F.pad(half, (0, short)) for half in parts] if short else parts
+
+
+SECOND = {"q_proj": "q2", "k_proj": "k2"}  # the variant's LoRA beside each projection
 
 
 class Branched(Differential):
@@ -185,9 +188,8 @@ class Branched(Differential):
                     f"LoRA is merged into {name}, which a second branch reads too: unmerge it first"
                 )
             linear = base_layer(projection)
-            self.add_module(
-                f"{name[0]}2", LowRank(linear.in_features, linear.out_features, r, alpha, dropout)
-            )
+            second = LowRank(linear.in_features, linear.out_features, r, alpha, dropout)
+            self.add_module(SECOND[name], second)
 
     def heads_of(self, name: str, x: Tensor) -> Tensor:
         """Where a projection is read twice, the heads of branch 1 before those of branch 2."""
@@ -198,14 +200,14 @@ class Branched(Differential):
         lora = getattr(projection, "lora", None)
         first = base if lora is None else lora.add_to(base, x)
         shared = torch.zeros_like(base) if self.alone else base
-        second = self.get_submodule(f"{name[0]}2").add_to(shared, x)
+        second = self.get_submodule(SECOND[name]).add_to(shared, x)
         return torch.cat([self.split_heads(first), self.split_heads(second)], dim=1)
 
     def mix(self, x, q, k, v, mask) -> Tensor:
         keys = k.chunk(2, dim=1) if "k_proj" in self.read_twice else (k, k)
-        maps = zip(q.chunk(2, dim=1), keys, strict=True)
+        pairs = zip(q.chunk(2, dim=1), keys, strict=True)
         # as fast as one call of 2N heads
-        outputs = (self.softmax_attention(*branch, v, mask) for branch in maps)
+        outputs = (self.softmax_attention(*pair, v, mask) for pair in pairs)
         return self.blend(x, *outputs)
 
 
@@ -323,9 +325,10 @@ class DiffLora(Branched):
         self.lambda_init = lambda_init
         self.lambda_d = filled(1, lambda_init)
         self.alone = alone
-        for name in ("q2", "k2") if alone else ():
-            weight = self.get_parameter(f"{name}.lora_B.weight")
-            nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+        if alone:
+            for name in ("q2", "k2"):
+                weight = self.get_parameter(f"{name}.lora_B.weight")
+                nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
 
 
 class Dex(Differential):
@@ -490,14 +493,16 @@ def graft(
                         f"{tower}.{number - 1} has no plain attention: graft a freshly loaded model"
                     )
                 new.append((layer, "self_attn", variant(plain, number, **options)))
-        for layer in model.language_model.layers if feed_forward == "swiglu-new" else ():
-            new.append((layer, "mlp", SwiGLU(model.config.text.hidden_size)))
+        if feed_forward == "swiglu-new":
+            for layer in model.language_model.layers:
+                new.append((layer, "mlp", SwiGLU(model.config.text.hidden_size)))
     # 3. in place of the old ones
     for layer, name, module in new:
         layer.add_module(name, module.to(device).train(layer.training))
-    for module in model.language_model.modules() if feed_forward == "swiglu" else ():
-        if isinstance(module, GemmaMLP):
-            module.activation = "silu"
+    if feed_forward == "swiglu":
+        for layer in model.language_model.layers:
+            mlp: Any = layer.get_submodule("mlp")
+            mlp.activation = "silu"
     call = {"kind": attention, "where": diff_in, "feed_forward": feed_forward, "seed": seed}
     model.grafts = (*model.grafts, call | options)
     return [name for name in new_parameters(model) if name not in before]
@@ -539,7 +544,7 @@ def fold(model: Adaptable) -> None:
             raise UserError(f"{path}: no plain model computes {what}: keep it as base and adapter")
         name = module.folds_into
         projection = module.get_submodule(name)
-        if not getattr(projection, "merged", True):
+        if not getattr(projection, "merged", True):  # a plain layer has no LoRA
             raise UserError(
                 f"{path}.{name} carries LoRA: merge the adapter before folding the graft"
             )
@@ -547,7 +552,7 @@ def fold(model: Adaptable) -> None:
             raise UserError(f"{path}.{name} is quantized: fold before, or open the base anew")
     # 2. what the variant changes goes into the weights
     for path, module in variants.items():
-        if module.lora_half:
+        if module.lora_half:  # other variants change no weight
             projection: Any = module.get_submodule(module.folds_into)
             lora = getattr(projection, "lora", None)
             if lora:

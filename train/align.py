@@ -44,12 +44,13 @@ from train.run import Interrupted, catch_signals
 from train.settings import Settings
 from weights.masks import read_arrays
 
-PICTURES, MOST_PASSES = 32, 50  # of a step; over the data
+PICTURES = 32  # of a step
+MOST_PASSES = 50  # over the data
 CACHED = 1 << 28  # bytes of pictures that are kept in memory
 COMMON = 1000  # questions, and answers, that have a number of their own
 MUON_LR, ADAMW_RATIO, HEAD_LR = 0.02, 0.05, 3e-3
-# of the small tower: pixels of its pictures and patches
-SIDE, PATCH = 64, 8
+SIDE = 64  # pixels of a picture of the small tower
+PATCH = 8  # and of its patches
 SMALL_TOWER = BUNDLED_FOLDER / "tower.safetensors"
 
 
@@ -70,12 +71,12 @@ def small_tower(model: PaliGemma) -> None:
 
 
 class AnswerHead(nn.Module):
-    """Two logits of the answers (2, N, A) from patches (B, I, H) and the numbers of questions (B, Q),
-    of which N are `asked`.
+    """Logits (2, N, A) of the answers to N questions: two readings of patches (B, I, H).
 
-    First, each question attends to the patches of its picture, as the decoder will: from their mean
-    alone, places are hard to learn. Second, it sees the greatest value of each channel: a small
-    object in a noisy picture is learned sooner so. With a loss each, both read the same patches.
+    questions (B, Q): numbers. is_asked (B, Q): True at N places, False at padding. The first reading
+    attends to the patches, as the decoder will: a mean alone loses places. The second takes the
+    greatest value of each channel: it learns small objects in noise sooner. Each reading has a loss
+    of its own.
     """
 
     def __init__(self, width: int, questions: int, answers: int):
@@ -88,15 +89,15 @@ class AnswerHead(nn.Module):
         nn.init.zeros_(self.prior.weight)
 
     def forward(
-        self, patches: torch.Tensor, questions: torch.Tensor, asked: torch.Tensor
+        self, patches: torch.Tensor, questions: torch.Tensor, is_asked: torch.Tensor
     ) -> torch.Tensor:
         parts = self.query(questions), self.key(patches), self.value(patches)
         q, k, v = (part.unflatten(2, (4, -1)).transpose(1, 2) for part in parts)  # four heads
         attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         attended = attended + self.mean(patches.mean(1))[:, None]
         greatest = self.most(patches).amax(1)[:, None].expand_as(attended)
-        seen = torch.stack((attended, greatest))[:, asked]
-        questions = questions[asked]
+        seen = torch.stack((attended, greatest))[:, is_asked]
+        questions = questions[is_asked]
         return self.answer(F.gelu(seen) * self.question(questions)) + self.prior(questions)
 
 
@@ -117,7 +118,7 @@ def align(
     UserError for a loss that is not finite, and Interrupted after a signal, once all is saved.
     """
     # 1. the head, and one optimizer for both
-    asked = examples(records)
+    asked = numbered_questions(records)
     pictures = {record.key: record.pictures[0] for record in records if record.key in asked}
     tower = model.vision_tower
     # no gradient is scaled here
@@ -223,26 +224,29 @@ def loss_of(
     return F.cross_entropy(logits.flatten(0, 1), answers[is_asked].repeat(2))
 
 
-def examples(records: Sequence[Record]) -> dict[str, list[tuple[int, int]]]:
-    """For each picture its questions and answers, by number, boxes and answers that occur once left
-    out. Question 0 are all that are not common."""
+def numbered_questions(records: Sequence[Record]) -> dict[str, list[tuple[int, int]]]:
+    """By picture, the numbers of its questions and answers. Question 0 stands for all that are not
+    common. Boxes are left out, and answers that are not common or occur once."""
     usable = [r for r in records if len(r.pictures) == 1 and r.suffix and "<loc" not in r.suffix]
     questions = Counter(record.prefix for record in usable)
     answers = Counter(record.suffix for record in usable)
-    question = {text: number for number, (text, _) in enumerate(questions.most_common(COMMON), 1)}
-    answer = {
+    question_number = {
+        text: number for number, (text, _) in enumerate(questions.most_common(COMMON), 1)
+    }
+    answer_number = {
         text: number
         for number, (text, times) in enumerate(answers.most_common(COMMON))
         if times > 1
     }
-    asked = defaultdict(list)
+    numbers = defaultdict(list)
     for record in usable:
-        if record.suffix in answer:
-            asked[record.key].append((question.get(record.prefix, 0), answer[record.suffix]))
-    return asked
+        if record.suffix in answer_number:
+            question = question_number.get(record.prefix, 0)
+            numbers[record.key].append((question, answer_number[record.suffix]))
+    return numbers
 
 
 def is_taught(records: Sequence[Record]) -> bool:
-    """Whether most of the records teach the tower here. It then stays as it is; else it learns on
-    with the decoder."""
-    return 2 * sum(map(len, examples(records).values())) > len(records)
+    """Whether `align` teaches the tower with most of the records. Such a tower is then frozen;
+    another one learns on with the decoder."""
+    return 2 * sum(map(len, numbered_questions(records).values())) > len(records)

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from eval.data.files import problems_at
 from model.common import UserError, file_errors, read_json, shown, sync_files, sync_folder
 from train.distributed import World, is_sharded
-from train.optim import changed_by
+from train.optim import optimized
 from weights.load import open_tensors, save_tensors
 
 STATE, MANIFEST = "state.json", "manifest.json"
@@ -95,7 +95,7 @@ def save_checkpoint(
     it."""
     weights = {}
     moments = {}
-    for name, parameter in changed_by(optimizer).items():
+    for name, parameter in optimized(optimizer).items():
         weights[name] = parameter.detach()
         moments |= {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
 
@@ -208,7 +208,7 @@ def load_checkpoint(run: Path, progress: Progress, optimizer: Optimizer) -> None
     sizes = {name: tensor.size for name, tensor in stored.items()}
 
     # 2. room for it
-    parameters = changed_by(optimizer)
+    parameters = optimized(optimizer)
     fused = {}
     for group in optimizer.param_groups:
         fused |= dict.fromkeys(group["names"], group.get("fused", False))
@@ -237,8 +237,8 @@ def load_checkpoint(run: Path, progress: Progress, optimizer: Optimizer) -> None
 
 
 def file_digest(path: Path, most: int = 1024) -> str:
-    """Size and SHA-256 of a file; of one of more than `most` blocks of 256 KiB, of so many evenly
-    spaced ones."""
+    """Size and SHA-256 of a file. Of a file with more than `most` blocks of 256 KiB, `most` evenly
+    spaced blocks are hashed."""
     size = path.stat().st_size
     digest = hashlib.sha256()
     count = min(most, -(-size // BLOCK))

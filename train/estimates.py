@@ -15,23 +15,24 @@ import numpy as np
 
 
 class Estimate(NamedTuple):
-    """A mean, its 95 % interval, and the standard errors of runs and of the examples that all runs
-    share, with their degrees of freedom. Of one run, examples are in the place of runs. Half-widths
-    combine as sqrt(a² + b²): Satterthwaite's degrees for the sum make p-values below 0.002 of five
-    runs three times too frequent. `train/studies/rules.py` has these p-values."""
+    """A mean with its 95 % interval. The half-widths of runs and examples combine as sqrt(a² + b²).
+    Satterthwaite's degrees of freedom for the sum would make small p-values too frequent: three
+    times, below 0.002, of five runs. `train/studies/rules.py` has these p-values."""
 
     mean: float
     low: float
     high: float
-    error: float
-    freedom: float
-    shared_error: float = 0.0
+    error: float  # standard error of the runs; of one run, of the examples
+    freedom: float  # its degrees of freedom
+    shared_error: float = 0.0  # standard error of the examples that all runs share
     shared_freedom: float = 1.0
 
     def reach(self, p: float) -> float:
-        """What the mean is above the truth by, or more, with a probability of p ≤ 0.5."""
-        shared = self.shared_error and self.shared_error * t_point(p, self.shared_freedom)
-        return math.hypot(self.error * t_point(p, self.freedom), shared)
+        """The mean exceeds the truth by this much, or more, with a probability of p ≤ 0.5."""
+        own = self.error * t_point(p, self.freedom)
+        if not self.shared_error:
+            return own
+        return math.hypot(own, self.shared_error * t_point(p, self.shared_freedom))
 
 
 def estimate(scores, groups: Sequence[int | str] | None = None) -> Estimate:
@@ -60,7 +61,9 @@ def estimate(scores, groups: Sequence[int | str] | None = None) -> Estimate:
     for part, freedom in (of_runs, runs - 1), (max(of_groups - of_rest, 0.0), number - 1):
         if part > 1e-24 * max(1, mean**2):
             errors += [math.sqrt(part / (runs * number)), freedom]
-    result = Estimate(mean, mean, mean, *errors or (0.0, 1.0))
+    if not errors:
+        errors = [0.0, 1.0]
+    result = Estimate(mean, mean, mean, *errors)  # one component alone has the first two fields
     half = result.reach(0.025)
     return result._replace(low=mean - half, high=mean + half)
 

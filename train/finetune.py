@@ -148,6 +148,7 @@ def run_settings(
         processor, files = open_processor(settings, outline)
         order = Order(records, processor, settings, world)
         held_out = open_held_out(settings, processor, world, memory, metrics)
+        # all go on from what the first process reads
         progress = world.gather(newest_progress(run))[0] or Progress(world.size)
         print_start(outline, settings, world)
 
@@ -187,7 +188,7 @@ def train_model(
     results = progress.results
     model = load_start(settings, world.device)
     if held_out and "before" not in results:
-        results["before"] = held_out.test(model, "before")
+        results["before"] = held_out.evaluate_column(model, "before")
 
     # 2. what is trained, and its answers
     model, optimizer = open_model(settings, world.device, model)
@@ -196,14 +197,17 @@ def train_model(
         fingerprints = {"base": model.base_fingerprint, **data_fingerprints(order.records)}
         set_origin(run, progress, settings, fingerprints, allow_changed)
     if held_out and settings.is_grafted and "start" not in results:
-        results["start"] = held_out.test(model, "start")
+        results["start"] = held_out.evaluate_column(model, "start")
 
     # 3. the vision tower alone, then all
     if settings.align:
         if not progress.step:
             align(model, order.records, settings, world, run, progress)
-        # frozen it answers as well, within noise, and a step takes a quarter less
+        # a taught tower is frozen: answers are as good within noise, a step takes a quarter less time
         model.vision_tower.requires_grad_(not is_taught(order.records))
+    validate = None
+    if held_out:  # called with a step and the progress
+        validate = partial(held_out.evaluate_step, model, run, order.total, files)
     progress = train_on(
         order,
         model,
@@ -211,7 +215,7 @@ def train_model(
         settings,
         run,
         world,
-        validate=held_out and partial(held_out.validate, model, run, order.total, files),
+        validate=validate,
         progress=progress,
         on_log=on_log,
     )
@@ -239,7 +243,7 @@ def score_trained(
     if held_out is None:
         return model
     results = progress.results
-    results["after"] = held_out.test(model, "after")
+    results["after"] = held_out.evaluate_column(model, "after")
     if settings.keep_best and progress.best and progress.best.since:
         del model
         model = open_trained(settings, run / "best", world.device)

@@ -61,7 +61,7 @@ def flag_name(name: str) -> str:
 
 @cache
 def field_kind(settings: type, field: dataclasses.Field) -> type:
-    """The type of a field's value, None apart: int, float, bool, str, Path, or tuple for several
+    """The type of a field's value, without None: int, float, bool, str, Path, or tuple for several
     texts."""
     hint = typing.get_type_hints(settings)[field.name]
     if isinstance(hint, UnionType):
@@ -70,7 +70,7 @@ def field_kind(settings: type, field: dataclasses.Field) -> type:
 
 
 def given_flags(
-    kinds: Sequence[type],
+    owners: Sequence[type],
     program: str,
     doc: str | None,
     argv: Sequence[str] | None,
@@ -78,8 +78,8 @@ def given_flags(
     recipes: Mapping[str, Mapping] = {},
     **more,
 ) -> dict:
-    """The values that the command line of `program` gives; each field of the dataclasses `kinds` is
-    a flag.
+    """The values that the command line of `program` gives; each field of the dataclasses `owners`
+    is a flag.
 
     groups: the fields of each group of --help. recipes: by name, other defaults that --help shows.
     more: arguments of the parser.
@@ -94,19 +94,19 @@ def given_flags(
     group_of = {}
     for title, names in groups.items():
         group_of |= dict.fromkeys(names.split(), parser.add_argument_group(title))
-    for kind in kinds:
-        for field in dataclasses.fields(kind):
+    for owner in owners:
+        for field in dataclasses.fields(owner):
             group = group_of.get(field.name, parser)
-            group.add_argument(flag_name(field.name), **argument_of(kind, field, recipes))
+            group.add_argument(flag_name(field.name), **argument_of(owner, field, recipes))
     return vars(parser.parse_args(argv))
 
 
 def argument_of(
-    kind: type,
+    owner: type,
     field: dataclasses.Field,
     recipes: Mapping[str, Mapping],
 ) -> dict:
-    """The arguments of `add_argument` for a field of the dataclass `kind`."""
+    """The arguments of `add_argument` for a field of the dataclass `owner`."""
     # 1. what --help says
     help = field.metadata["help"]
     if "default" not in help and field.default not in (None, ()):
@@ -117,17 +117,17 @@ def argument_of(
 
     # 2. how a value is read
     given = field.metadata["argument"]
-    of_value = field_kind(kind, field)
-    if of_value is bool:
-        way = {"action": BooleanOptionalAction}
-    elif of_value is not tuple:
-        way = {"type": of_value}
+    kind = field_kind(owner, field)
+    if kind is bool:
+        options = {"action": BooleanOptionalAction}
+    elif kind is not tuple:
+        options = {"type": kind}
     elif {"nargs", "type"} & given.keys():
-        way = {"type": str}
+        options = {"type": str}
     else:
-        way = {"action": "append"}
-    way |= {"default": SUPPRESS, "help": help.replace("%", "%%"), "dest": field.name}
-    return way | given
+        options = {"action": "append"}
+    options |= {"default": SUPPRESS, "help": help.replace("%", "%%"), "dest": field.name}
+    return options | given
 
 
 def from_values(

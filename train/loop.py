@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import chain, takewhile
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,9 @@ def fit(
         update.scaler.load_state_dict(progress.scaler or update.scaler.state_dict())
     with catch_signals() as received, closing(Log(run, order.total, progress, world)) as log:
         steps = order.steps(progress.step, settings.workers, pin=world.device.type == "cuda")
-        for micros in takewhile(lambda _: progress.stopped is None, steps):
+        for micros in steps:
+            if progress.stopped is not None:
+                break
             # 1. the step
             step = progress.step
             tokens = count_records(micros, progress, order.most_bad, world)
@@ -169,11 +171,14 @@ class Update:
         parameters = trainable(self.model).values()
         norm = nn.utils.clip_grad_norm_(parameters, self.settings.clip or math.inf)
 
-        # 2. what all processes know; a scaler leaves infinite steps out itself
+        # 2. what all processes know
         *losses, norm = read_numbers(*losses, gathered(norm))
         loss_sum, signals = self.world.sums(sum(losses), len(received))
-        known_norm = 0.0 if self.scaler.is_enabled() else norm
-        check_loss(loss_sum, losses, step, micros, self.world, known_norm)
+        check_loss(loss_sum, losses, step, micros, self.world)
+        # a scaler skips a step of infinite gradients itself
+        if not (self.scaler.is_enabled() or math.isfinite(norm)):
+            problem = f"the loss is finite, but the norm of its gradient is {norm}"
+            raise Diverged(f"step {step}: {problem}: lower --lr")
 
         # 3. the update
         factor = rate_factor(step, self.total, self.settings.warmup, self.settings.schedule)
@@ -219,18 +224,21 @@ def count_records(
     Raises UserError for more than `most_bad` unusable records.
     """
     share = [(len(micro.names), micro.tokens, micro.bad) for micro in micros]
-    samples, tokens, bad = zip(*chain(*world.gather(share)), strict=True)
-    progress.samples += sum(samples)
-    if not any(tokens):
+    tokens = 0
+    for samples, supervised, bad in chain(*world.gather(share)):
+        progress.samples += samples
+        tokens += supervised
+        progress.bad += bad
+    if not tokens:
         progress.empty_steps += 1
     # every epoch reports a record again
-    progress.bad = list(dict.fromkeys(chain(progress.bad, *bad)))
+    progress.bad = list(dict.fromkeys(progress.bad))
     if len(progress.bad) > most_bad:
         raise UserError(
             f"{len(progress.bad)} records are unusable, more than {most_bad}: correct them, or "
             f"raise --max-bad (up to half of all); the last: {progress.bad[-1]}"
         )
-    return sum(tokens)
+    return tokens
 
 
 def check_loss(
@@ -239,22 +247,16 @@ def check_loss(
     step: int,
     micros: Sequence,
     world: World,
-    norm: float,
 ) -> None:
     """Raise Diverged in every process, naming the records, if the loss of a micro-batch of any is
-    not finite.
-
-    norm: of the gradient; if it is not finite, the step would leave no weight finite.
-    """
-    if not math.isfinite(total):
-        damaged = []
-        for loss, micro in zip(losses, micros, strict=True):
-            if not math.isfinite(loss):
-                damaged.append((loss, *micro.names))
-        loss, *names = next(chain(*world.gather(damaged)), (total, "all"))
-        problem = f"step {step}: the loss is {loss} on {', '.join(names)}"
-        raise Diverged(f"{problem}: lower --lr, or look at these records")
-    if not math.isfinite(norm):
-        raise Diverged(
-            f"step {step}: the loss is finite, but the norm of its gradient is {norm}: lower --lr"
-        )
+    not finite."""
+    if math.isfinite(total):
+        return
+    damaged = []
+    for loss, micro in zip(losses, micros, strict=True):
+        if not math.isfinite(loss):
+            damaged.append((loss, micro.names))
+    # those of the first process that has any
+    loss, names = next(chain(*world.gather(damaged)), (total, ["all"]))
+    problem = f"step {step}: the loss is {loss} on {', '.join(names)}"
+    raise Diverged(f"{problem}: lower --lr, or look at these records")

@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Sequence
 from functools import partial
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -121,20 +120,17 @@ class MuonAdamW(torch.optim.Optimizer):
         ratio: float,
         plain: Sequence[dict] = (),
     ):
-        split = {False: [*plain], True: []}
-        for group, is_matrix in product(groups, split):
-            named = zip(group["names"], group["params"], strict=True)
-            chosen = {name: p for name, p in named if is_inner_matrix(name, p) == is_matrix}
-            if chosen:
-                rates = {
-                    rate: group[rate] * (1 if is_matrix else ratio) for rate in ("lr", "base_lr")
-                }
-                split[is_matrix].append(
-                    {**group, **rates, "names": [*chosen], "params": [*chosen.values()]}
-                )
-        super().__init__([*split[False], *split[True]], {})
-        self.parts = [make_adamw(split[False], betas)] if split[False] else []
-        self.parts += [Muon(split[True], momentum=0.95)] if split[True] else []
+        matrices = []
+        others = [*plain]
+        for group in groups:
+            matrices += part_of(group, True, 1.0)
+            others += part_of(group, False, ratio)
+        super().__init__([*others, *matrices], {})
+        self.parts = []
+        if others:
+            self.parts.append(make_adamw(others, betas))
+        if matrices:
+            self.parts.append(Muon(matrices, momentum=0.95))
         for part in self.parts:
             # the parts share their groups and their state with this optimizer
             part.state = self.state
@@ -142,6 +138,16 @@ class MuonAdamW(torch.optim.Optimizer):
     def step(self, closure=None) -> None:
         for part in self.parts:
             part.step(closure)
+
+
+def part_of(group: dict, is_matrix: bool, factor: float) -> list[dict]:
+    """The inner matrices of a group, or all else, at `factor` times its rate; [] without any."""
+    named = zip(group["names"], group["params"], strict=True)
+    chosen = {name: p for name, p in named if is_inner_matrix(name, p) == is_matrix}
+    if not chosen:
+        return []
+    rates = {rate: factor * group[rate] for rate in ("lr", "base_lr")}
+    return [{**group, **rates, "names": [*chosen], "params": [*chosen.values()]}]
 
 
 def reconnect(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -177,9 +183,9 @@ def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
         group["lr"] = group["base_lr"] * factor
 
 
-def changed_by(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters of `optimizer` by name, with those of a vision tower that was aligned and is
-    frozen since."""
+def optimized(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The parameters of an optimizer, by name. A vision tower that was aligned stays in it when
+    frozen."""
     groups = optimizer.param_groups
     return {
         name: p for group in groups for name, p in zip(group["names"], group["params"], strict=True)

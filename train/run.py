@@ -303,8 +303,8 @@ def draw_loss(run: Path) -> None:
 
 
 def data_fingerprints(records: Sequence[Record]) -> dict[str, str]:
-    """Fingerprints of all texts, and of the files of pictures: of all sizes, of 1,024 to 2,047
-    files also the first and the last 256 KiB."""
+    """Fingerprints of all texts, and of the pictures' files: the size of each, and of every n-th,
+    some 1,024 to 2,047, also the first and the last 256 KiB."""
     texts, pictures = hashlib.sha256(), hashlib.sha256()
     paths = set()
     for record in records:
@@ -316,7 +316,8 @@ def data_fingerprints(records: Sequence[Record]) -> dict[str, str]:
     for number, path in enumerate(sorted(paths)):
         entry = "none"
         if path.is_file():
-            entry = path.stat().st_size if number % every else file_digest(path, 2)
+            is_sampled = number % every == 0
+            entry = file_digest(path, 2) if is_sampled else path.stat().st_size
         pictures.update(f"{entry}\n".encode())
     return {"records": texts.hexdigest()[:16], "pictures": pictures.hexdigest()[:16]}
 

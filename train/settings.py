@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.command import MASKS_HELP
-from eval.data.record import ASKED, PROMPT, check_prompt
+from eval.data.record import PROMPT, QUESTION_SOURCES, check_prompt
 from eval.data.records import EMBEDDED_TASKS, SOURCES
 from lora.adapter import DECODER_TARGETS
 from model.common import UserError
@@ -23,7 +23,7 @@ from train.optim import OPTIMIZERS
 from train.recipes import HELP, RECIPES, TASKS, recipe_of
 from weights.quantize import KINDS as QUANTIZED
 
-EMBEDDED = ("embedded",)
+EMBEDDED_DATA = ("embedded",)
 
 # Dense bf16 FLOP/s (the data sheets' figures with sparsity are twice as high), and GB of memory; a
 # T4 has fp16 alone
@@ -71,7 +71,7 @@ class Settings(LoopSettings):
         f"({', '.join(PRESETS)})",
     )
     data: tuple[str, ...] = flag(
-        EMBEDDED,
+        EMBEDDED_DATA,
         f"{SOURCES}. May be given several times; "
         "SOURCE@WEIGHT then gives WEIGHT / (sum of weights) of an epoch's samples (default: "
         "embedded)",
@@ -196,7 +196,7 @@ class Settings(LoopSettings):
     @property
     def is_embedded(self) -> bool:
         """Whether the embedded scenes are all the data."""
-        return self.data == EMBEDDED
+        return self.data == EMBEDDED_DATA
 
     @property
     def is_beyond_base(self) -> bool:
@@ -220,7 +220,7 @@ class Settings(LoopSettings):
         prompts."""
         if self.is_embedded:
             return PROMPT
-        has_questions = any(source.startswith(ASKED) for source in self.data)
+        has_questions = any(source.startswith(QUESTION_SOURCES) for source in self.data)
         return self.prompt if has_questions else None
 
     @property
@@ -342,13 +342,18 @@ def is_published_size(base: str) -> bool:
 def recipe_defaults(given: dict) -> dict:
     """The defaults of the recipe that the flags, the base or the data choose."""
     base = given.get("base", "embedded")
-    data = tuple(given.get("data", EMBEDDED))
+    data = tuple(given.get("data", EMBEDDED_DATA))
     has_boxes = any(source.startswith(BOXES) for source in data)
     if "recipe" in given:
         recipe = given["recipe"]
     elif is_published_size(base):
         recipe = "paligemma" if given.get("full") else "one-gpu"
-    elif base == "embedded" and data != EMBEDDED and not has_boxes and not _NOT_OWN & given.keys():
+    elif (
+        base == "embedded"
+        and data != EMBEDDED_DATA
+        and not has_boxes
+        and not _NOT_OWN & given.keys()
+    ):
         recipe = "own"
     else:
         recipe = ""
@@ -393,10 +398,10 @@ def parse(
     if arguments.resume is None:
         settings.check()
     if isinstance(settings, Settings) and settings.attention == "v2":
-        # a run names its form of v2; those of earlier commits do not, and theirs is the published
-        exact = json.dumps(arguments.resume is None)
+        # a run stores its form of v2; earlier commits stored none, and had the published one
+        form = "exact=true" if arguments.resume is None else "exact=false"
         if "exact" not in settings.options:
-            settings = replace(settings, option=(*settings.option, f"exact={exact}"))
+            settings = replace(settings, option=(*settings.option, form))
     return settings, arguments
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from eval import figures
 from eval.data.haystacks import NEEDLE_TITLES, NEEDLES
-from eval.data.record import ASKED, PROMPT, fill_prompt
+from eval.data.record import PROMPT, QUESTION_SOURCES, fill_prompt
 from eval.detect import draw_row
 from eval.vqa import embedded, guess_accuracy
 from model.common import write_text
@@ -38,8 +38,8 @@ def recommended(results: Results) -> Result:
     """Of the weights that the run recommends: the best or the last, by all held-out examples."""
     after = results["after"]
     best = results.get("best")
-    asked = sum(match is not None for match in after.matches)
-    if best is not None and is_better(best.scores, after.scores, asked):
+    count = sum(match is not None for match in after.matches)
+    if best is not None and is_better(best.scores, after.scores, count):
         return best
     return after
 
@@ -130,8 +130,8 @@ def write_answers(run: Path, held_out: HeldOut, results: Results) -> None:
         if record.detection:
             cells.append(draw_row(rows_of_boxes([(record, after)])[0], held_out.coder))
         else:
-            asked = f"{record.prefix}\ntruth: {record.suffix}"
-            caption = f"{asked}\nbefore: {before}\nafter: {after}"
+            question = f"{record.prefix}\ntruth: {record.suffix}"
+            caption = f"{question}\nbefore: {before}\nafter: {after}"
             cells.append((load_image(record.pictures[0]), caption, bool(ours.matches[n])))
     if record.detection:
         title += "; true boxes green, found ones orange"
@@ -191,15 +191,15 @@ def print_advice(held_out: Mapping, settings: Settings, run: Path) -> None:
         )
     records = read_metrics(run)
     losses = [record["held_out_loss"] for record in records if "held_out_loss" in record]
-    is_rising = False
+    is_falling = False
     if len(losses) > 2:
-        # the second half of the evaluations lowered the loss by a tenth, to its least value
+        # the last loss is the least, and a tenth below that of the middle evaluation
         middle = losses[(len(losses) - 1) // 2]
-        is_rising = losses[-1] == min(losses) < 0.9 * middle
+        is_falling = losses[-1] == min(losses) < 0.9 * middle
     is_solved = (held_out.get("after", {}).get("exact_match") or 0) >= 95
     is_own = not settings.is_embedded and not settings.is_beyond_base
-    if is_own and not is_solved and (is_rising or is_unseen):
-        why = "still learning, or not enough: " if is_rising else ""
+    if is_own and not is_solved and (is_falling or is_unseen):
+        why = "still learning, or not enough: " if is_falling else ""
         print(f"{why}try {longer_run(settings, 2 * len(records))}")
 
 
@@ -281,9 +281,9 @@ def next_commands(settings: Settings, run: Path, takes_best: bool) -> list[str]:
     folder = shlex.quote(str(folder))
     model = f"--{kind} {folder}"
     prompt = settings.question_prompt or PROMPT
-    asked = model
+    with_prompt = model
     if settings.writes_model and prompt != PROMPT:  # which an adapter stores
-        asked += f" --prompt {shlex.quote(prompt)}"
+        with_prompt += f" --prompt {shlex.quote(prompt)}"
 
     # 2. its scores
     commands = []
@@ -293,9 +293,9 @@ def next_commands(settings: Settings, run: Path, takes_best: bool) -> list[str]:
             source = f"{layout}:TEST"  # not what was trained on
         data = f"--data {shlex.quote(source)}"
         if layout == "embedded":
-            commands += [f"eval.vqa {asked}", f"eval.needle {model}"]
-        elif f"{layout}:" in ASKED:
-            commands.append(f"eval.vqa {data} {asked}")
+            commands += [f"eval.vqa {with_prompt}", f"eval.needle {model}"]
+        elif f"{layout}:" in QUESTION_SOURCES:
+            commands.append(f"eval.vqa {data} {with_prompt}")
         elif layout == "coco":
             commands.append(f"eval.detect {data} {model}")
         elif layout == "coco-masks":

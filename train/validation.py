@@ -43,11 +43,14 @@ from train.model import inputs, write_trained
 from train.settings import Settings
 from weights.masks import load_mask_coder
 
-ASKED = 200  # examples that a model answers at an evaluation during training; the loss is of all
+MOST_ASKED = (
+    200  # examples that a model answers at an evaluation during training; the loss is of all
+)
 # of the answers, and of the right ones: each a text, or a list of several
 Metric = Callable[[list[str], list], float]
 FEW = 20  # held-out pictures: of fewer, one is worth more than 5 % of a score
-LONGEST, LONGEST_BOXES = 64, 256  # tokens of an answer that is generated; of one that names boxes
+LONGEST = 64  # tokens of an answer that is generated
+LONGEST_BOXES = 256  # of one that names boxes
 
 
 @dataclass(frozen=True)
@@ -133,9 +136,9 @@ class HeldOut:
             scores["mIoU"] = 100 * sum(overlaps) / len(asked)
         return scores
 
-    def test(self, model: PaliGemma, column: str) -> Result:
-        """`evaluate`, and as `tests` accuracies in percent: "vqa" and "needle", None where the data
-        has no such questions, and of the embedded scenes their details."""
+    def evaluate_column(self, model: PaliGemma, column: str) -> Result:
+        """`evaluate`, with what a column of the run's table has besides, in percent: `tests` "vqa"
+        and "needle", None without such questions, and details of the embedded scenes."""
         result = self.evaluate(model, f"held-out, {column}")
         result.tests = {"vqa": result.scores["vqa_accuracy"], "needle": None}
         if not self.settings.is_embedded:
@@ -163,32 +166,34 @@ class HeldOut:
     def _losses(
         self, model: PaliGemma, records: Sequence[Record]
     ) -> tuple[list[float | None], int]:
-        """Nats by record, and all tokens. All processes call the model equally often, since FSDP2
-        computes in step."""
-        # 1. this process's share
+        """The loss of each record, in nats, None where it has no row; and the tokens of all. All
+        processes call the model equally often, since FSDP2 computes in step."""
+        # 1. this process's share: as many batches as others', some of them empty
         world = self.world
         empty = [[]] * (-len(self.plan) % world.size)
         share = [*self.plan, *empty][world.rank :: world.size]
         batches = MicroBatches(records, self.processor)
         is_cuda = world.device.type == "cuda"
         of_share = {}
+        tokens = 0
         for micro in load_batches(batches, share, self.settings.workers, is_cuda):
             micro = micro.to(world.device)
             with autocast_of(self.settings.autocast, world.device):
                 logits = model(**inputs(micro), positions_to_keep=micro.positions).transpose(1, 2)
                 losses = F.cross_entropy(logits, micro.targets, reduction="none").sum(1)
-            tokens = (micro.targets != -100).sum(1)
-            rows = zip(losses.tolist(), tokens.tolist(), strict=True)
-            of_share |= zip(micro.names, rows, strict=False)  # a blank row has no name
+            # an empty batch has a blank row, with neither name nor tokens
+            of_share |= zip(micro.names, losses.tolist(), strict=False)
+            tokens += micro.tokens
 
         # 2. those of all
-        known = {}
+        by_name = {}
         for of_process in world.gather(of_share):
-            known |= of_process
-        losses = [known.get(record.name, (None,))[0] for record in records]
-        return losses, sum(tokens for _, tokens in known.values())
+            by_name |= of_process
+        losses = [by_name.get(record.name) for record in records]
+        (total,) = world.sums(tokens)
+        return losses, total
 
-    def validate(
+    def evaluate_step(
         self,
         model: PaliGemma,
         run: Path,
@@ -207,7 +212,7 @@ class HeldOut:
         every = self.interval(total)
         if every == 0 or step % every and step != total:
             return {}
-        scores = self.evaluate(model, most=ASKED).scores
+        scores = self.evaluate(model, most=MOST_ASKED).scores
         loss = scores["loss"]
         if loss is None or not math.isfinite(loss):  # no example could be used
             return {}
@@ -215,7 +220,7 @@ class HeldOut:
         # 2. the best weights
         settings = self.settings
         best = progress.best
-        if best is None or is_better(scores, vars(best), min(ASKED, len(self.asked))):
+        if best is None or is_better(scores, vars(best), min(MOST_ASKED, len(self.asked))):
             progress.best = Best(step, loss, scores["exact_match"])
             if settings.keep_best:
                 with atomic_folder(run / "best", self.world) as folder:
@@ -238,8 +243,8 @@ class HeldOut:
         settings = self.settings
         if settings.eval_every is not None:
             return settings.eval_every
-        # in samples of training
-        cost = len(self.records) / 3 + 2 * min(ASKED, len(self.asked))
+        # in samples of training: a loss costs a third of one, an answer two
+        cost = len(self.records) / 3 + 2 * min(MOST_ASKED, len(self.asked))
         rows = settings.step_batch or settings.batch_size * self.world.size
         count = max(3, min(10, int(0.15 * total * rows / cost)))
         return -(-total // count)

@@ -14,7 +14,7 @@ from eval.data.files import check
 from model.common import UserError, check_text, quoted
 
 PROMPT = "answer en {question}"  # the prompt of PaliGemma's authors
-ASKED = ("vqav2:", "vqa:")  # sources whose questions become prompts by such a template
+QUESTION_SOURCES = ("vqav2:", "vqa:")  # sources whose questions become prompts by such a template
 # a file, an image, or a function that draws or opens one
 Picture = Path | Image.Image | Callable[[], Any]
 Turns = tuple[tuple[str, str], ...]  # (prompt, answer) pairs

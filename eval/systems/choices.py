@@ -65,7 +65,7 @@ def question(
         pictures,
         prompt,
         choices,
-        scored=True,
+        wants_log_probs=True,
         truth=right,
         kind=subject,
         group=picture or str(id_),

@@ -47,7 +47,7 @@ def test_likelihoods_are_those_of_transformers(model, processor, source):
         "Row: cat 4 key. What is in column 3?\nAnswer:": ("B", "no"),  # one token each
     }
     asks = [
-        Question(f"{kind} {text}", kind, pictures, text, options, scored=True)
+        Question(f"{kind} {text}", kind, pictures, text, options, wants_log_probs=True)
         for kind, pictures in {"text": (), "picture": (Image.fromarray(blocks),)}.items()
         for text, options in texts.items()
     ]
@@ -128,7 +128,7 @@ def test_a_choice_that_is_too_long_is_left_out(scored, model):
     ends the command."""
     processor = Processor.from_source("embedded", max_length=40)
     asks = [
-        Question(n, "text", (), "is it?", ("yes", last), scored=scored)
+        Question(n, "text", (), "is it?", ("yes", last), wants_log_probs=scored)
         for n, last in enumerate(("no", "no " * 99, "<eos>"))
     ]
     left_out = {}
@@ -214,7 +214,7 @@ def test_prompts_by_hand(files):
     first = mmlu[0]
     assert (first.id, first.prefix) == ("abstract_algebra/0", MMLU_HEAD + shot + question)
     assert (first.choices, first.truth) == (tuple("ABCD"), 3)
-    assert (first.pictures, first.scored) == ([], True)
+    assert (first.pictures, first.wants_log_probs) == ([], True)
     assert [q.kind for q in mmlu] == ["abstract_algebra"] * 2 + ["anatomy"] * 2
     assert asked("mmlu", "mmlu", "--shots", "0")[0].prefix == MMLU_HEAD + question
     law = "水是\nA. 冰\nB. 气\nC. 液\nD. 火\n答案："

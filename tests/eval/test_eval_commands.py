@@ -223,7 +223,7 @@ def test_answers_of_another_model_prompt_or_picture_are_not_taken(
     answer.ask_all(*calls[0], max_new_tokens=2, log=log)
     assert sum(sizes) == 3 * len(calls) + 6
     changes = [{}, {"choices": ("a", "b")}, {"choices": ("a",)}, {"before": (("a", "b"),)}]
-    changes.append({"scored": True})
+    changes.append({"wants_log_probs": True})
     variants = [replace(asked[0], **change) for change in changes]
     assert len({*answer.marks_of(model, processor, variants, 2)}) == len(variants)
 
@@ -232,7 +232,7 @@ def test_a_log_has_one_writer_and_is_no_other_file(model, processor, source, tmp
     """Two commands mix their lines, a file of something else is overwritten, or likelihoods come
     back as text."""
     log = tmp_path / "log.jsonl"
-    asked = [Question(1, "1", noise(1), "count", ("top", "dog"), scored=True)]
+    asked = [Question(1, "1", noise(1), "count", ("top", "dog"), wants_log_probs=True)]
 
     def ask(count=1):
         return answer.ask_all(model, processor, asked[:count], log=log)
@@ -249,7 +249,7 @@ def test_a_log_has_one_writer_and_is_no_other_file(model, processor, source, tmp
     for line in ("7", "{"):
         log.write_text(f'{{"mark": "x", "answer": "y"}}\n{line}\n')
         refused(ask, "log.jsonl:2: ")
-    asked.append(replace(asked[0], id=2, scored=False))
+    asked.append(replace(asked[0], id=2, wants_log_probs=False))
     scored, plain = answer.marks_of(model, processor, asked, 32)
     nan = float("nan")
     wrong = [(scored, said) for said in (5, "dog", [-1.0], ["top", "dog"], [nan, -1.0], {})]

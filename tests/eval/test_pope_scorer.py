@@ -116,7 +116,7 @@ def test_probabilities_sets_and_limits_by_hand(score):
     """P(yes) is read as P(no), or a tie as no; sets are mixed, or their mean is another; or --limit
     is not of each."""
     benchmark = pope.Pope()
-    likely = Question("q", "k", (), "p", ("yes", "no"), scored=True, kind="A")
+    likely = Question("q", "k", (), "p", ("yes", "no"), wants_log_probs=True, kind="A")
     for yes, said in ((-1, "yes"), (-2, "yes"), (-3, "no")):
         for truth in ("yes", "no"):
             scores = benchmark.score(replace(likely, truth=truth), (yes, -2))

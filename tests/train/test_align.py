@@ -189,7 +189,7 @@ def test_rare_questions_share_a_number_and_rare_answers_are_left_out(monkeypatch
     def record(name, answer, pictures=("x",), question="p"):
         return Record(name, name, pictures, ((question, answer),))
 
-    asked = alignment.examples(
+    asked = alignment.numbered_questions(
         [
             record("0", "a"),
             record("1", "a"),

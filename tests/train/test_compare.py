@@ -251,7 +251,10 @@ def test_a_cell_is_asked_without_dropout(processor, tmp_path):
     model, _ = open_model(replace(BASE, dropout=0.5), CPU)
     for parameter in trainable(model).values():
         torch.nn.init.constant_(parameter, 0.05)
-    asks = [replace(q, choices=("yes", "no"), scored=True) for q in vqa_task(BASE, "test", 8).asks]
+    asks = [
+        replace(q, choices=("yes", "no"), wants_log_probs=True)
+        for q in vqa_task(BASE, "test", 8).asks
+    ]
     tasks = {"test": {"VQA": asking("", asks, lambda truth, likelihoods: likelihoods[0])}}
     first, again = (
         training.ask_tasks(model.train(), processor, BASE, tasks, tmp_path) for _ in range(2)

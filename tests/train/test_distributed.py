@@ -210,7 +210,7 @@ def test_all_processes_end_at_a_loss_that_is_not_finite():
         losses = [1.0, [1.0, float("nan")][world.rank]]
         micros = [SimpleNamespace(names=(f"{n}{world.rank}",)) for n in "ab"]
         with pytest.raises(Diverged) as raised:
-            check_loss(float("nan"), losses, 7, micros, world, 1.0)
+            check_loss(float("nan"), losses, 7, micros, world)
         return str(raised.value)
 
     first, second = as_two(problem)

@@ -154,7 +154,7 @@ def test_the_best_is_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(validation, "write_trained", lambda model, folder, *args: folder.mkdir())
     for step, (loss, exact, *expected) in enumerate(steps, 1):
         scores.update(loss=loss, exact_match=exact)
-        assert bool(held_out.validate(*run, step, progress)) == math.isfinite(loss)
+        assert bool(held_out.evaluate_step(*run, step, progress)) == math.isfinite(loss)
         best = progress.best
         assert [best and best.step, best and best.since, progress.stopped] == expected
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
@@ -185,7 +185,7 @@ def test_evaluations_take_a_seventh_of_the_time(flags, total, steps, tmp_path, m
     held_out = HeldOut([None] * 60, [], [], [*range(60)], None, settings, WORLD)
     run = torch.nn.Module(), tmp_path, total, ()
     every = range(1, total + 1)
-    assert [step for step in every if held_out.validate(*run, step, Progress())] == steps
+    assert [step for step in every if held_out.evaluate_step(*run, step, Progress())] == steps
 
 
 @pytest.mark.parametrize(

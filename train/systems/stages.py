@@ -20,7 +20,7 @@ from train.finetune import run_flags
 from train.flags import flag
 from train.model import learning_rules, load_start, open_processor, rules_of, weights_dtype
 from train.optim import Rule
-from train.settings import EMBEDDED, GROUPS, Arguments, Settings, parse, recipe_values
+from train.settings import EMBEDDED_DATA, GROUPS, Arguments, Settings, parse, recipe_values
 
 ONE_EPOCH = {
     "epochs": 1,
@@ -103,7 +103,7 @@ def stage_defaults(kind: type[StageSettings], stage: int, given: Mapping) -> dic
     """The settings of a stage, on the embedded data or on those of the `given` flags; empty where
     there is no such stage."""
     recipe = kind.STAGES.get(stage, StageRecipe({}))
-    is_embedded = tuple(given.get("data", EMBEDDED)) == EMBEDDED
+    is_embedded = tuple(given.get("data", EMBEDDED_DATA)) == EMBEDDED_DATA
     return {**recipe.defaults, **(recipe.embedded if is_embedded else {})}
 
 
