@@ -20,22 +20,16 @@ def mask_by_loops(valid, types, window):
     return mask
 
 
+def digits(rows):
+    return torch.tensor([list(map(int, row)) for row in rows.split()])
+
+
 @pytest.mark.parametrize("window", [None, 1, 3])
 def test_mask_is_the_rule(window):
     """Breaks when a query attends to a later suffix token or to padding, or the prefix hides a
     token from itself."""
-    valid = torch.tensor(
-        [[0, 0, 1, 1, 1, 1, 1, 1], [1] * 8, [1, 1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 0, 0, 1, 1]],
-        dtype=torch.bool,
-    )
-    types = torch.tensor(
-        [
-            [0, 0, 0, 0, 0, 1, 1, 1],
-            [0, 0, 0, 1, 1, 1, 1, 1],
-            [0, 0, 1, 1, 1, 1, 0, 0],
-            [0, 0, 0, 0, 0, 0, 1, 1],
-        ]
-    )
+    valid = digits("00111111 11111111 11111100 11100011").bool()
+    types = digits("00000111 00011111 00111100 00000011")
     expected = mask_by_loops(valid, types, window)
     assert torch.equal(attention_mask(valid, types, window=window), expected)
     for last in (1, 3):  # rows of the same

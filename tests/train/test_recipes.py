@@ -5,38 +5,38 @@ import pytest
 import torch
 
 from model.config import PRESETS
-from tests.files import write_json
+from tests.files import table, write_json
 from tests.runs import metrics, refused, run, settings_of, words
 from train import finetune
 from train.recipes import ROWS, TASKS
 from train.settings import parse
 from train.summary import next_commands
 
-# (task, side of the base): epochs, rate, weight decay a step, rows of a step, smoothing, prompt
-PUBLISHED = {
-    ("vqav2", 224): (10, 1e-5, 1e-6, 256, 0.0, "answer en {question}"),
-    ("vqav2", 448): (10, 1e-5, 0.0, 256, 0.0, "answer en {question}"),
-    ("textvqa", 224): (5, 3e-6, 0.0, 256, 0.0, "answer en {question}"),
-    ("textvqa", 448): (10, 3e-6, 3e-7, 256, 0.0, "answer en {question}"),
-    ("textvqa", 896): (10, 3e-6, 0.0, 256, 0.0, "answer en {question}"),
-    ("vizwizvqa", 448): (10, 1e-5, 0.0, 256, 0.0, "answer en {question}"),
-    ("gqa", 224): (1, 1e-5, 0.0, 256, 0.0, "answer en {question}"),
-    ("docvqa", 896): (10, 1e-5, 1e-6, 256, 0.0, "{question}"),
-    ("chartqa", 448): (30, 1e-5, 1e-6, 256, 0.2, "{question}"),
-    ("infovqa", 224): (3, 1e-5, 1e-6, 256, 0.4, "answer en {question}"),
-    ("infovqa", 448): (3, 1e-5, 1e-6, 128, 0.4, "answer en {question}"),
-    ("infovqa", 896): (3, 3e-6, 3e-7, 32, 0.4, "answer en {question}"),
-    ("refcoco_seg", 224): (100, 3e-5, 0.0, 256, 0.3, "{question}"),
-    ("refcoco_seg", 896): (100, 1e-5, 0.0, 64, 0.3, "{question}"),
-    ("cococap", 224): (5, 1e-5, 1e-6, 256, 0.0, "answer en {question}"),
-}
+# task and side of the base | epochs, rate, weight decay a step, rows of a step, smoothing | prompt
+PUBLISHED = """
+    vqav2 224       | 10 1e-5 1e-6 256 0.0 | answer en {question}
+    vqav2 448       | 10 1e-5 0.0 256 0.0  | answer en {question}
+    textvqa 224     | 5 3e-6 0.0 256 0.0   | answer en {question}
+    textvqa 448     | 10 3e-6 3e-7 256 0.0 | answer en {question}
+    textvqa 896     | 10 3e-6 0.0 256 0.0  | answer en {question}
+    vizwizvqa 448   | 10 1e-5 0.0 256 0.0  | answer en {question}
+    gqa 224         | 1 1e-5 0.0 256 0.0   | answer en {question}
+    docvqa 896      | 10 1e-5 1e-6 256 0.0 | {question}
+    chartqa 448     | 30 1e-5 1e-6 256 0.2 | {question}
+    infovqa 224     | 3 1e-5 1e-6 256 0.4  | answer en {question}
+    infovqa 448     | 3 1e-5 1e-6 128 0.4  | answer en {question}
+    infovqa 896     | 3 3e-6 3e-7 32 0.4   | answer en {question}
+    refcoco_seg 224 | 100 3e-5 0.0 256 0.3 | {question}
+    refcoco_seg 896 | 100 1e-5 0.0 64 0.3  | {question}
+    cococap 224     | 5 1e-5 1e-6 256 0.0  | answer en {question}"""
 
 
-@pytest.mark.parametrize("task, side", PUBLISHED)
-def test_a_transfer_is_the_published_one(task, side):
+@pytest.mark.parametrize("base, numbers, prompt", table(PUBLISHED))
+def test_a_transfer_is_the_published_one(base, numbers, prompt):
     """Breaks when a number of a published sweep is another, or its decay is taken as AdamW's,
     relative to the rate: with it a step would take 1e-11 of a weight instead of 1e-6."""
-    epochs, rate, decay, rows, smoothing, prompt = PUBLISHED[task, side]
+    task, side = base.split()
+    epochs, rate, decay, rows, smoothing = map(float, numbers.split())
     s = settings_of(f"--base paligemma-3b-{side} --recipe paligemma:{task}")
     assert (s.epochs, s.lr, s.step_batch, s.label_smoothing) == (epochs, rate, rows, smoothing)
     assert (s.prompt, s.answers, s.full, s.attention) == (prompt, "sampled", True, "softmax")
