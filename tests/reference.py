@@ -9,6 +9,7 @@ is far from uniform.
 import tempfile
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from transformers.utils import logging
@@ -18,6 +19,8 @@ from model.paligemma import PaliGemma
 from weights.load import load_model, load_system
 
 IMAGE_TOKEN = 127
+Tensors = dict[str, torch.Tensor]
+generations = pytest.mark.parametrize("generation", [1, 2])  # of PaliGemma, as `hf_model` takes it
 logging.disable_progress_bar()  # of files that are written and read in milliseconds
 
 
@@ -183,7 +186,7 @@ def reload_hf(hf, backend: str, dtype: torch.dtype):
         )
 
 
-def batch(hf, rows=((5, 4), (3, 6)), seed: int = 1) -> dict[str, torch.Tensor]:
+def batch(hf, rows=((5, 4), (3, 6)), seed: int = 1) -> Tensors:
     """A left-padded batch of the model, as `left_padded` makes it."""
     vision = hf.config.vision_config
     return left_padded(
@@ -191,9 +194,7 @@ def batch(hf, rows=((5, 4), (3, 6)), seed: int = 1) -> dict[str, torch.Tensor]:
     )
 
 
-def left_padded(
-    rows, slots: int, side: int, image_token: int, seed: int = 1
-) -> dict[str, torch.Tensor]:
+def left_padded(rows, slots: int, side: int, image_token: int, seed: int = 1) -> Tensors:
     """Rows of `slots` image tokens, then prefix and suffix of the lengths in `rows`; pixels (B, 3,
     side, side)."""
     generator = dice(seed)
@@ -218,14 +219,14 @@ def left_padded(
     }
 
 
-def padded_texts(lengths, least: int, most: int) -> dict[str, torch.Tensor]:
+def padded_texts(lengths, least: int, most: int) -> Tensors:
     """Rows of so many random tokens, padded on the left with 0: input_ids and attention_mask."""
     ids = torch.randint(least, most, (len(lengths), max(lengths)), generator=dice(1))
     valid = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
     return {"input_ids": ids * valid, "attention_mask": valid.long()}
 
 
-def right_padded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def right_padded(inputs: Tensors) -> Tensors:
     """The same batch with the padding of each row moved behind its tokens."""
     order = (~inputs["attention_mask"].bool()).long().argsort(dim=1, stable=True)
     return {
@@ -234,7 +235,7 @@ def right_padded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def hf_forward(hf, inputs: dict[str, torch.Tensor]):
+def hf_forward(hf, inputs: Tensors):
     """transformers' logits from types and positions: without them it computes other masks and
     positions."""
     positions = inputs["attention_mask"].cumsum(-1).clamp(min=1)
@@ -248,9 +249,9 @@ def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
-def outputs_by_layer(model, names: list[str], run) -> dict[str, torch.Tensor]:
+def outputs_by_layer(model, names: list[str], run) -> Tensors:
     """What the modules `names` return while `run()` calls the model."""
-    seen: dict[str, torch.Tensor] = {}
+    seen: Tensors = {}
 
     def keep(name):
         def hook(module, args, output):

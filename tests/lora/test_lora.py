@@ -28,7 +28,16 @@ from lora.adapter import (
 from model import cpu
 from model.differential import KINDS, graft, new_parameters
 from tests.files import read_json, write_json
-from tests.reference import batch, dice, hf_forward, hf_language, hf_model, ours, relative_error
+from tests.reference import (
+    batch,
+    dice,
+    generations,
+    hf_forward,
+    hf_language,
+    hf_model,
+    ours,
+    relative_error,
+)
 from tests.runs import assert_same_tensors, refused
 from train.optim import trainable
 
@@ -157,7 +166,7 @@ PEFT_CONFIGS = json.loads(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("generation", [1, 2])
+@generations
 @pytest.mark.parametrize("name", PEFT_CONFIGS)
 def test_what_peft_saved_computes_the_same_here(tmp_path, generation, name):
     """Breaks when a key, rank or scale of PEFT's files is read otherwise, or forward, backward or
@@ -188,7 +197,7 @@ def test_what_peft_saved_computes_the_same_here(tmp_path, generation, name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("generation", [1, 2])
+@generations
 def test_what_is_saved_here_computes_the_same_in_peft(tmp_path, generation):
     """Breaks when PEFT cannot read our files, warns about them, or puts LoRA on other layers than
     ours."""

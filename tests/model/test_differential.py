@@ -23,7 +23,7 @@ from model.attention import Attention, Rope, attention_mask, tapped
 from model.config import PaliGemmaConfig, TextConfig, VisionConfig
 from model.differential import KINDS, fold, graft, lambdas, map_distance, new_parameters
 from model.paligemma import PaliGemma, initialize
-from tests.reference import left_padded, relative_error, set_attention_backend
+from tests.reference import generations, left_padded, relative_error, set_attention_backend
 from tests.runs import assert_same_tensors, refused
 from train.optim import SCALARS, trainable
 
@@ -121,6 +121,11 @@ def tiny(generation=1, dtype=torch.float32):
 def batch(rows=((5, 4), (2, 3))):
     """A left-padded batch of (prefix, suffix) lengths after a picture of 4 tokens."""
     return left_padded(rows, 4, 28, IMAGE, seed=3)
+
+
+def logits_of(model):
+    """The logits of `batch`."""
+    return model(**batch())
 
 
 def grafted(variant, diff_in="both", stirred=True, **kwargs):
@@ -266,7 +271,7 @@ def test_each_variant_is_its_equation(variant, sizes, backend):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("generation", [1, 2])
+@generations
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("variant", EXACT)
@@ -277,9 +282,9 @@ def test_exact_variants_start_at_the_base_to_the_bit(variant, dtype, backend, ge
     set_attention_backend(model, backend)
     kind, options = VARIANTS[variant]
     with torch.no_grad():
-        base = model(**batch())
+        base = logits_of(model)
         graft(model, kind, diff_in="both", **options)
-        assert torch.equal(model(**batch()), base)
+        assert torch.equal(logits_of(model), base)
         adapter.inject(model, TARGETS, 4, 8.0, dropout=0.5)
         assert torch.equal(model.train()(**batch()), base)
 
@@ -372,9 +377,9 @@ def test_halves_are_as_wide_as_fused_kernels_ask():
 def test_autocast_agrees_and_keeps_lambda_in_fp32(variant):
     """Breaks when autocast fails on mixed dtypes, or casts λ, μ or a gate down with the rest."""
     model = grafted(variant, generation=1)
-    exact = model(**batch())
+    exact = logits_of(model)
     with torch.autocast("cpu", torch.bfloat16):
-        rough = model(**batch())
+        rough = logits_of(model)
         assert all(value.dtype == torch.float32 for value in lambdas(model).values())
     assert 0 < relative_error(rough, exact) < 0.2
     rough.sum().backward()
@@ -435,7 +440,7 @@ def test_new_parameters_are_fp32_drawn_by_the_seed_and_trained(variant):
     paths = adapter.inject(model, TARGETS, 2, 4.0)
     lora = {f"{path}.lora.lora_{half}.weight" for path in paths for half in "AB"}
     assert trainable(model).keys() == first.keys() | lora
-    model(**batch()).float().pow(2).mean().backward()
+    logits_of(model).float().pow(2).mean().backward()
     assert all(value.grad is not None for value in first.values())
     assert not first or any(value.grad.any() for value in first.values())
 
@@ -507,19 +512,19 @@ def test_lora_can_be_removed_after_folding(variant):
     model = grafted(variant)
     adapter.inject(model, TARGETS, 2, 4.0)
     stir(model, {name for name, _ in model.named_parameters() if "lora_B" not in name})
-    trained = model(**batch())
+    trained = logits_of(model)
     with adapter.disabled(model):
-        without = model(**batch())
+        without = logits_of(model)
     assert relative_error(without, trained) > 0.05
     adapter.merge(model)
     fold(model)
     for _ in range(2):
-        assert relative_error(model(**batch()), trained) < 2e-6
+        assert relative_error(logits_of(model), trained) < 2e-6
         with adapter.disabled(model):
-            assert relative_error(model(**batch()), without) < 2e-6
-        assert relative_error(model(**batch()), trained) < 2e-6
+            assert relative_error(logits_of(model), without) < 2e-6
+        assert relative_error(logits_of(model), trained) < 2e-6
         adapter.unmerge(model)
-        assert relative_error(model(**batch()), trained) < 2e-6, "unmerged LoRA computes the same"
+        assert relative_error(logits_of(model), trained) < 2e-6, "unmerged LoRA computes the same"
         adapter.merge(model)
 
 
@@ -541,13 +546,13 @@ def test_folding_rounds_nothing_into_8_bits():
     for kind in ("dex", "temperature", "softmax"):
         model = grafted(kind)
         quantize(model.requires_grad_(False))
-        logits = model(**batch())
+        logits = logits_of(model)
         is_kept = kind != "softmax"
         if is_kept:
             refused(partial(fold, model), "is quantized")
         else:
             fold(model)
-        assert torch.equal(model(**batch()), logits)
+        assert torch.equal(logits_of(model), logits)
         assert bool(model.grafts) == is_kept
 
 
@@ -565,7 +570,7 @@ def test_feed_forwards_of_table_1():
     assert graft(model, "softmax", feed_forward="swiglu") == []
     assert_same_tensors(dict(model.named_parameters()), weights)
     mlp = model.language_model.layers[1].mlp
-    logits = model(**batch())
+    logits = logits_of(model)
     assert relative_error(mlp(x), swiglu(x, mlp.gate_proj, mlp.up_proj, mlp.down_proj)) < 1e-6
     fold(model)
     plain = PaliGemma(model.config)
@@ -596,12 +601,12 @@ def test_map_distance_is_total_variation():
     assert not any(distances.values())
     stir(model, {name for name, _ in model.named_parameters() if "lora_B" not in name})
     maps = []
-    logits = model(**batch())
+    logits = logits_of(model)
     attention = model.language_model.layers[1].self_attn
     with tapped({attention: maps.append}):
         with tapped({attention: lambda weights: None}):
-            model(**batch())
-        model(**batch())  # the tap set before is back
+            logits_of(model)
+        logits_of(model)  # the tap set before is back
     apart = (maps[0] - maps[1]).abs().sum(-1).mean(1) / 2  # (B, S)
     by_hand = apart[batch()["attention_mask"].bool()].mean()
     assert len(maps) == 2
@@ -609,5 +614,5 @@ def test_map_distance_is_total_variation():
     assert found["language_model.layers.1.self_attn"] == pytest.approx(by_hand.item(), rel=1e-5)
     assert 0 < found["vision_tower.encoder.layers.0.self_attn"] < 1
     assert attention.tap is None
-    assert torch.equal(model(**batch()), logits)
+    assert torch.equal(logits_of(model), logits)
     assert map_distance(grafted("shared"), **batch()) == {}

@@ -9,6 +9,7 @@ import model.cpu as cpu
 from tests.reference import (
     batch,
     error,
+    generations,
     hf_forward,
     hf_model,
     ours,
@@ -47,7 +48,7 @@ def is_valid(inputs) -> torch.Tensor:
 
 @pytest.mark.long
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("generation", [1, 2])
+@generations
 @pytest.mark.parametrize(("path", "bound"), [("torch", SAME_BACKEND), ("onednn", OTHER_BACKEND)])
 def test_every_layer_and_the_logits(path, bound, generation, rows, monkeypatch):
     """Breaks when any block, norm, mask, position or scale departs from the published computation.
@@ -91,7 +92,7 @@ def test_backends_agree(ours_backend, hf_backend, bound):
     assert error(ours(hf, ours_backend), hf, batch(hf, ROWS["padded"])) <= bound
 
 
-@pytest.mark.parametrize("generation", [1, 2])
+@generations
 @pytest.mark.parametrize("path", ["onednn", "torch"])
 def test_gradients(path, generation, monkeypatch):
     """Breaks when the loss would train the weights in another direction than transformers does."""
@@ -114,7 +115,7 @@ def test_gradients(path, generation, monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", "sdpa"])
-@pytest.mark.parametrize("generation", [1, 2])
+@generations
 def test_bf16_is_equal_to_the_bit(generation, backend, monkeypatch):
     """Breaks when an operation is reordered or a cast moves: fp32 islands, the √H factor, the RoPE
     tables."""
@@ -133,7 +134,7 @@ def test_bf16_is_equal_to_the_bit(generation, backend, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("generation", [1, 2])
+@generations
 @pytest.mark.parametrize("learns", [True, False])
 def test_no_position_to_keep_is_no_error(generation, learns, monkeypatch):
     """Breaks when a batch without supervised tokens raises; its loss and its gradients are zero."""

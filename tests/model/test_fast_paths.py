@@ -20,7 +20,15 @@ from model.gemma import RMSNorm
 from model.generate import generate
 from model.linear import ACTIVATIONS, Linear, activated, linear
 from tests.model.test_differential import TARGETS, sibling
-from tests.reference import batch, dice, relative_error, right_padded, set_attention_backend, twins
+from tests.reference import (
+    batch,
+    dice,
+    generations,
+    relative_error,
+    right_padded,
+    set_attention_backend,
+    twins,
+)
 from tests.runs import refused
 from train.data.batches import collate
 from train.model import supervised_loss
@@ -255,7 +263,7 @@ def test_a_compiled_training_step_learns_the_same(processor):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("generation", [1, 2])
+@generations
 def test_compiled_decoding_equals_the_plain_one_and_compiles_once(generation):
     """Breaks when the static cache shows what is not written yet, keeps an old prompt, or a length
     compiles anew."""

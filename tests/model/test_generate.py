@@ -15,6 +15,7 @@ from model.systems.language import new_model
 from tests.reference import (
     batch,
     dice,
+    generations,
     hf_forward,
     hf_model,
     ours,
@@ -41,7 +42,7 @@ def answered(inputs, row, ids):
 
 @torch.no_grad()
 @pytest.mark.long
-@pytest.mark.parametrize("generation", [1, 2])
+@generations
 @pytest.mark.parametrize(
     "rows", [PROMPTS[:1], PROMPTS, ((2, 0), (30, 0))], ids=["single", "short", "long"]
 )
@@ -66,7 +67,7 @@ def test_greedy_equals_transformers(generation, rows):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("generation", [1, 2])
+@generations
 def test_log_probabilities_are_those_of_transformers(generation):
     """Breaks when a token gets another's log p, the end token none, or a row that has ended counts
     on."""

@@ -1,6 +1,7 @@
 """GGUF files become folders whose weights are transformers', to the bit, and whose tokenizer is the
 file's; damaged and foreign files are refused in one line."""
 
+import json
 import struct
 from pathlib import Path
 
@@ -13,9 +14,9 @@ import transformers
 
 from model.source import BUNDLED_FOLDER
 from model.systems.chat import load_text_tokenizer
-from tests.files import read_json
+from tests.files import read_json, table
 from tests.reference import hf_language
-from tests.runs import assert_same_tensors, refused
+from tests.runs import assert_same_tensors, refused, words
 from weights.gguf import main
 from weights.load import load_text
 
@@ -156,6 +157,13 @@ def write_file(
     return worth
 
 
+def converted_in(folder: Path, name: str = "out") -> Path:
+    """The folder inside it that its a.gguf becomes."""
+    out = folder / name
+    main(words(folder / "a.gguf", out))
+    return out
+
+
 def vocabulary(bpe: Path) -> list[str]:
     """Its tokens, by their ids."""
     vocab = tokenizers.Tokenizer.from_file(str(bpe)).get_vocab()
@@ -207,19 +215,19 @@ def test_the_weights_are_the_files(kind, packed, bpe, tmp_path):
         more |= {"attention_bias": packed == "F16", "mlp_bias": packed == "F16"}
     hf = hf_language(kind, vocab_size=rows_of(kind, bpe), **more)
     worth = write_file(tmp_path / "a.gguf", hf, bpe, packed)
-    main([str(tmp_path / "a.gguf"), str(tmp_path / "out")])
-    state = load_text(tmp_path / "out").state_dict()
+    out = converted_in(tmp_path)
+    state = load_text(out).state_dict()
     named = {name.replace("language_model.lm_head", "lm_head"): t for name, t in state.items()}
     named = {name.replace("language_model.", "model."): t for name, t in named.items()}
     assert_same_tensors(named, worth)
-    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    opened = transformers.AutoModelForCausalLM.from_pretrained(out)
     if kind != "gemma" and packed.startswith("Q4"):  # which transformers opens itself
         options = {"gguf_file": "a.gguf", "dtype": torch.float32}
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, **options)
         assert_same_tensors(opened.state_dict(), theirs.state_dict())
     ids = torch.randint(3, 100, (2, 9))
     with torch.no_grad():
-        logits = load_text(tmp_path / "out")(ids)
+        logits = load_text(out)(ids)
         assert torch.allclose(logits, opened(ids).logits, atol=1e-4)
 
 
@@ -227,10 +235,10 @@ def test_the_weights_are_the_files(kind, packed, bpe, tmp_path):
 def test_the_tokenizer_is_the_files(kind, bpe, tmp_path):
     """Breaks when a text has other ids than with the tokenizer that the file was made from."""
     write_file(tmp_path / "a.gguf", hf_language(kind, vocab_size=rows_of(kind, bpe)), bpe)
-    main([str(tmp_path / "a.gguf"), str(tmp_path / "out")])
-    ours = load_text_tokenizer(tmp_path / "out")
+    out = converted_in(tmp_path)
+    ours = load_text_tokenizer(out)
     if kind != "gemma2":  # of a sentencepiece model transformers needs protobuf
-        opened = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+        opened = transformers.AutoTokenizer.from_pretrained(out)
     assert ours.config.eos_token_id == (1,)
     assert ours.config.bos_token_id == 2
     theirs = sentencepiece.SentencePieceProcessor(str(BUNDLED_FOLDER / "tokenizer.model"))
@@ -243,7 +251,7 @@ def test_the_tokenizer_is_the_files(kind, bpe, tmp_path):
             assert ours.decode(ids) == text
             assert opened.encode(text, add_special_tokens=False) == ids
         assert ours.encode(text) == ids, text
-    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
 @pytest.mark.parametrize("adds_bos", [None, True, False])
@@ -251,8 +259,7 @@ def test_whether_a_text_begins_with_bos(adds_bos, bpe, tmp_path):
     """Breaks when what the file of pieces says of bos is not followed."""
     hf = hf_language("gemma2", vocab_size=1722)
     write_file(tmp_path / "a.gguf", hf, bpe, adds_bos=adds_bos)
-    main([str(tmp_path / "a.gguf"), str(tmp_path / "out")])
-    begin = load_text_tokenizer(tmp_path / "out").begin
+    begin = load_text_tokenizer(converted_in(tmp_path)).begin
     assert begin == ([] if adds_bos is False else [2])
 
 
@@ -267,18 +274,18 @@ def test_a_llama_3(bpe, tmp_path):
     assert factors.min() == 1
     assert factors.max() == 8
     write_file(tmp_path / "a.gguf", hf, bpe, factors=factors, pre="llama-bpe")
-    main([str(tmp_path / "a.gguf"), str(tmp_path / "out")])
+    out = converted_in(tmp_path)
     ids = torch.randint(3, 100, (1, 400))
     with torch.no_grad():
-        ours = load_text(tmp_path / "out")(ids)
+        ours = load_text(out)(ids)
         assert torch.allclose(ours, hf(ids).logits, atol=1e-4)
-    a = load_text_tokenizer(tmp_path / "out").prompt("a")
+    a = load_text_tokenizer(out).prompt("a")
     assert a[0] == 2
-    opened = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    opened = transformers.AutoTokenizer.from_pretrained(out)
     assert opened.encode("a", "a") == a + a
     for other in (factors**2, factors[:-1], factors[:0]):
         write_file(tmp_path / "a.gguf", hf, bpe, factors=other, pre="llama-bpe")
-        refused(lambda: main([str(tmp_path / "a.gguf"), str(tmp_path / "b")]), "rope_freqs.weight")
+        refused(lambda: converted_in(tmp_path, "b"), "rope_freqs.weight")
 
 
 # what is in a file | what is there instead | what is said
@@ -290,6 +297,14 @@ qwen2 | qwen9 | 'qwen9', expected one of gemma
 smollm | rollms | 'rollms'
 blk.1.attn_q.w | blk.1.attn_z.w | missing language_model.layers.1.self_attn.q_proj.weight"""
 
+# what the writer is told | what is said; the default's are llama.cpp's own, by four expressions
+UNREAD = """
+    {"pre": "default"} | tokenizer.ggml.pre is 'default'
+    {"told": {"rope.scaling.type": "yarn"}} | scaling.type 'yarn'
+    {"told": {"rope.scaling.factor": 4.0}} | scaling.factor 4.0
+    {"told": {"rope.dimension_count": 2}} | turns 2 of
+    {"told": {"attention.causal": false}} | not causal"""
+
 
 @pytest.mark.long
 def test_damaged_and_foreign_files(bpe, tmp_path):
@@ -298,7 +313,7 @@ def test_damaged_and_foreign_files(bpe, tmp_path):
     file, out = tmp_path / "a.gguf", tmp_path / "out"
 
     def said(*parts: str) -> None:
-        refused(lambda: main([str(file), str(out)]), "a.gguf", *parts)
+        refused(lambda: main(words(file, out)), "a.gguf", *parts)
         assert not out.exists()
 
     said("not found")
@@ -310,27 +325,19 @@ def test_damaged_and_foreign_files(bpe, tmp_path):
     for place in range(8, 20000, 499):  # whatever is damaged, it is one line or a model
         file.write_bytes(whole[:place] + b"\xff" * 8 + whole[place + 8 :])
         try:
-            main([str(file), str(tmp_path / f"out{place}")])
+            main(words(file, tmp_path / f"out{place}"))
         except ValueError as error:
             assert "\n" not in str(error)
     key = struct.pack("<Q1sI", 1, b"a", gguf.GGUFValueType.ARRAY)
     endless = struct.pack("<IQ", gguf.GGUFValueType.UINT8, 2**60)
     file.write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + key + endless)
     said("no whole GGUF file", "ends before byte")
-    for change in CHANGES.splitlines():
-        old, new, told = change.split(" | ")
+    for old, new, told in table(CHANGES):
         file.write_bytes(whole.replace(old.encode(), new.encode()))
         said(told)
     head = torch.zeros(rows_of("qwen2", bpe), hf.config.hidden_size)
     write_file(file, hf, bpe, more={"lm_head.weight": head})
     said("GGUF's lm_head.weight")
-    write_file(file, hf, bpe, pre="default")  # llama.cpp's own, by four expressions
-    said("tokenizer.ggml.pre is 'default'")
-    write_file(file, hf, bpe, told={"rope.scaling.type": "yarn"})
-    said("scaling.type 'yarn'")
-    write_file(file, hf, bpe, told={"rope.scaling.factor": 4.0})
-    said("scaling.factor 4.0")
-    write_file(file, hf, bpe, told={"rope.dimension_count": 2})
-    said("turns 2 of")
-    write_file(file, hf, bpe, told={"attention.causal": False})
-    said("not causal")
+    for change, told in table(UNREAD):
+        write_file(file, hf, bpe, **json.loads(change))
+        said(told)
