@@ -144,9 +144,14 @@ def twins(generation: int = 1, rows=((5, 4), (3, 6)), seed: int = 1, **sizes):
     return hf, ours(hf), batch(hf, rows, seed)
 
 
+def is_valid(inputs: Tensors) -> torch.Tensor:
+    """Where there is no padding."""
+    return inputs["attention_mask"].bool()
+
+
 def error(model, hf, inputs) -> float:
     """The relative error of the logits, where there is no padding."""
-    valid = inputs["attention_mask"].bool()
+    valid = is_valid(inputs)
     return relative_error(model(**inputs)[valid], hf_forward(hf, inputs)[valid])
 
 
@@ -228,7 +233,7 @@ def padded_texts(lengths, least: int, most: int) -> Tensors:
 
 def right_padded(inputs: Tensors) -> Tensors:
     """The same batch with the padding of each row moved behind its tokens."""
-    order = (~inputs["attention_mask"].bool()).long().argsort(dim=1, stable=True)
+    order = (~is_valid(inputs)).long().argsort(dim=1, stable=True)
     return {
         name: value if name == "pixel_values" else value.gather(1, order)
         for name, value in inputs.items()

@@ -17,7 +17,7 @@ from model.generate import generate
 from model.paligemma import PaliGemma
 from model.systems import configs
 from model.systems.mamba import MambaLM
-from tests.reference import left_padded, randomize, relative_error, right_padded
+from tests.reference import is_valid, left_padded, randomize, relative_error, right_padded
 from weights.load import kind_of
 
 IMAGE = 63
@@ -97,7 +97,7 @@ def test_cached_is_uncached(model):
     than without."""
     inputs = batch(model)
     logits = model(**inputs)
-    valid = inputs["attention_mask"].bool()
+    valid = is_valid(inputs)
     checkpoint(model, True)
     ids = inputs["input_ids"]
     width = valid.shape[1]
@@ -119,9 +119,9 @@ def test_a_row_depends_on_nothing_but_itself(model):
     """Breaks when other rows, or the side of the padding, change what a row computes."""
     inputs = batch(model)
     logits = model(**inputs)
-    valid = inputs["attention_mask"].bool()
+    valid = is_valid(inputs)
     moved = right_padded(inputs)
-    right = model(**moved)[moved["attention_mask"].bool()]
+    right = model(**moved)[is_valid(moved)]
     assert relative_error(right, logits[valid]) <= 2e-6
     for row in range(len(ROWS)):
         assert relative_error(model(**alone(inputs, row))[0], logits[row, valid[row]]) <= 2e-6

@@ -1,6 +1,8 @@
 """Ours equals transformers: every layer, the logits and the gradients, in both generations and
 geometries."""
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from tests.reference import (
     generations,
     hf_forward,
     hf_model,
+    is_valid,
     ours,
     outputs_by_layer,
     relative_error,
@@ -22,13 +25,13 @@ from tests.reference import (
 
 SAME_BACKEND, OTHER_BACKEND = 1e-6, 1e-5
 
-ROWS = {
-    "unpadded": ((5, 4), (5, 4)),
-    "padded": ((5, 4), (3, 6), (1, 1)),
-    "prefix only": ((6, 0), (6, 0)),
-    "prefix only, padded": ((6, 0), (2, 0)),
-    "long": ((4, 30), (20, 9)),
-}
+ROWS = json.loads("""{
+    "unpadded": [[5, 4], [5, 4]],
+    "padded": [[5, 4], [3, 6], [1, 1]],
+    "prefix only": [[6, 0], [6, 0]],
+    "prefix only, padded": [[6, 0], [2, 0]],
+    "long": [[4, 30], [20, 9]]
+}""")
 
 
 def layers_of(model) -> list[str]:
@@ -40,10 +43,6 @@ def layers_of(model) -> list[str]:
         for name, _ in model.named_modules()
         if name.endswith(leaves) or "norm" in name.split(".")[-1] or name.split(".")[-1].isdigit()
     ]
-
-
-def is_valid(inputs) -> torch.Tensor:
-    return inputs["attention_mask"].bool()
 
 
 @pytest.mark.long

@@ -21,6 +21,7 @@ from model.systems.language import LanguageModel
 from tests.files import read_json, write_json
 from tests.reference import (
     hf_language,
+    is_valid,
     outputs_by_layer,
     padded_texts,
     relative_error,
@@ -102,7 +103,7 @@ def test_every_layer_and_the_logits(hf, model):
     names = [name for name, _ in model.language_model.named_modules() if not left.fullmatch(name)]
     assert len(names) >= 5 * 3 + 1
     for inputs in (batch(), right_padded(batch())):
-        valid = inputs["attention_mask"].bool()
+        valid = is_valid(inputs)
         expected = outputs_by_layer(hf.model, names, partial(theirs, hf, inputs))
         mine = outputs_by_layer(model.language_model, names, partial(model, **inputs))
         for name in names:
@@ -127,14 +128,14 @@ def test_bf16_is_equal_to_the_bit(kind, hf, folder, monkeypatch):
         twin = reload_hf(hf, backend, torch.bfloat16)
         model = opened(folder, backend, dtype=torch.bfloat16)
         inputs = batch()
-        valid = inputs["attention_mask"].bool()
+        valid = is_valid(inputs)
         assert torch.equal(model(**inputs)[valid], theirs(twin, inputs)[valid].float()), backend
 
 
 def test_gradients_and_the_loss(hf, model):
     """Breaks when training would move the weights in another direction than transformers does."""
     inputs = batch()
-    valid = inputs["attention_mask"].bool()
+    valid = is_valid(inputs)
     labels = inputs["input_ids"].roll(-1, 1).masked_fill(~valid, -100)
     model(**inputs, targets=labels).backward()
     hf.zero_grad()
@@ -263,7 +264,7 @@ def test_grafts_lora_and_few_bits_stand_on_it(folder, model, tmp_path):
     """Breaks when a bias, a head or a stretched position is lost on the way to a variant, an
     adapter or weights of few bits."""
     inputs = batch()
-    valid = inputs["attention_mask"].bool()
+    valid = is_valid(inputs)
     logits = model(**inputs)[valid]
     for variant in ("softmax", "twin", "dex"):
         grafted = opened(folder)

@@ -15,7 +15,7 @@ from model.systems import scan
 from model.systems.configs import MambaConfig
 from model.systems.mamba import Mamba, MambaLM, initialize_mamba
 from model.systems.scan import BLOCK, selective_scan
-from tests.reference import dice, hf_mamba, our_mamba, padded_texts, relative_error
+from tests.reference import dice, hf_mamba, is_valid, our_mamba, padded_texts, relative_error
 
 
 def loop(x, delta, A, B, C, state):
@@ -112,7 +112,7 @@ def test_logits_and_gradients_equal_transformers(lengths):
     hf = hf_mamba()
     model = our_mamba(hf)
     inputs = prompts(lengths)
-    valid = inputs["attention_mask"].bool()
+    valid = is_valid(inputs)
     mine = model(**inputs)
     theirs = hf(**inputs, use_cache=False).logits
     assert mine.dtype == torch.float32

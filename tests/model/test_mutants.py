@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from model import attention, cpu, gemma, linear, siglip
 from model.config import TextConfig
 from model.paligemma import PaliGemma
-from tests.reference import batch, error, hf_forward, hf_model, ours, reload_hf, twins
+from tests.reference import batch, error, hf_forward, hf_model, is_valid, ours, reload_hf, twins
 
 GATE = 1e-6
 ROWS = ((5, 4), (3, 9), (1, 1))
@@ -219,7 +219,7 @@ def test_the_bf16_gate_rejects(name, monkeypatch):
     can."""
     hf = reload_hf(hf_model(1), "eager", torch.bfloat16)
     model, inputs = ours(hf_model(1), dtype=torch.bfloat16), batch(hf, ROWS)
-    valid = inputs["attention_mask"].bool()
+    valid = is_valid(inputs)
     with torch.no_grad():
         theirs = hf_forward(hf, inputs)[valid].float()
         assert torch.equal(model(**inputs)[valid], theirs)

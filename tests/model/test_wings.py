@@ -18,7 +18,7 @@ from model.paligemma import PaliGemma, initialize
 from model.systems.configs import WingsConfig
 from model.systems.wings import OCTAVES, Learner, LearnerInput, Router, attach, route
 from tests.model.test_contract import BASE, IMAGE, SLOTS
-from tests.reference import dice, set_attention_backend
+from tests.reference import dice, is_valid, set_attention_backend
 from tests.runs import assert_same_tensors, refused, stage_settings
 from train.model import load_start, open_model
 from train.optim import parameter_count, parameter_names
@@ -72,7 +72,7 @@ def test_no_query_has_a_gradient_from_what_comes_after_it(routed):
     model = wings(routed)
     inputs = batch()
     decoder = model.language_model
-    valid = inputs["attention_mask"].bool()
+    valid = is_valid(inputs)
     types = (inputs["input_ids"] != IMAGE).long()
     x = torch.randn(*valid.shape, HIDDEN, generator=dice(3))
     for query in range(x.shape[1]):
@@ -133,7 +133,7 @@ def test_the_start_is_the_base(routed):
     for each in (plain, model):  # a router needs the weights: its main attention is never fused
         set_attention_backend(each, "eager" if routed else "sdpa")
     causal = torch.ones_like(inputs["token_type_ids"])
-    valid = inputs["attention_mask"].bool()
+    valid = is_valid(inputs)
     assert torch.equal(model(**inputs)[valid], plain(**inputs | {"token_type_ids": causal})[valid])
 
 
@@ -144,7 +144,7 @@ def test_stage_2_starts_where_stage_1_ended(tmp_path):
     inputs = batch()
     set_attention_backend(first, "eager")
     logits = first(**inputs)
-    valid = inputs["attention_mask"].bool()
+    valid = is_valid(inputs)
     second = route(first)
     set_attention_backend(second, "eager")
     assert torch.equal(second(**inputs)[valid], logits[valid])
