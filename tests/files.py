@@ -25,9 +25,14 @@ def write_lines(path: Path, rows: Iterable) -> Path:
     return path
 
 
+def json_lines(text: str) -> list:
+    """The values that a text of JSON lines holds."""
+    return list(map(json.loads, text.splitlines()))
+
+
 def read_lines(path: Path) -> list:
     """The values that a file of JSON lines holds."""
-    return list(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
+    return json_lines(path.read_text(encoding="utf-8"))
 
 
 def read_json(path: Path):

@@ -20,7 +20,7 @@ from eval.systems import choices
 from model.processor import Processor
 from model.systems.language import new_model
 from tests.eval.conftest import TOKENIZER
-from tests.files import draw, read_json, write_json, write_lines
+from tests.files import draw, json_lines, read_json, write_json, write_lines
 from tests.pieces import language_folder
 from tests.runs import refused, refuses
 from tests.runs import words as words_of
@@ -139,22 +139,24 @@ def test_a_choice_that_is_too_long_is_left_out(scored, model):
     assert "<eos>" in left_out[2]
 
 
+# the choices, the right one, the subject, how likely each is, and what that means
+BY_HAND = """["no maybe", 0, "a", [-4.0, -6.0], "by character −2 against −1.2: right, wrong"]
+["no maybe", 1, "a", [-4.0, -6.0], "wrong, right"]
+["one two six", 0, "a", [-3.0, -3.0, -3.0], "a tie: the first, by both"]
+["two one six", 1, "a", [-3.0, -3.0, -3.0]]
+["学 éé", 1, "b", [-2.0, -3.0], "characters, not bytes: −2 against −1.5"]"""
+
+
 def test_accuracies_by_hand():
     """Breaks when the longer choice is not given its length, a tie takes the last, or subjects
     weigh as questions."""
-    rows = [
-        ("no maybe", 0, "a", [-4.0, -6.0]),  # by character −2 against −1.2: right, wrong
-        ("no maybe", 1, "a", [-4.0, -6.0]),  # wrong, right
-        ("one two six", 0, "a", [-3.0] * 3),  # a tie: the first, by both
-        ("two one six", 1, "a", [-3.0] * 3),
-        ("学 éé", 1, "b", [-2.0, -3.0]),  # characters, not bytes: −2 against −1.5
-    ]
+    rows = json_lines(BY_HAND)
     asked = [
         Question(n, "", (), "", tuple(options.split()), truth=right, kind=kind)
-        for n, (options, right, kind, _) in enumerate(rows)
+        for n, (options, right, kind, *_) in enumerate(rows)
     ]
     benchmark = choices.Choices()
-    lines = benchmark.summary(benchmark.rows(asked, [likely for *_, likely in rows]))
+    lines = benchmark.summary(benchmark.rows(asked, [row[3] for row in rows]))
     expected = {"overall": (40, 60), "a": (50, 50), "b": (0, 100), "mean over subjects": (25, 75)}
     assert {name: tuple(line.values()) for name, line in lines.items()} == expected
 

@@ -15,7 +15,7 @@ from eval.bench import Row
 from eval.data.records import Box, Detection, embedded_records
 from eval.detect import Found
 from eval.question import Question
-from tests.files import table, write_json
+from tests.files import json_lines, table, write_json
 from tests.runs import refuses
 
 STATS = "AP|AP50|AP75|AP small|AP medium|AP large|AR1|AR10|AR100|AR small|AR medium|AR large"
@@ -214,7 +214,7 @@ UNSOUND = """[{"x": "left"}, {"area": NaN}, {"width": -1}, {"label": 5}, {"is_cr
 
 def test_bad_results_are_named(workplace):
     """Breaks when a picture counts twice, or a number that is none, a name or a crowd is scored."""
-    of_box, of_picture = map(json.loads, UNSOUND.splitlines())
+    of_box, of_picture = json_lines(UNSOUND)
     for change in of_box:
         of_picture.append({"boxes": [RESULT["boxes"][0] | change]})
     write_json(workplace / "R", [RESULT])

@@ -27,7 +27,7 @@ from lora.adapter import (
 )
 from model import cpu
 from model.differential import KINDS, graft, new_parameters
-from tests.files import read_json, write_json
+from tests.files import json_lines, read_json, write_json
 from tests.reference import (
     batch,
     dice,
@@ -35,6 +35,7 @@ from tests.reference import (
     hf_forward,
     hf_language,
     hf_model,
+    is_valid,
     ours,
     relative_error,
 )
@@ -75,7 +76,7 @@ def wrapped(theirs):
 
 
 def valid(logits, inputs):
-    return logits[inputs["attention_mask"].bool()]
+    return logits[is_valid(inputs)]
 
 
 def of_peft(model, inputs):
@@ -428,7 +429,7 @@ GRAFTS = """{}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", map(json.loads, GRAFTS.splitlines()))
+@pytest.mark.parametrize("options", json_lines(GRAFTS))
 def test_saved_and_loaded_here_is_the_same_to_the_bit(tmp_path, hf, inputs, model, options):
     """Breaks when a rank, an alpha, the dropout, or a variant's options or parameters are lost in
     the files."""
@@ -551,8 +552,8 @@ def test_what_is_no_adapter(tmp_path, hf, model):
     peft_adapter(hf, tmp_path, target_modules=["q_proj"])
     path = tmp_path / "adapter_config.json"
     config = read_json(path)
-    for change in UNKNOWN.splitlines():
-        write_json(path, config | json.loads(change))
+    for change in json_lines(UNKNOWN):
+        write_json(path, config | change)
         refused(load_copy, str(tmp_path))
     write_json(path, config | {"quantized": "fp3"})
     refused(load_copy, "fp3")

@@ -26,7 +26,7 @@ from model.images import load_image, to_pixels
 from model.processor import Processor, load_tokenizer
 from model.source import BUNDLED_FOLDER, resolve
 from model.tokenizer import LOCATIONS
-from tests.files import picture, read_json, write_json
+from tests.files import json_lines, picture, read_json, write_json
 from tests.pieces import SENTENCES, gemma_tokenizer, train_pieces
 from tests.runs import refused
 
@@ -150,16 +150,18 @@ def test_random_text_encodes_as_transformers_does(processor, hf):
     assert processor.decode(noisy) == processor.decode(torch.tensor(noisy)) == "a cow"
 
 
+# pictures, prefixes and suffixes; what is said of them
+BAD_ROWS = r"""[[[null], ["read <bos> here"]], "row 0: ", "<bos>"]
+[[[null, null], ["x", " \n"]], "row 1: ", "prefix"]
+[[[null], ["x"], ["read <image> here"]], "row 0: ", "suffix"]
+[[[null], ["<image> x"]], "row 0: ", "1 <image>"]
+[[[null], ["LONG"]], "row 0: ", "max_length"]""".replace("LONG", "x " * 9000)
+
+
 def test_bad_rows(processor):
     """Breaks when a text ends a sequence, adds a picture or is cut, or a bad row does not say which
     it is."""
-    for arguments, *parts in (
-        (([None], ["read <bos> here"]), "row 0: ", "<bos>"),
-        (([None, None], ["x", " \n"]), "row 1: ", "prefix"),
-        (([None], ["x"], ["read <image> here"]), "row 0: ", "suffix"),
-        (([None], ["<image> x"]), "row 0: ", "1 <image>"),
-        (([None], ["x " * 9000]), "row 0: ", "max_length"),
-    ):
+    for arguments, *parts in json_lines(BAD_ROWS):
         refused(partial(processor, *arguments), *parts)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from eval import figures
+from tests.files import json_lines
 from tests.runs import refused
 from train import chart
 
@@ -16,14 +17,12 @@ def where(image, color=figures.SERIES[0]):
     return sorted(zip(x / figures.DENSITY, y / figures.DENSITY, strict=True))
 
 
-@pytest.mark.parametrize(
-    "low, high, marks",
-    [
-        (1, 1499, [0, 500, 1000, 1500]),
-        (-1.9, 2.7, [-2, -1, 0, 1, 2, 3]),
-        (0, 4e-4, [0, 1e-4, 2e-4, 3e-4, 4e-4]),
-    ],
-)
+MARKS = """[1, 1499, [0, 500, 1000, 1500]]
+[-1.9, 2.7, [-2, -1, 0, 1, 2, 3]]
+[0, 4e-4, [0, 1e-4, 2e-4, 3e-4, 4e-4]]"""
+
+
+@pytest.mark.parametrize("low, high, marks", json_lines(MARKS))
 def test_marks_are_round_numbers_that_enclose_the_data(low, high, marks):
     """Breaks when a tick reads 0.30000000000000004, or the data leave the axis."""
     assert chart.axis([low, high], 0, 1)[0] == pytest.approx(marks)

@@ -1,5 +1,6 @@
 """The loop itself, on six numbers: its updates are those of a plain transcription in float64."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -13,13 +14,13 @@ from train.loop import LoopSettings, fit
 from train.optim import Rule, make_adamw, parameter_groups
 
 # micro-batches of each step: supervised tokens, and the names of unusable records
-STEPS = [
-    [(1, ""), (7, "")],
-    [(2, "a"), (2, "")],
-    [(0, "b")],
-    [(4, "a"), (0, "")],
-    [(5, ""), (1, "")],
-]
+STEPS = json.loads("""[
+    [[1, ""], [7, ""]],
+    [[2, "a"], [2, ""]],
+    [[0, "b"]],
+    [[4, "a"], [0, ""]],
+    [[5, ""], [1, ""]]
+]""")
 RATES = [1 / 3, 2 / 3, 1, 2 / 3, 1 / 3]  # two steps of warm-up, then linear
 FLAGS = {
     "warmup": 2,

@@ -18,7 +18,7 @@ from eval.data.records import Record, read_data
 from lora import adapter
 from model.config import PRESETS
 from model.processor import Processor
-from tests.files import draw, read_json, write_json, write_lines
+from tests.files import draw, json_lines, read_json, write_json, write_lines
 from tests.runs import WORLD, assert_same_tensors, metrics, settings_of, words
 from train import finetune, validation
 from train import model as systems
@@ -132,27 +132,28 @@ def test_a_run_without_progress_stops_and_is_finished(flags, tmp_path):
     assert read_json(tmp_path / "run/summary.json")["held_out"]["stopped"] == 4
 
 
+# loss and exact match; then the step and age of the best, and the step of the stop. In the last but
+# one, of 100 answers, two standard errors are 8 %: the loss decides
+STEPS = """[NaN, 90.0, null, null, null]
+[3.0, 10.0, 2, 0, null]
+[2.0, 10.0, 3, 0, null]
+[9.0, 20.0, 4, 0, null]
+[1.0, 10.0, 4, 1, null]
+[8.0, 20.0, 6, 0, null]
+[8.0, 27.0, 6, 1, null]
+[7.0, null, 6, 2, 8]"""
+
+
 def test_the_best_is_kept(tmp_path, monkeypatch):
     """Breaks when worse weights take the place of better ones, a tie in exact match is not decided
     by the loss, or a loss that is not a number counts."""
-    steps = [  # loss and exact match; then the step and age of the best, and the step of the stop
-        (math.nan, 90.0, None, None, None),
-        (3.0, 10.0, 2, 0, None),
-        (2.0, 10.0, 3, 0, None),
-        (9.0, 20.0, 4, 0, None),
-        (1.0, 10.0, 4, 1, None),
-        (8.0, 20.0, 6, 0, None),
-        # of 100 answers, two standard errors are 8 %: the loss decides
-        (8.0, 27.0, 6, 1, None),
-        (7.0, None, 6, 2, 8),
-    ]
     scores = {}
     progress = Progress()
     monkeypatch.setattr(HeldOut, "evaluate", lambda *args, **options: Result(scores=scores))
     held_out = HeldOut([], [], [], [*range(100)], None, Settings(eval_every=1, patience=2), WORLD)
     run = torch.nn.Module(), tmp_path, 100, ()
     monkeypatch.setattr(validation, "write_trained", lambda model, folder, *args: folder.mkdir())
-    for step, (loss, exact, *expected) in enumerate(steps, 1):
+    for step, (loss, exact, *expected) in enumerate(json_lines(STEPS), 1):
         scores.update(loss=loss, exact_match=exact)
         assert bool(held_out.evaluate_step(*run, step, progress)) == math.isfinite(loss)
         best = progress.best
@@ -165,17 +166,15 @@ def test_the_best_is_kept(tmp_path, monkeypatch):
     assert recommended({"after": low}) is low
 
 
-@pytest.mark.parametrize(
-    "flags, total, steps",
-    [
-        ({"eval_every": 3}, 8, [3, 6, 8]),
-        # by default three to ten; 60 records cost 20 + 120 samples, a share of 0.15 of 100 steps of
-        # 45 are 675
-        ({"batch_size": 45}, 100, [25, 50, 75, 100]),
-        ({"batch_size": 2}, 100, [34, 68, 100]),
-        ({"step_batch": 999, "batch_size": 2}, 100, [*range(10, 101, 10)]),
-    ],
-)
+# by default three to ten; 60 records cost 20 + 120 samples, a share of 0.15 of 100 steps of 45 are
+# 675
+EVALUATIONS = """[{"eval_every": 3}, 8, [3, 6, 8]]
+[{"batch_size": 45}, 100, [25, 50, 75, 100]]
+[{"batch_size": 2}, 100, [34, 68, 100]]
+[{"step_batch": 999, "batch_size": 2}, 100, [10, 20, 30, 40, 50, 60, 70, 80, 90, 100]]"""
+
+
+@pytest.mark.parametrize("flags, total, steps", json_lines(EVALUATIONS))
 def test_evaluations_take_a_seventh_of_the_time(flags, total, steps, tmp_path, monkeypatch):
     """Breaks when the last step is not evaluated, or a small run is evaluated all the time or
     hardly ever."""
@@ -188,17 +187,16 @@ def test_evaluations_take_a_seventh_of_the_time(flags, total, steps, tmp_path, m
     assert [step for step in every if held_out.evaluate_step(*run, step, Progress())] == steps
 
 
-@pytest.mark.parametrize(
-    "trained, blind, line",  # the right answers of each, and the loss of their first answer
-    [
-        ((50, 1), (20, 1), ""),
-        # two of 60 answers, those of one of 30 pictures: 3.33 % with a standard error of 3.33;
-        # t(29) is 2.045
-        ((50, 1), (48, 5), "loses 3.33 % exact match (±6.82"),
-        ((0, 1), (0, 2), ""),  # nothing is matched: the loss decides
-        ((0, 2), (0, 2), "loses 0.00 nats an answer (±0.00"),
-    ],
-)
+# the right answers of each, and the loss of their first answer. In the second, two of 60 answers,
+# those of one of 30 pictures, differ: 3.33 % with a standard error of 3.33; t(29) is 2.045. In the
+# third nothing is matched: the loss decides
+BLIND = """[[50, 1], [20, 1], ""]
+[[50, 1], [48, 5], "loses 3.33 % exact match (±6.82"]
+[[0, 1], [0, 2], ""]
+[[0, 2], [0, 2], "loses 0.00 nats an answer (±0.00"]"""
+
+
+@pytest.mark.parametrize("trained, blind, line", json_lines(BLIND))
 def test_a_picture_whose_use_is_not_shown_is_reported(trained, blind, line, tmp_path, printed):
     """Breaks when a model that answers as well without the picture passes for one that sees it."""
     records = [
@@ -217,15 +215,13 @@ def test_a_picture_whose_use_is_not_shown_is_reported(trained, blind, line, tmp_
     assert ("not shown to use the picture" in text) == bool(line)
 
 
-@pytest.mark.parametrize(
-    "losses, is_rising",
-    [
-        ([3.0, 2.0, 1.0], True),
-        ([3.0, 1.0, 0.95], False),
-        ([3, 1, 0.2, 0.3], False),
-        ([2, 1], False),
-    ],
-)
+LEARNS = """[[3.0, 2.0, 1.0], true]
+[[3.0, 1.0, 0.95], false]
+[[3, 1, 0.2, 0.3], false]
+[[2, 1], false]"""
+
+
+@pytest.mark.parametrize("losses, is_rising", json_lines(LEARNS))
 def test_a_run_that_still_learns_says_what_to_try(losses, is_rising, tmp_path, printed):
     """Breaks when a run that ends too early looks finished, or a finished one is sent on."""
     lines = [{"step": 0}]
