@@ -2,6 +2,7 @@
 exist."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from eval.data.records import read_examples
 from model import common
 from model.common import UserError, quoted, run_command, shown
 from model.device import choose_device, choose_dtype, use_threads
+from tests.files import table
 from tests.house import ROOT
 from tests.runs import refused
 
@@ -189,16 +191,16 @@ def test_a_small_model_takes_few_threads(monkeypatch):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(
-    "busy, given, spins",
-    [
-        ("os.cpu_count() - 1", {}, "1000"),  # one busy program
-        ("os.cpu_count() - 1.8", {}, "None"),
-        ("os.cpu_count()", {"OMP_WAIT_POLICY": "active"}, "None"),
-        ("os.cpu_count()", {"GOMP_SPINCOUNT": "7"}, "7"),
-        ("None", {}, "None"),  # not Linux
-    ],
-)
+# busy processors, the user's variables, and what is set; the first: one busy program, the last: not
+# Linux
+BUSY = """os.cpu_count() - 1 | {} | 1000
+    os.cpu_count() - 1.8 | {} | None
+    os.cpu_count() | {"OMP_WAIT_POLICY": "active"} | None
+    os.cpu_count() | {"GOMP_SPINCOUNT": "7"} | 7
+    None | {} | None"""
+
+
+@pytest.mark.parametrize("busy, given, spins", table(BUSY))
 def test_idle_threads_wait_shortly_on_a_busy_machine(busy, given, spins):
     """Breaks when threads that wait take the time of other programs, or those of a quiet machine are
     put to sleep, the user's choice is overruled, or PyTorch is imported before."""
@@ -214,7 +216,7 @@ import eval
 print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT'))"""
     names = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}
     bare = {name: value for name, value in os.environ.items() if name not in names}
-    options = {"env": bare | given, "cwd": ROOT, "text": True}
+    options = {"env": bare | json.loads(given), "cwd": ROOT, "text": True}
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, **options)
     assert printed.stdout.split() == ["False", spins], printed.stderr
 

@@ -37,23 +37,31 @@ def step(model, optimizer, number=0):
     optimizer.zero_grad()
 
 
+def saved(folder):
+    """The optimizer of a model that has made a step, which is saved in `folder`."""
+    model, optimizer = make()
+    step(model, optimizer)
+    save_checkpoint(folder, Progress(step=1), model, optimizer, WORLD)
+    return optimizer
+
+
 @pytest.mark.parametrize("make_optimizer", [*OPTIMIZERS.values(), partial(MuonAdamW, ratio=0.5)])
 def test_resumed_equals_uninterrupted_to_the_bit(make_optimizer, tmp_path):
     """Breaks when a moment, a step count, a weight, the best score or a result is not restored."""
     model, optimizer = make(optimizer=make_optimizer)
     model[0].bias.requires_grad_(False)  # an aligned tower: the optimizer's, and in the checkpoint
-    saved = Progress(
+    kept = Progress(
         step=3, bad=["a"], best=Best(2, 1.0, None, 1), results={"before": Result([None], ["b"])}
     )
     for number in range(5):
         step(model, optimizer, number)
         if number == 2:
-            save_checkpoint(tmp_path, saved, model, optimizer, WORLD)
+            save_checkpoint(tmp_path, kept, model, optimizer, WORLD)
     resumed, resumed_optimizer = make(seed=1, optimizer=make_optimizer)
     resumed[0].bias.requires_grad_(False)
     resumed[2].bias.data.copy_(model[2].bias)  # frozen: not in the checkpoint
     progress = newest_progress(tmp_path)
-    assert progress == saved
+    assert progress == kept
     load_checkpoint(tmp_path, progress, resumed_optimizer)
     for number in range(3, 5):
         step(resumed, resumed_optimizer, number)
@@ -75,9 +83,7 @@ RUBBISH = {"none": b"", "text": b"x" * 300, "short": b"\x08\0\0\0\0\0\0\0{}"}
 def test_state_that_does_not_fit_is_one_line(name, tmp_path):
     """Breaks when a run goes on with a fresh moment in place of a lost one, or a manifest made anew
     hides damage."""
-    model, optimizer = make()
-    step(model, optimizer)
-    save_checkpoint(tmp_path, Progress(step=1), model, optimizer, WORLD)
+    optimizer = saved(tmp_path)
     folder: Path = tmp_path / "checkpoints/step-1"
     if damage := DAMAGES[name]:
         moments = load_file(folder / "optimizer.safetensors")
@@ -97,9 +103,7 @@ def test_state_that_does_not_fit_is_one_line(name, tmp_path):
 def test_what_is_no_safetensors_is_one_line(name, raw, tmp_path):
     """Breaks when a file that holds no tensors, which a manifest made anew vouches for, is a
     traceback."""
-    model, optimizer = make()
-    step(model, optimizer)
-    save_checkpoint(tmp_path, Progress(step=1), model, optimizer, WORLD)
+    optimizer = saved(tmp_path)
     (tmp_path / "checkpoints/step-1" / f"{name}.safetensors").write_bytes(raw)
     refused(lambda: load_checkpoint(tmp_path, Progress(step=1), optimizer), "step-1")
 
@@ -114,9 +118,7 @@ def test_tensors_can_be_read_by_whoever_reads_the_run(tmp_path):
 
 def test_a_file_that_is_lost_or_strange_is_named(tmp_path):
     """Breaks when the manifest is compared where both have a file alone."""
-    model, optimizer = make()
-    step(model, optimizer)
-    save_checkpoint(tmp_path, Progress(step=1), model, optimizer, WORLD)
+    saved(tmp_path)
     moments = tmp_path / "checkpoints/step-1/optimizer.safetensors"
     moments.rename(moments.with_stem("other"))
     refused(lambda: newest_progress(tmp_path), "optimizer.safetensors, other.safetensors: missing")

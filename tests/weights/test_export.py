@@ -24,9 +24,9 @@ from model.paligemma import PaliGemma, initialize
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.tokenizer import load_tokenizer
-from tests.files import read_json, write_json
+from tests.files import read_json, table, write_json
 from tests.pieces import texts
-from tests.runs import refused
+from tests.runs import refused, words
 from weights.card import model_card
 from weights.export import Origin, companions, export_model, locate, plain_tensors
 from weights.load import load_model
@@ -97,7 +97,7 @@ def exported(case, tmp_path):
         source = "embedded"
     else:
         model = load_model(random_base(source, **(GEMMA2 if case == "random2" else {})))
-    weights.export.main([str(source), str(tmp_path / "out"), "--dtype", "fp32"])
+    weights.export.main(words(source, tmp_path / "out", "--dtype fp32"))
     return tmp_path / "out", model
 
 
@@ -139,8 +139,8 @@ def test_the_shipped_tokenizer_has_the_ids_of_sentencepiece():
     assert theirs.convert_tokens_to_ids("<image>") == image == PRESETS["tiny"].image_token_id
     # may differ, see `Processor`
     by_design = re.compile(r"<(pad|eos|bos|unk|image|mask)>|\u2581| {32}|\t{32}|\n{32}")
-    words = [pieces.id_to_piece(i) for i in range(image)]
-    drawn = [text for text in texts(900, words) if not by_design.search(text)]
+    names = [pieces.id_to_piece(i) for i in range(image)]
+    drawn = [text for text in texts(900, names) if not by_design.search(text)]
     assert len(drawn) > 200
     for text in drawn:
         assert theirs(text, add_special_tokens=False)["input_ids"] == pieces.encode(text), repr(
@@ -179,7 +179,7 @@ def test_the_card_says_what_it_was_made_of(tmp_path):
     (tmp_path / "run/best").mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (tmp_path / "run" / name).rename(tmp_path / "run/best" / name)
-    weights.export.main([str(tmp_path / "run/best"), str(tmp_path / "out"), "--dtype", "fp32"])
+    weights.export.main(words(tmp_path / "run/best", tmp_path / "out", "--dtype fp32"))
     card = (tmp_path / "out/README.md").read_text(encoding="utf-8")
     assert not set(LINES.splitlines()) - set(card.splitlines())
     assert r'text="<image>Is it \"red\"?"' in card
@@ -221,19 +221,20 @@ def test_no_value_of_the_card_writes_markup(tmp_path):
         assert "base_model" not in card
 
 
-DAMAGED = [
-    ("config.json", "[]"),
-    ("summary.json", "[1]"),
-    ("summary.json", '{"held_out": [1]}'),
-    ("summary.json", '{"best": 3}'),
-    ("summary.json", '{"best": {"a": 1' + "0" * 400 + "}}"),
-    ("summary.json", '{"best": ' + '{"a":' * 900 + "1" + "}" * 901),
-    ("answers.jsonl", "[]"),
-    ("answers.jsonl", '{"question": 5, "right": true}'),
-]
+DAMAGED = """
+    config.json | []
+    summary.json | [1]
+    summary.json | {"held_out": [1]}
+    summary.json | {"best": 3}
+    summary.json | {"best": {"a": HUGE}}
+    summary.json | {"best": DEEP}
+    answers.jsonl | []
+    answers.jsonl | {"question": 5, "right": true}"""
+DAMAGED = DAMAGED.replace("HUGE", "1" + "0" * 400)
+DAMAGED = DAMAGED.replace("DEEP", '{"a":' * 900 + "1" + "}" * 900)
 
 
-@pytest.mark.parametrize("name, text", DAMAGED)
+@pytest.mark.parametrize("name, text", table(DAMAGED))
 def test_a_damaged_file_of_a_run_is_named(name, text, tmp_path):
     """Breaks when a run's damaged file ends its export with a traceback, or in words that do not
     say where."""
@@ -305,7 +306,7 @@ def test_a_merge_for_bf16_rounds_once(tmp_path):
     model = load_model(random_base(tmp_path / "base"))
     learned(model, tmp_path / "run", "softmax")
     flags = f"--adapter {tmp_path}/run --merge --dtype bf16"
-    weights.export.main([str(tmp_path / "base"), str(tmp_path / "out"), *flags.split()])
+    weights.export.main(words(tmp_path / "base", tmp_path / "out", flags))
     adapter.merge(model)
     fold(model)
     ours = load_model(tmp_path / "out", dtype=torch.bfloat16).state_dict()
@@ -324,13 +325,13 @@ def test_published_files_are_copied_and_nothing_is_put_beside_them(tmp_path, war
     random_base(tmp_path / "in")
     for name, text in published.items():
         (tmp_path / "in" / name).write_text(text)
-    weights.export.main([str(tmp_path / "in"), str(tmp_path / "out")])
+    weights.export.main(words(tmp_path / "in", tmp_path / "out"))
     assert {name: (tmp_path / "out" / name).read_text() for name in published} == published
     assert not (tmp_path / "out/preprocessor_config.json").exists()
     assert warned() == ""
     for name in ("tokenizer.json", "processor_config.json"):
         (tmp_path / "in" / name).unlink()
-    weights.export.main([str(tmp_path / "in"), str(tmp_path / "bare")])
+    weights.export.main(words(tmp_path / "in", tmp_path / "bare"))
     assert "AutoProcessor will not open it" in warned()
     assert AutoImageProcessor.from_pretrained(tmp_path / "bare").size == {
         "height": 112,
