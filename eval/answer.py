@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from eval.data.files import check
@@ -257,7 +258,7 @@ def encode(
     device = next(model.parameters()).device
     features = {}
 
-    def prepare(key: str) -> torch.Tensor | UserError | None:
+    def prepare(key: str) -> Tensor | UserError | None:
         try:
             pixels = [processor.pixels(image) for image in first[key].images()]
             return torch.stack(pixels) if pixels else None
@@ -267,7 +268,7 @@ def encode(
     with ThreadPoolExecutor() as pool:  # Pillow decodes and scales without Python's global lock
         for part in parts_of(list(first), batch_size):
             features |= zip(part, pool.map(prepare, part), strict=True)
-            read = [key for key in part if isinstance(features[key], torch.Tensor)]
+            read = [key for key in part if isinstance(features[key], Tensor)]
             if read:
                 pixels = [features[key] for key in read]
                 chunks = torch.cat(pixels).split(batch_size)
@@ -299,7 +300,7 @@ def likeliest(
 @torch.no_grad()
 def log_likelihoods(
     model, batch: Batch, choices, image_features=None, image_index=None
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """The log-probability, in nats, of each choice after its row's picture and prompt: of each row a
     tensor (choices,). choices: of each row, lists of token ids, with or without the end token. A
     prompt is read once into the cache, whose rows are then repeated for the choices; choices of one
@@ -351,11 +352,11 @@ def log_likelihoods(
     return list(sums.split(counts))
 
 
-def pick_rows(memory, rows: torch.Tensor) -> None:
+def pick_rows(memory, rows: Tensor) -> None:
     """Keep `rows`, in their order, of every tensor in a layer's cache, of whatever class it is."""
     for name, value in vars(memory).items():
         # a cache may be empty, or hold others
-        if isinstance(value, torch.Tensor) and len(value):
+        if isinstance(value, Tensor) and len(value):
             setattr(memory, name, value[rows])
         elif hasattr(value, "__dict__"):
             pick_rows(value, rows)

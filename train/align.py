@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from eval.data.records import Record
@@ -88,9 +88,7 @@ class AnswerHead(nn.Module):
         nn.init.normal_(self.question.weight, 1.0, 0.5)
         nn.init.zeros_(self.prior.weight)
 
-    def forward(
-        self, patches: torch.Tensor, questions: torch.Tensor, is_asked: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, patches: Tensor, questions: Tensor, is_asked: Tensor) -> Tensor:
         parts = self.query(questions), self.key(patches), self.value(patches)
         q, k, v = (part.unflatten(2, (4, -1)).transpose(1, 2) for part in parts)  # four heads
         attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
@@ -133,7 +131,7 @@ def align(
     side = model.config.vision.image_size
 
     @lru_cache(CACHED // (12 * side**2))  # every pass reads each picture
-    def pixels_of(key: str) -> torch.Tensor | None:
+    def pixels_of(key: str) -> Tensor | None:
         with contextlib.suppress(UserError):
             return to_pixels(pictures[key], side)
 
@@ -195,7 +193,7 @@ def plan_pictures(keys: Sequence[str], settings: Settings) -> list[list[str]]:
     return parts_of(order, PICTURES)
 
 
-def update(loss: torch.Tensor, model: PaliGemma, head: AnswerHead, optimizer: MuonAdamW) -> None:
+def update(loss: Tensor, model: PaliGemma, head: AnswerHead, optimizer: MuonAdamW) -> None:
     """A step of tower and head; the projector's gradients are thrown away."""
     loss.backward()
     nn.utils.clip_grad_norm_([*model.vision_tower.parameters(), *head.parameters()], 1.0)
@@ -207,10 +205,10 @@ def update(loss: torch.Tensor, model: PaliGemma, head: AnswerHead, optimizer: Mu
 def loss_of(
     model: PaliGemma,
     head: AnswerHead,
-    opened: Mapping[str, torch.Tensor],
+    opened: Mapping[str, Tensor],
     asked: Mapping[str, list[tuple[int, int]]],
     autocast: str,
-) -> torch.Tensor:
+) -> Tensor:
     """The loss of all questions about pictures (3, R, R) by key, the mean of both readings."""
     device = next(model.parameters()).device
     numbers = [torch.tensor(asked[key]) for key in opened]  # (Q, 2): question, answer

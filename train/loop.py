@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from eval.command import THREADS
 from model.common import UserError, shown
@@ -72,7 +72,7 @@ def fit(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     order: Any,
-    loss: Callable[[nn.Module, Any], torch.Tensor],
+    loss: Callable[[nn.Module, Any], Tensor],
     settings: LoopSettings,
     run: Path,
     world: World,
@@ -193,7 +193,7 @@ class Update:
         rate = self.optimizer.param_groups[-1]["lr"]
         return record | {"lr": rate, "gradient_norm": norm}, signals
 
-    def backward(self, micros: Sequence, tokens: int) -> list[torch.Tensor]:
+    def backward(self, micros: Sequence, tokens: int) -> list[Tensor]:
         """Add up the gradients of the mean loss over `tokens`; returns the sums of the
         micro-batches."""
         losses = []
@@ -207,7 +207,7 @@ class Update:
         return losses
 
 
-def read_numbers(*tensors: torch.Tensor) -> list[float]:
+def read_numbers(*tensors: Tensor) -> list[float]:
     """The values of scalars, read from the device at once."""
     return torch.stack(tensors).float().tolist()
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageDraw
+from torch import Tensor
 from tqdm import tqdm
 
 from eval.command import add_flag, command_parser, whole
@@ -35,7 +36,7 @@ RENEWED = 100  # steps between which a code is used
 HELD_OUT = 1024  # shapes
 
 
-def draw_shape(dice: Dice) -> torch.Tensor:
+def draw_shape(dice: Dice) -> Tensor:
     """A mask in its box, (64, 64) in [0, 1]: one to three wavy outlines together, of which a later
     one may be a hole."""
     canvas = 2 * SIDE
@@ -63,14 +64,14 @@ def draw_outline(dice: Dice, canvas: int) -> list[float]:
     return (canvas * points).flatten().tolist()
 
 
-def batches(split: str, count: int, seed: int) -> Iterator[torch.Tensor]:
+def batches(split: str, count: int, seed: int) -> Iterator[Tensor]:
     """`count` batches (ROWS, 64, 64) of shapes."""
     dice = Dice(f"masks/{split}/{seed}")
     for _ in range(count):
         yield torch.stack([draw_shape(dice) for _ in range(ROWS)])
 
 
-def coder_loss(coder: MaskCoder, masks: torch.Tensor) -> torch.Tensor:
+def coder_loss(coder: MaskCoder, masks: Tensor) -> Tensor:
     """How far decoded masks are from -1 and 1, and codes and vectors from each other."""
     vectors = coder.to_vectors(masks)
     codes = coder._vq_vae(coder._vq_vae.nearest(vectors))
@@ -83,7 +84,7 @@ def coder_loss(coder: MaskCoder, masks: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def renew_codes(coder: MaskCoder, masks: torch.Tensor) -> None:
+def renew_codes(coder: MaskCoder, masks: Tensor) -> None:
     """Codes that are nearest to nothing begin anew where a vector is: otherwise most stay unused."""
     vectors = coder.to_vectors(masks).flatten(0, 1)
     is_unused = torch.ones(CODES, dtype=torch.bool)

@@ -12,6 +12,7 @@ from functools import singledispatch
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lora import adapter
@@ -167,7 +168,7 @@ def train_on(
     """Train `model` in place on `order`; returns the run's progress. options: of `fit`."""
     location = order.processor.tokenizer.piece_to_id("<loc0000>")
 
-    def loss(called: torch.nn.Module, micro: MicroBatch) -> torch.Tensor:
+    def loss(called: torch.nn.Module, micro: MicroBatch) -> Tensor:
         micro = micro.to(world.device)
         ids = micro.batch.input_ids
         is_location = (ids >= location) & (ids < location + 1024)
@@ -181,7 +182,7 @@ def train_on(
 
 def supervised_loss(
     model: torch.nn.Module, micro: MicroBatch, label_smoothing: float = 0.0
-) -> torch.Tensor:
+) -> Tensor:
     """The sum of cross-entropies over the supervised tokens, see `model.paligemma.logits_or_loss`."""
     return model(
         **inputs(micro),
@@ -191,7 +192,7 @@ def supervised_loss(
     )
 
 
-def inputs(micro: MicroBatch) -> dict[str, torch.Tensor]:
+def inputs(micro: MicroBatch) -> dict[str, Tensor]:
     """The arguments of the model that are the batch itself."""
     return {name: tensor for name, tensor in vars(micro.batch).items() if name != "labels"}
 

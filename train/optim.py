@@ -8,7 +8,8 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 # λ, μ and the norms of a graft. No decay: it would pull these scalars and gains towards values
 # without meaning.
@@ -49,7 +50,7 @@ def parameter_groups(model: nn.Module, rules: Sequence[Rule]) -> list[dict]:
 
 def make_adamw(
     groups: list[dict], betas: tuple[float, float], kind: type = torch.optim.AdamW
-) -> torch.optim.Optimizer:
+) -> Optimizer:
     """AdamW (Loshchilov & Hutter 2019), or another `kind`, over `groups`, fused where PyTorch
     can."""
     can = all(
@@ -66,7 +67,7 @@ OPTIMIZERS = {"adamw": make_adamw, "adam": partial(make_adamw, kind=torch.optim.
 OPTIMIZERS["radam"] = partial(torch.optim.RAdam, decoupled_weight_decay=True, foreach=False)
 
 
-def is_inner_matrix(name: str, parameter: torch.Tensor) -> bool:
+def is_inner_matrix(name: str, parameter: Tensor) -> bool:
     """Whether Muon may update it: a matrix that is no embedding, and not of λ, which has a rate of
     its own."""
     return parameter.dim() == 2 and "embed" not in name and not re.fullmatch(SCALARS, name)
@@ -92,7 +93,7 @@ class Muon(torch.optim.Muon):
                 p.add_(update, alpha=-group["lr"] * ratio**0.5)
 
 
-def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+def orthogonal(matrix: Tensor) -> Tensor:
     """Nearly U·Vᵀ of a matrix U·S·Vᵀ, by five steps of Newton-Schulz (Jordan 2024)."""
     if len(matrix) > matrix.shape[1]:
         return orthogonal(matrix.T).T
@@ -103,7 +104,7 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     return x
 
 
-class MuonAdamW(torch.optim.Optimizer):
+class MuonAdamW(Optimizer):
     """Muon (Jordan 2024) for the matrices in `groups`, AdamW for embeddings, norms, biases and
     convolutions.
 
@@ -150,7 +151,7 @@ def part_of(group: dict, is_matrix: bool, factor: float) -> list[dict]:
     return [{**group, **rates, "names": [*chosen], "params": [*chosen.values()]}]
 
 
-def reconnect(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+def reconnect(optimizer: Optimizer, model: nn.Module) -> None:
     """Point the groups of a fresh optimizer to the model's parameters by name: FSDP2 has replaced
     the tensors."""
     parameters = dict(model.named_parameters())
@@ -177,13 +178,13 @@ def rate_factor(step: int, total: int, warmup: float, schedule: str) -> float:
     return factors[schedule]
 
 
-def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
+def set_rates(optimizer: Optimizer, factor: float) -> None:
     """Give every group its peak rate times `factor`."""
     for group in optimizer.param_groups:
         group["lr"] = group["base_lr"] * factor
 
 
-def optimized(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+def optimized(optimizer: Optimizer) -> dict[str, nn.Parameter]:
     """The parameters of an optimizer, by name. A vision tower that was aligned stays in it when
     frozen."""
     groups = optimizer.param_groups

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -194,7 +195,7 @@ def spread_cost(
     )
 
 
-def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
@@ -258,7 +259,7 @@ def step_costs(
 class _Counter(TorchDispatchMode):
     """Counts FLOPs, and the bytes of storages while they are alive, but not those of `tensors`."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]):
+    def __init__(self, tensors: Sequence[Tensor]):
         super().__init__()
         self.live = self.peak = self.flops = 0
         self.known = WeakIdKeyDictionary({tensor.untyped_storage(): True for tensor in tensors})
@@ -269,7 +270,7 @@ class _Counter(TorchDispatchMode):
         if count_flops := FLOPS.get(func.overloadpacket):
             self.flops += count_flops(*args, **kwargs, out_val=out)
         for tensor in tree_iter(out):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, Tensor):
                 self._watch(tensor.untyped_storage())
         return out
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from eval.vqa_scoring import exact_match
 from model.attention import Attention, attention_modules, tapped
@@ -39,7 +40,7 @@ class TokenizedAnswer:
     """An answer of T tokens."""
 
     batch: Batch  # of the prompt, one row
-    new: torch.Tensor  # the answer's ids (T,)
+    new: Tensor  # the answer's ids (T,)
     text: str
     words: dict[int, str]  # the text of each token that is no picture, by position
     slots: np.ndarray  # (S,) bool, which keys are the picture's
@@ -179,12 +180,12 @@ def decoder_layers(model: Any) -> list[Attention]:
 @torch.no_grad()
 def decoder_maps(
     model: Any,
-    reduce: Callable[[torch.Tensor], Any],
+    reduce: Callable[[Tensor], Any],
     name: str,
     *,
     keep: int = 1,
     **batch,
-) -> tuple[dict[Attention, list], dict[Attention, torch.Tensor], torch.Tensor]:
+) -> tuple[dict[Attention, list], dict[Attention, Tensor], Tensor]:
     """What `reduce` makes of the one or two maps (B, N, Sq, Sk) of each decoder layer, A₁ first, in
     a forward pass; of layers with two the weights (Sq, N) of the second one in the first row; and
     the logits of the last `keep` positions.
@@ -200,7 +201,7 @@ def decoder_maps(
     maps = {layer: [] for layer in layers}
     factors = {}
 
-    def keep_map(layer: Attention, weights: torch.Tensor) -> None:
+    def keep_map(layer: Attention, weights: Tensor) -> None:
         maps[layer].append(reduce(weights))
 
     def keep_factor(layer: Differential, args) -> None:
@@ -222,11 +223,11 @@ def deciding_maps(
     place: int,
     name: str,
     **batch,
-) -> tuple[list[torch.Tensor], torch.Tensor]:
+) -> tuple[list[Tensor], Tensor]:
     """The weights (N, S) in fp32 of the query at `place`, by layer: of two maps what is left; and
     the logits, as of `decoder_maps`."""
 
-    def row_at(weights: torch.Tensor) -> torch.Tensor:
+    def row_at(weights: Tensor) -> Tensor:
         return weights[0, :, place].float()
 
     layers, factors, logits = decoder_maps(model, row_at, name, **batch)
@@ -245,12 +246,12 @@ def maps_of(model: PaliGemma, said: TokenizedAnswer, name: str) -> Maps:
     layers = decoder_layers(model)
     apart = []
 
-    def reduce(weights: torch.Tensor) -> tuple[np.ndarray, float]:
+    def reduce(weights: Tensor) -> tuple[np.ndarray, float]:
         weights = weights[0].float()  # (N, S, S)
         share = weights[..., slots.to(weights.device)].sum(-1).mean()
         return weights[:, -count:].transpose(0, 1).cpu().numpy(), float(share)
 
-    def compare(projection, args, values: torch.Tensor) -> None:
+    def compare(projection, args, values: Tensor) -> None:
         patches = values[0, slots].float()
         lengths = (patches - patches.mean(0)).norm(dim=-1)
         apart.append((lengths / lengths.max().clamp_min(1e-12)).cpu().numpy())

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch._dynamo  # 78 MiB that AdamW imports at its first step: they are no memory of a step
+from torch import Tensor
 
 # tokens of text behind the picture's: the prompt, and in training an answer
 PREFIX, SUFFIX = 16, 16
@@ -68,7 +69,7 @@ class Side:
         }
         return {name: tensor.to(self.device) for name, tensor in inputs.items()}
 
-    def examples(self, rows: int) -> tuple[dict[str, Any], torch.Tensor]:
+    def examples(self, rows: int) -> tuple[dict[str, Any], Tensor]:
         """Prompts with an answer of SUFFIX tokens, and labels (rows, S): its ids, -100
         elsewhere."""
         inputs = self.prompts(rows, SUFFIX)
@@ -81,7 +82,7 @@ class Side:
         questions = json.loads((folder / "questions.json").read_text())
         return [(folder / name, prompt) for name, prompt in questions]
 
-    def update(self, loss: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def update(self, loss: Callable[[], Tensor]) -> Tensor:
         """One training step; the loss before it. A GPU computes it under autocast to bf16."""
         kind = self.place["device"].type
         with torch.autocast(kind, torch.bfloat16, enabled=kind == "cuda"):
@@ -121,10 +122,10 @@ def answer_requests(side: type[Side]) -> None:
         print(json.dumps(reply), file=answers, flush=True)
 
 
-def numbers(result: torch.Tensor | list[str]) -> list:
+def numbers(result: Tensor | list[str]) -> list:
     """What both sides must agree on: texts, tokens, a loss; of logits (…, V) maxima and logs of
     summed exponentials."""
-    if not isinstance(result, torch.Tensor):
+    if not isinstance(result, Tensor):
         return result
     if result.is_floating_point() and result.dim():
         result = torch.stack((result.float().logsumexp(-1), result.float().amax(-1)))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice, pairwise
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from eval.data.records import Record, gray_picture
@@ -35,14 +36,14 @@ class MicroBatch(Movable):
     T): the next token at each position; -100 is padding."""
 
     batch: Batch
-    positions: torch.Tensor
-    targets: torch.Tensor
+    positions: Tensor
+    targets: Tensor
     tokens: int  # supervised tokens: the loss is divided by their number
     names: tuple[str, ...]
     bad: tuple[str, ...] = ()  # one line for each record that was left out
 
 
-def supervised(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def supervised(labels: Tensor) -> tuple[Tensor, Tensor]:
     """From labels (B, S), shifted by one: positions (B, T) whose logits count, and their targets
     (B, T). Rows with fewer than T supervised tokens repeat position 0 with target -100."""
     is_target = labels[:, 1:] != -100
@@ -174,7 +175,7 @@ def plan_epoch(
     return batches
 
 
-def shifted(pixels: torch.Tensor) -> torch.Tensor:
+def shifted(pixels: Tensor) -> Tensor:
     """Pictures (B, 3, R, R), each moved by up to a sixteenth of its side; borders are repeated."""
     count, size = len(pixels), pixels.shape[-1]
     moves = torch.randint(-(size // 16), size // 16 + 1, (2, count, 1))

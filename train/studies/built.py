@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from model.attention import Attention
 from model.differential import KINDS, Differential, options_of
@@ -57,7 +58,7 @@ def without_second_map(attention: Differential) -> None:
     attention.coefficient = partial(torch.zeros, 1)
 
 
-def draw(rows: int, seed: int, others: int = OTHERS) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(rows: int, seed: int, others: int = OTHERS) -> tuple[Tensor, Tensor]:
     """x (rows, others + 2, H): one-hot classes, a mark, and the question last; and the class of the
     marked position."""
     generator = torch.Generator().manual_seed(seed)
@@ -103,7 +104,7 @@ def train(
         without_second_map(head)
     optimizer = torch.optim.AdamW(head.parameters(), rate, weight_decay=0.0)
 
-    def answer(x: torch.Tensor) -> torch.Tensor:
+    def answer(x: Tensor) -> Tensor:
         return 10 * head(x, positions=1)[:, 0, :CLASSES]  # at the question: (rows, CLASSES)
 
     # 2. training

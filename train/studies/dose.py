@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from eval.data import scenes
 from eval.report import interval_text, markdown_table
@@ -126,9 +127,7 @@ def needles(split: str, count: int) -> tuple:
     return processor.pad(rows), features
 
 
-def answers(
-    model: PaliGemma, split: str, count: int, rows: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def answers(model: PaliGemma, split: str, count: int, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Logits (rows, 5, V) and tokens (rows, 5) of "row R column C" and the end, each after the
     right ones before."""
     batch, features = needles(split, count)
@@ -161,7 +160,7 @@ def learn(
     shuffled = torch.randperm(POOL, generator=torch.Generator().manual_seed(seed))
     order = shuffled.repeat(math.ceil(steps * BATCH / POOL))
 
-    def losses() -> Iterator[torch.Tensor]:
+    def losses() -> Iterator[Tensor]:
         for rows in order[: steps * BATCH].split(BATCH):
             logits, tokens = answers(model, "train", POOL, rows)
             yield F.cross_entropy(logits.flatten(0, 1), tokens.flatten())

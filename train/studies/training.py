@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from eval.answer import ask_all
 from eval.data.records import Record
@@ -113,7 +114,7 @@ def open_row(
     kind: str,
     one_map: bool = False,
     **options,
-) -> tuple[Any, torch.optim.Optimizer]:
+) -> tuple[Any, Optimizer]:
     """The model with the graft of a row and LoRA, changed in place, and its optimizer. one_map: λ
     is 0. options: of the variant."""
     if one_map:
@@ -127,7 +128,7 @@ def open_row(
 
 def descend(
     model: Any,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     losses: Iterable[torch.Tensor],
     steps: int,
     schedule: str = "cosine",

@@ -19,6 +19,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from eval.systems.text.corpus import Corpus, kept_corpus, open_corpus
 from eval.systems.text.tasks import MOST_ASKED, SYMBOLS, Tasks
@@ -100,9 +101,9 @@ class TextBatch(Movable):
     """Packed rows: input_ids, documents and targets (B, S). A document's last token is a target
     only."""
 
-    input_ids: torch.Tensor
-    documents: torch.Tensor
-    targets: torch.Tensor
+    input_ids: Tensor
+    documents: Tensor
+    targets: Tensor
     names: tuple[str, ...]
     tokens: int  # targets
     bad: tuple[str, ...] = ()
@@ -241,7 +242,7 @@ def train_text(
     optimizer = text_optimizer(model, settings)
     order = TextOrder(corpus, settings, "train", world.rank, world.size)
 
-    def loss(called: torch.nn.Module, micro: TextBatch) -> torch.Tensor:
+    def loss(called: torch.nn.Module, micro: TextBatch) -> Tensor:
         micro = micro.to(world.device)
         return called(micro.input_ids, documents=micro.documents, targets=micro.targets)
 
