@@ -184,7 +184,7 @@ def answers_to(
     its certainty. A picture is encoded once. The certainty is None for a choice, and without
     `is_sure`."""
     # 1. pictures and rows
-    device = next(model.parameters()).device
+    device = model.device
     features = encode(model, processor, list(window.values()), batch_size)
     rows = defaultdict(dict)  # by number of choices: the row of each question, by its number
     for number, question in window.items():
@@ -255,7 +255,7 @@ def encode(
     """The features (pictures, I, H) of each key; None without pictures, or why these cannot be
     read."""
     first = {question.key: question for question in reversed(questions)}
-    device = next(model.parameters()).device
+    device = model.device
     features = {}
 
     def prepare(key: str) -> Tensor | UserError | None:

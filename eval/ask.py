@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     # 2. the answers
     model, reader = open_subject(args, subject, text=is_text)
-    device = next(model.parameters()).device
+    device = model.device
     options["generator"] = torch.Generator(device).manual_seed(args.seed)
     if is_text:
         answers = answers_in_text(model, reader, prompts, chat=args.chat, **options)

@@ -66,7 +66,7 @@ class Model(lmms):
         subject = model_of(flags)
         self.template = check_prompt(prompt or stored_prompt(subject))
         self.model, self.processor = open_subject(flags, subject)
-        self.device = next(self.model.parameters()).device
+        self.device = self.model.device
         self.batch_size = int(batch_size)
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:

@@ -22,7 +22,7 @@ class CompiledStep:
     """
 
     def __init__(self, model: PaliGemma, bucket: int = 128, **options: Any):
-        device = next(model.parameters()).device
+        device = model.device
         if options == {} and device.type == "cuda":
             options = {"mode": "reduce-overhead"}
         # one compilation for each (rows, capacity); beyond its limit the compiler would raise

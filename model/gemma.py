@@ -231,6 +231,11 @@ class Adaptable(nn.Module):
     # how the frozen weights are held, of `weights.quantize.KINDS`; None: as they are
     quantized: str | None = None
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.parameters()).device
+
     def set_checkpointing(self, on: bool) -> None:
         """Let the layers of the decoder compute their activations again in the backward pass, to
         save memory."""

@@ -37,7 +37,7 @@ def ask(
     Many questions are asked faster by `eval.answer.ask_all`, which encodes a picture once and sorts
     prompts by length.
     """
-    batch = processor(pictures, prompts).to(next(model.parameters()).device)
+    batch = processor(pictures, prompts).to(model.device)
     return generate_texts(
         model,
         processor.decode,

@@ -176,7 +176,7 @@ def open_head(model: PaliGemma, seed: int) -> tuple[AnswerHead, MuonAdamW]:
     """A new head, and an optimizer of it and of the vision tower."""
     torch.manual_seed(seed)
     head = AnswerHead(model.config.text.hidden_size, COMMON + 1, COMMON)
-    head.to(next(model.parameters()).device)
+    head.to(model.device)
     tower = model.vision_tower
     heads = parameter_groups(head, [Rule(parameter_names(head, ".*"), HEAD_LR)])
     towers = parameter_groups(tower, [Rule(parameter_names(tower, ".*"), MUON_LR)])
@@ -210,7 +210,7 @@ def loss_of(
     autocast: str,
 ) -> Tensor:
     """The loss of all questions about pictures (3, R, R) by key, the mean of both readings."""
-    device = next(model.parameters()).device
+    device = model.device
     numbers = [torch.tensor(asked[key]) for key in opened]  # (Q, 2): question, answer
     padded = pad_sequence(numbers, batch_first=True, padding_value=-1).to(device)
     questions, answers = padded.unbind(2)

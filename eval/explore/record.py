@@ -115,7 +115,7 @@ def answer(
     """The greedy answer of up to `limit` tokens. Without an image `processor` is the reader of a
     language model, and `mark` are words of the prompt. Raises UserError."""
     # 1. the prompt
-    device = next(model.parameters()).device
+    device = model.device
     is_text = image is None
     if is_text:
         texts = processor.tokenizer

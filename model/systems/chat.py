@@ -170,7 +170,7 @@ def ask_text(
     """How the model goes on from each prompt or, with `chat`, answers it. options: those of
     `generate_texts`. UserError."""
     rows = [tokenizer.prompt(prompt, chat) for prompt in prompts]
-    device = next(model.parameters()).device
+    device = model.device
     padded = pad_left(rows, model.config.pad_token_id)
     ids, valid = (tensor.to(device) for tensor in padded)
     options["also_end"] = tokenizer.end_of_turn if chat else ()

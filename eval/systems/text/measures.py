@@ -188,7 +188,7 @@ def attention_shares(
     out."""
     place = document.answers[0]
     first = document.needles[0]
-    ids = torch.tensor([document.ids[:place]], device=next(model.parameters()).device)
+    ids = torch.tensor([document.ids[:place]], device=model.device)
     rows, _ = deciding_maps(model, place - 1, name, input_ids=ids)
     maps = torch.stack(rows).cpu().numpy()
     answer, haystack, *_ = shares_of(maps, [(first, first + 2), document.haystack], 0)
