@@ -30,7 +30,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import Attention, Rope, attention_modules, tapped
@@ -156,7 +155,7 @@ class Split(Reparametrised):
         if self.rope_pairs == "kept":  # channels [0:D/4] and [D/2:3D/4], and the rest
             parts = [half.flatten(-2) for half in x.unflatten(-1, (2, 2, -1)).unbind(-2)]
         short = -parts[0].shape[-1] % 8
-        return [F.pad(half, (0, short)) for half in parts] if short else parts
+        return [nn.functional.pad(half, (0, short)) for half in parts] if short else parts
 
 
 SECOND = {"q_proj": "q2", "k_proj": "k2"}  # the variant's LoRA beside each projection
@@ -437,7 +436,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = x if torch.is_autocast_enabled(x.device.type) else x.to(self.w_g.weight.dtype)
-        return self.w_2(F.silu(self.w_g(h)) * self.w_1(h)).to(x.dtype)
+        return self.w_2(nn.functional.silu(self.w_g(h)) * self.w_1(h)).to(x.dtype)
 
 
 def graft(

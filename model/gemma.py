@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -36,10 +35,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         if not self.offset:
-            normal = F.rms_norm(wide, self.weight.shape, None, self.eps)
+            normal = nn.functional.rms_norm(wide, self.weight.shape, None, self.eps)
             return self.weight * normal.to(x.dtype)
         factor = 1.0 + self.weight.float()
-        return F.rms_norm(wide, self.weight.shape, factor, self.eps).to(x.dtype)
+        return nn.functional.rms_norm(wide, self.weight.shape, factor, self.eps).to(x.dtype)
 
 
 def norm_of(config: TextConfig) -> RMSNorm:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
@@ -144,7 +143,9 @@ def crop(mask: np.ndarray, box: tuple[int, int, int, int]) -> Tensor:
     pixels, as (64, 64) in [0, 1]: bilinear, antialiased."""
     x1, y1, x2, y2 = box
     part = torch.from_numpy(mask[y1:y2, x1:x2].astype(np.float32))
-    scaled = F.interpolate(part[None, None], (SIDE, SIDE), mode="bilinear", antialias=True)
+    scaled = nn.functional.interpolate(
+        part[None, None], (SIDE, SIDE), mode="bilinear", antialias=True
+    )
     return scaled[0, 0]
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -163,7 +162,7 @@ def logits_or_loss(
         logits = head(hidden)
         size = logits.shape[-1]
         share = label_smoothing * size / (size - 1)
-        return F.cross_entropy(logits, targets, reduction="sum", label_smoothing=share)
+        return nn.functional.cross_entropy(logits, targets, reduction="sum", label_smoothing=share)
 
     hidden, targets = hidden.flatten(0, -2), targets.flatten()
     rows = max(1, MAX_LOGITS // vocab_size)

@@ -7,7 +7,6 @@ them. o = A·V is the output of a head whose map A is of the logits s.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from model.attention import Attention, Rope
@@ -77,7 +76,7 @@ def scores_of(linear: nn.Linear, x: Tensor) -> Tensor:
     """N numbers of hidden states x (B, S, H) by a linear layer, in fp32, as (B, N, S, 1)."""
     bias = None if linear.bias is None else linear.bias.float()
     with torch.autocast(x.device.type, enabled=False):
-        scores = F.linear(x.float(), linear.weight.float(), bias)
+        scores = nn.functional.linear(x.float(), linear.weight.float(), bias)
     return scores.transpose(1, 2)[..., None]
 
 

@@ -17,7 +17,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -103,7 +102,7 @@ class QMambaBlock(nn.Module):
         x = x + self.mixer(x)
         x = self.fuse(torch.cat((x, self.cross_attn(x, features, mask)), dim=-1))
         x = self.mlp_norm(x)
-        return x + self.fc2(F.gelu(self.fc1(x)))
+        return x + self.fc2(nn.functional.gelu(self.fc1(x)))
 
 
 class QMambaProjector(nn.Module):

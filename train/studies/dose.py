@@ -26,7 +26,6 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from eval.data import scenes
@@ -163,7 +162,7 @@ def learn(
     def losses() -> Iterator[Tensor]:
         for rows in order[: steps * BATCH].split(BATCH):
             logits, tokens = answers(model, "train", POOL, rows)
-            yield F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+            yield torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
     descend(model, optimizer, losses(), steps, schedule)
 
