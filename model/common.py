@@ -5,7 +5,6 @@ where, and what to do. `run_command` turns it into exit code 2. Other exceptions
 their traceback.
 """
 
-import contextlib
 import ctypes
 import hashlib
 import json
@@ -16,6 +15,7 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
     # PyTorch's idle threads wait in a loop, by default so long that beside other work two threads
     # take ten times the time of one, while on a quiet machine a short wait costs a fifth. Its
     # library reads this once, as torch is imported
-    with contextlib.suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):
         if busy_cores() > (os.cpu_count() or 1) - 1.5:  # a small model takes two cores
             os.environ["GOMP_SPINCOUNT"] = "1000"
 
@@ -89,7 +89,7 @@ def run_command(main: Callable[[], None]) -> None:
         # the latter of Rust
         elif not (isinstance(error, UserError) or type(error).__name__ == "PanicException"):
             raise
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             print(f"error: {message}", file=sys.stderr)
         sys.exit(2)
     finally:
@@ -114,7 +114,7 @@ def keep_memory() -> None:
     """Let glibc keep freed memory: to request it again in every step costs a tenth of the time on a
     CPU."""
     mmap_threshold, trim_threshold = -3, -1  # <malloc.h>
-    with contextlib.suppress(OSError, AttributeError):
+    with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         mallopt(mmap_threshold, 32 << 20)  # the maximum of glibc
         mallopt(trim_threshold, 1 << 30)
@@ -156,7 +156,7 @@ def quoted(value: Any, width: int = 80) -> str:
     return shown(repr(value), width)
 
 
-@contextlib.contextmanager
+@contextmanager
 def file_errors(path: str | os.PathLike | None = None) -> Iterator[None]:
     """Turn what the system refuses within the block into a UserError that names `path`, or the
     error's own file."""
@@ -245,7 +245,7 @@ def without_none(values: Mapping) -> dict:
     return {name: value for name, value in values.items() if value is not None}
 
 
-@contextlib.contextmanager
+@contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """A temporary path beside `path`, flushed to disk and renamed onto it if the block succeeds,
     else removed.
@@ -266,7 +266,7 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
             temporary.replace(path)
             sync_folder(path.parent)
         finally:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 temporary.unlink()
 
 

@@ -6,9 +6,7 @@ program ends. Every checkpoint stores the origin of its run, settings and finger
 data; a resumed run compares them.
 """
 
-import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -19,7 +17,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
@@ -49,7 +49,7 @@ class Interrupted(KeyboardInterrupt):
         sys.exit(128 + self.args[0])
 
 
-@contextlib.contextmanager
+@contextmanager
 def catch_signals(least: int = 2) -> Iterator[list[int]]:
     """SIGTERM and Ctrl-C are put into the yielded list instead of ending the process; the signal
     number `least` of the block raises Interrupted."""
@@ -61,7 +61,7 @@ def catch_signals(least: int = 2) -> Iterator[list[int]]:
             raise Interrupted(number)
 
     before = {}
-    with contextlib.suppress(ValueError):  # not the main thread
+    with suppress(ValueError):  # not the main thread
         for number in (signal.SIGTERM, signal.SIGINT):
             before[number] = signal.signal(number, handler)
     try:
@@ -88,7 +88,7 @@ def free_folder(stem: str) -> Path:
     return Path("runs", f"{stem}-{number}")
 
 
-@contextlib.contextmanager
+@contextmanager
 def run_folder(
     arguments: RunArguments,
     settings: Any,
@@ -261,7 +261,7 @@ def peak_bytes(device: torch.device | str = "cpu") -> int:
     """The peak memory of this process: on the GPU, or resident, including mapped files."""
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         status = Path("/proc/self/status").read_text()
         if found := re.search(r"VmHWM:\s+(\d+)", status):
             return int(found[1]) * 1024
@@ -305,7 +305,7 @@ def draw_loss(run: Path) -> None:
 def data_fingerprints(records: Sequence[Record]) -> dict[str, str]:
     """Fingerprints of all texts, and of the pictures' files: the size of each, and of every n-th,
     some 1,024 to 2,047, also the first and the last 256 KiB."""
-    texts, pictures = hashlib.sha256(), hashlib.sha256()
+    texts, pictures = sha256(), sha256()
     paths = set()
     for record in records:
         answers = record.answers if record.sampled else ()

@@ -5,13 +5,13 @@ resumed run reads exactly what an uninterrupted one would have read.
 """
 
 import os
-import random
 import sys
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice, pairwise
+from random import Random
 
 import torch
 from torch import Tensor
@@ -102,7 +102,7 @@ class MicroBatches(Dataset):
         records = [self.records[number] for number in numbers]
         for place, record in enumerate(records):
             if record.sampled and record.answers:
-                answer = random.Random(f"{self.epoch_seed}/{record.name}").choice(record.answers)
+                answer = Random(f"{self.epoch_seed}/{record.name}").choice(record.answers)
                 turns = (*record.turns[:-1], (record.prefix, answer))
                 records[place] = replace(record, turns=turns)
         return collate(records, self.processor)
@@ -141,7 +141,7 @@ def plan_epoch(
     batch, except in the last of a pool of 50. Exact lengths would give batches of a single task,
     between which the loss oscillates.
     """
-    rng = random.Random(f"plan/{seed}/{epoch}")
+    rng = Random(f"plan/{seed}/{epoch}")
     # 1. records of one picture that stay together
     by_picture = defaultdict(list)
     for index, key in enumerate(keys):
@@ -209,7 +209,7 @@ class Weighted(list):
             # passes over the source
             passes = range(first // size, -(-(first + count) // size))
             for turn in passes:
-                dice = random.Random(f"source/{seed}/{source}/{turn}")
+                dice = Random(f"source/{seed}/{source}/{turn}")
                 of_source += dice.sample(range(begin, begin + size), size)
             first -= passes.start * size
             numbers += of_source[first : first + count]

@@ -13,10 +13,10 @@ the test split. Protocols: Ye et al. 2024, sections 3.3 (context), 3.4 (needles,
 (examples), at a smaller size.
 """
 
-import random
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 import numpy as np
@@ -116,7 +116,7 @@ def recall(
 ) -> Panels:
     """Accuracy on one of N records, `limit` tests of each N that fits."""
     tasks = Tasks(corpus, split)
-    dice = random.Random(f"recall/{split}/{SEED}")
+    dice = Random(f"recall/{split}/{SEED}")
     numbers = [n for n in RECALL if n + 4 < length for _ in range(limit)]
     right = hits(model, [tasks.recall(dice, n, 1) for n in numbers], "recall")
     return {"recall": Scores(numbers, range(len(right)), right)}
@@ -132,7 +132,7 @@ def needle_tests(
     """(N, depth, document) of `limit` tests of each number of needles that fits, every depth as
     often as another."""
     tasks = Tasks(corpus, split)
-    dice = random.Random(f"needle/{split}/{SEED}")
+    dice = Random(f"needle/{split}/{SEED}")
     tests = []
     for n in numbers:
         if 3 * n < length:
@@ -207,7 +207,7 @@ def examples(
     `limit` questions of each; and the margin: how far the best order of a question is above the
     worst, 1 where the order decides."""
     tasks = Tasks(corpus, split)
-    dice = random.Random(f"examples/{split}/{SEED}")
+    dice = Random(f"examples/{split}/{SEED}")
     # 1. the examples, then their orders
     counts = [count for count in EXAMPLES if count + 4 <= length for _ in range(limit)]
     episodes = [tasks.episode(dice, count) for count in counts]

@@ -15,8 +15,8 @@ is the answer. One layer of attention can find it. Three kinds of documents:
   The answer is the value that the key has most often, in whatever order.
 """
 
-import random
 from collections.abc import Sequence
+from random import Random
 from typing import NamedTuple
 
 from eval.systems.text.corpus import NEWLINE, Corpus
@@ -75,7 +75,7 @@ class Tasks:
         answers = range(start + 1, start + len(ends), 2)
         return Document([*ids, *ends, self.newline, EOS], answers, needles, (1, start))
 
-    def draw(self, dice: random.Random, records: int, asked: int) -> list[Record]:
+    def draw(self, dice: Random, records: int, asked: int) -> list[Record]:
         """Records, those that are asked for first: their keys have no other record."""
         keys = dice.sample(CITIES, min(asked, records))
         others = [city for city in CITIES if city not in keys]
@@ -84,7 +84,7 @@ class Tasks:
 
     def needles(
         self,
-        dice: random.Random,
+        dice: Random,
         length: int,
         needles: int,
         asked: int,
@@ -114,7 +114,7 @@ class Tasks:
         first = [spots[number] for number in range(min(asked, needles))]
         return self.document(ids, drawn[:asked], first)
 
-    def _lines(self, dice: random.Random, room: int) -> list[int]:
+    def _lines(self, dice: Random, room: int) -> list[int]:
         """At most `room` tokens of text, from the start of a line to the end of one."""
         assert room > 0, "needles and questions do not fit"
         start = dice.randrange(max(1, len(self.ids) - 2 * room))
@@ -127,12 +127,12 @@ class Tasks:
             text.pop()
         return [*text[:-1], self.newline]
 
-    def recall(self, dice: random.Random, records: int, asked: int) -> Document:
+    def recall(self, dice: Random, records: int, asked: int) -> Document:
         """Records without text."""
         drawn = self.draw(dice, records, asked)
         return self.listed(dice.sample(drawn, records), drawn[:asked])
 
-    def episode(self, dice: random.Random, examples: int) -> tuple[list[Record], list[Record]]:
+    def episode(self, dice: Random, examples: int) -> tuple[list[Record], list[Record]]:
         """Examples, of SHOWN keys in turn, in random order; and each key that has one with the
         value that is right."""
         cities = dice.sample(CITIES, SHOWN)
