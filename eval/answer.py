@@ -148,7 +148,7 @@ def open_log(path: Path, anew: bool = False) -> Iterator[tuple[BinaryIO, dict[st
         records = {}
         whole = content.rfind(b"\n") + 1
         file.truncate(whole)  # the process ended while it wrote the last line
-        for number, line in enumerate(content[:whole].splitlines(), start=1):
+        for number, line in enumerate(content[:whole].splitlines(), 1):
             try:
                 record = json.loads(line)
                 mark, answer = record["mark"], record["answer"]

@@ -485,7 +485,7 @@ def graft(
     with torch.random.fork_rng(devices=[]), torch.device(drawn_on):
         torch.default_generator.manual_seed(seed)
         for tower in TOWERS[diff_in]:
-            for number, layer in enumerate(model.get_submodule(tower).children(), start=1):
+            for number, layer in enumerate(model.get_submodule(tower).children(), 1):
                 plain = layer.get_submodule("self_attn")
                 if type(plain) is not Attention:
                     raise UserError(

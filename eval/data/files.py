@@ -72,7 +72,7 @@ def records_in(path: str | Path) -> Places:
     content = read_bytes(path).removeprefix(b"\xef\xbb\xbf")
     if content.lstrip().startswith(b"["):
         return placed(parse_json(content, shown(path)))
-    lines = enumerate(content.split(b"\n"), start=1)
+    lines = enumerate(content.split(b"\n"), 1)
     return [(f":{number}", line) for number, line in lines if line.strip()]
 
 

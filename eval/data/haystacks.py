@@ -50,7 +50,7 @@ def place_questions(caption: str, side: int) -> list[tuple[str, tuple[str, ...]]
     return [(f"{head}Row and Column?", places)]
 
 
-@lru_cache(maxsize=64)
+@lru_cache(64)
 def haystack(
     kind: str,
     split: str,

@@ -108,7 +108,7 @@ ASKED_CATEGORIES = ("animal", "food", "vehicle")  # "thing" as a category would 
 QUESTIONS = ("yes/no", "yes/no", "number", "other", "other", "other")
 
 
-@lru_cache(maxsize=16)
+@lru_cache(16)
 def facts(squares: tuple[str, ...]) -> dict[str, list[Fact]]:
     """All questions by kind: (answer, thing, place). None is ambiguous: "where" needs an object
     that occurs once, "what" a quadrant with one object, "which" a category with one kind of
@@ -170,7 +170,7 @@ def _question(kind: str, thing: str, place: str = "") -> str:
     )
 
 
-@lru_cache(maxsize=64)
+@lru_cache(64)
 def vqa_picture(split: str, image_id: int, seed: int = 0) -> tuple[Sample, ...]:
     """The questions on one picture, none twice, prompt `answer en QUESTION`; answer types as in
     `QUESTIONS`."""

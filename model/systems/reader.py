@@ -28,7 +28,7 @@ class TextReader:
     def __init__(self, tokenizer: Texts, begin: list[int], pad: int | None, max_length: int):
         self.tokenizer = tokenizer
         # a prompt is encoded with each of its choices
-        self.encode = lru_cache(maxsize=4096)(tokenizer.encode)
+        self.encode = lru_cache(4096)(tokenizer.encode)
         self.begin, self.padding, self.max_length = begin, pad, max_length
 
     def pixels(self, picture) -> Tensor:

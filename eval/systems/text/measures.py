@@ -70,7 +70,7 @@ def nll(
     "all" each bin weighs the same. Raises UserError if no document is that long."""
     device = next(model.parameters()).device
     rows = []
-    for number, (place, document) in enumerate(windows(corpus, length, limit, split), start=1):
+    for number, (place, document) in enumerate(windows(corpus, length, limit, split), 1):
         tokens = corpus.ids[split][place : place + length].tolist()
         ids = torch.tensor([[BOS, *tokens]], device=device)
         logits = model(ids[:, :-1])
@@ -170,7 +170,7 @@ def attention(model: TextModel, corpus: Corpus, length: int, limit: int) -> Pane
     tests = needle_tests(corpus, length, limit, [most])
     depths = [100 * depth for _, depth, _ in tests]
     shares = []
-    for number, (*_, document) in enumerate(tests, start=1):
+    for number, (*_, document) in enumerate(tests, 1):
         shares.append(attention_shares(model, document, f"attention test {number}"))
     of_needles, of_noise = zip(*shares, strict=True)
     return {

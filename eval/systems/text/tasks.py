@@ -96,7 +96,7 @@ class Tasks:
         drawn = self.draw(dice, needles, asked)
         text = self._lines(dice, length - 2 * needles - 2 * min(asked, needles) - 3)
         gaps = [0]
-        gaps += [place for place, token in enumerate(text, start=1) if token == self.newline]
+        gaps += [place for place, token in enumerate(text, 1) if token == self.newline]
         places = [dice.choice(gaps) for _ in drawn]
         if depth is not None:
             places[0] = min(gaps, key=lambda gap: abs(gap - depth * len(text)))
