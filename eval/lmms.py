@@ -71,7 +71,7 @@ class Model(lmms):
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """The greedy answers, up to the first text of `until`. Raises UserError."""
-        texts: list[str] = []
+        texts = []
         for options, same in groupby(requests, lambda request: request.args[1]):
             check_greedy(options)
             # pictures that are in memory together

@@ -186,7 +186,7 @@ class Log:
         self.samples = progress.samples  # before the step that runs
         self.written = time.perf_counter()
         self.started = self.written - progress.seconds
-        self.values: dict[str, str] = {}  # beside the bar
+        self.values = {}  # beside the bar
         self.bar = Bar(
             total=total,
             initial=progress.step,

@@ -177,7 +177,7 @@ class Run:
         rows = list(study.tuned or study.rows)
         shared = [row for row in study.plain if row in rows] or rows
         tie = TIE * study.columns[study.main].margin
-        grid: list[float] = []
+        grid = []
         more = list(study.rates)
         while more and len(grid) + len(more) <= MOST_RATES:
             # 1. every row at every rate

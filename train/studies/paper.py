@@ -176,7 +176,7 @@ def study_of(models: Mapping[str, Options]) -> engine.Study:
     marks = {}
     for row, run in base.finished.items():
         marks[row] = (file_digest(run / adapter.TENSOR_FILE),)
-    rows: dict[str, tuple] = {row: marks.get(row, ()) for row in ("baseline", *base.rows)}
+    rows = {row: marks.get(row, ()) for row in ("baseline", *base.rows)}
     for row, names in PART_2.items():
         if row == CONTROL and row not in marks and WITH in marks:
             continue  # nobody knows the settings of a finished run

@@ -160,7 +160,7 @@ def ask_tasks(
     """The score of each example, by split and task. On disk, where it may take hours, with a
     progress bar and a log. Raises UserError for a question that cannot be asked, such as one whose
     picture cannot be read."""
-    scores: dict[str, dict] = {split: {} for split in tasks}
+    scores = {split: {} for split in tasks}
     for split, of_split in tasks.items():
         for name, task in of_split.items():
             options = {}

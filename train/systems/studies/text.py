@@ -96,7 +96,7 @@ def make(options: Options, job: Job, folder: Path) -> dict:
     corpus = kept_corpus(Path(settings.corpus))
     world = World(0, 1, choose_device(settings.device))
     model, progress = train_text(settings, corpus, folder, world)
-    facts: dict = {"parameters": parameter_count(model.parameters()), "seconds": progress.seconds}
+    facts = {"parameters": parameter_count(model.parameters()), "seconds": progress.seconds}
     facts["lambda"] = [value.item() for value in lambdas(model).values()]
     # 2. scores
     asked = (model, corpus, settings.length, options.limit)
