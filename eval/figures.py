@@ -59,12 +59,12 @@ class Canvas:
 
     def __init__(self, width: float, height: float, title: str = ""):
         self.scale = DENSITY * SMOOTH
-        self.image = Image.new("RGB", tuple(self._px(width, height)), PAPER)
+        self.image = Image.new("RGB", self._px(width, height), PAPER)
         self.draw = ImageDraw.Draw(self.image)
         self.text(width / 2, 22, title, 16)
 
-    def _px(self, *points: float) -> list[int]:
-        return [round(value * self.scale) for value in points]
+    def _px(self, *points: float) -> tuple[int, ...]:
+        return tuple(round(value * self.scale) for value in points)
 
     def line(
         self,
@@ -72,7 +72,7 @@ class Canvas:
         color: Color = INK,
         width: float = 1.0,
     ) -> None:
-        corners = [tuple(self._px(*point)) for point in points]
+        corners = [self._px(*point) for point in points]
         self.draw.line(corners, color, *self._px(width), joint="curve")
 
     def box(
@@ -98,9 +98,8 @@ class Canvas:
         anchor: str = "mm",
     ) -> None:
         """Text at (x, y); `anchor` is Pillow's: l, m or r, then a(scender), m or d(escender)."""
-        x, y = self._px(x, y)
         self.draw.text(
-            (x, y),
+            self._px(x, y),
             printable(text),
             color,
             _font(*self._px(size)),

@@ -79,7 +79,7 @@ def line_chart(
     y_marks, to_y = axis([y for _, y in drawn] + ends, bottom, top)
     for mark in y_marks:
         sheet.line([(left, to_y(mark)), (right, to_y(mark))], GRID)
-        sheet.text(left - 8, to_y(mark), spell_number(mark), 12, anchor="rm")
+        sheet.text(left - 8, to_y(mark), spell_number(mark), anchor="rm")
     margin = 2.5 * len(series) if bars else 0.0
     x_marks, to_x = axis([x for x, _ in drawn], left + margin, right - margin, tight=True)
     if all(float(x).is_integer() for x, _ in drawn):  # as layers or steps: no mark between
