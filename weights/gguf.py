@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.common import Parser, UserError, file_errors, quoted, run_command, shown
+from model.common import Parser, UserError, file_errors, quoted, run_command, shown, without_none
 from model.config import config_errors, require
 from model.device import DTYPES
 from model.registry import system_of
@@ -140,7 +140,7 @@ class GgufFile:
     def sizes(self) -> dict[str, Any]:
         """The model's config.json."""
         raw = {name: self.told(f"{self.kind}.{theirs}") for name, theirs in SIZES.items()}
-        raw = {name: value for name, value in raw.items() if value is not None}
+        raw = without_none(raw)
         # where RoPE's base is missing, llama.cpp has 10,000, too
         for name in NEEDED.split():
             require(name in raw, f"lacks {self.kind}.{SIZES[name]}")
