@@ -69,7 +69,7 @@ def run_command(main: Callable[[], None]) -> None:
     keep_memory()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed, as by `>&-` or in a service
-            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
         stream = getattr(sys, name)
         # an answer may hold characters that the terminal's encoding lacks
         if hasattr(stream, "reconfigure"):
