@@ -123,7 +123,7 @@ class Haystack:
         half = len(sentences) // 2
         part = sentences[:half] if split == "train" else sentences[half:]
         self.tokenizer = tokenizer
-        self.sentences = [tokenizer.encode(f" {sentence}") for sentence in part]
+        self.sentences = [self.behind("is", f" {sentence}") for sentence in part]
         self.form = FORMS[split]
         values = [self.behind("is", f" {self.form.value(random.Random(n))}") for n in range(9)]
         self.shared = len(os.path.commonprefix(values))
@@ -149,16 +149,16 @@ class Haystack:
         """A context of `length` tokens with so many facts, and the questions about `asked` of
         them. Raises UserError if they do not fit."""
         # 1. the facts
-        encode = self.tokenizer.encode
         cities = dice.sample(self.form.cities, -(-facts // 2))
         pairs = [(template, city) for template in self.form.templates for city in cities]
         needles, questions = [], []
         for template, city in dice.sample(pairs, facts):
             value = self.form.value(dice)
             said = template.format(city)
-            needles.append(encode(f" {said} {value}."))
+            needles.append(self.behind("is", f" {said} {value}."))
             question = f"\n{said}"
-            questions.append((encode(question), self.behind(question, f" {value}")))
+            answer = self.behind(question, f" {value}")
+            questions.append((self.behind("is", question), answer))
         ids = list(self.tokenizer.begin)
         room = length - len(ids) - sum(map(len, needles))
         if room < length // 5:

@@ -130,8 +130,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     examples = [(record.pictures[0], record.prefix) for record in records]
     model, processor = open_subject(args, subject)
     slot = args.slot or ("inside" if isinstance(model.config, WingsConfig) else "first")
-    if slot == "inside":
-        examples = [(picture, put_slot(prompt)) for picture, prompt in examples]
+    placed = put_slot if slot == "inside" else lambda prompt: prompt.replace(SLOT, "")
+    examples = [(picture, placed(prompt)) for picture, prompt in examples]
     # 2. the shift
     shift = measure(model, processor, examples)
     defined = shift.each[~np.isnan(shift.each)]

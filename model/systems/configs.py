@@ -251,7 +251,7 @@ class LanguageWingsConfig(WingsConfig):
     text: TextConfig | LlamaConfig = TextConfig()
     bos_token_id: int | None = None
     chat: bool = False
-    system: str = DEFAULT_SYSTEM
+    system: str | None = None
 
     @classmethod
     def from_dict(cls, raw: dict) -> Any:

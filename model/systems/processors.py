@@ -54,7 +54,7 @@ class LanguageProcessor(SlotProcessor):
         if not self.config.chat:
             return super().layout(n_images, turns, has_marks)
         if n_images and not has_marks:
-            *before, (prompt, answer) = turns
-            turns = [*before, (SLOT * n_images + "\n" + prompt, answer)]
+            (prompt, answer), *later = turns
+            turns = [(SLOT * n_images + "\n" + prompt, answer), *later]
         ids, learned = self.texts.conversation(turns, self.slot)
         return ids, [1] * len(ids), learned

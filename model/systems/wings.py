@@ -359,5 +359,7 @@ def _assemble(config: WingsConfig, state: Mapping[str, Tensor], seed: int) -> Wi
 
 SYSTEMS = {
     WingsConfig.kind: System(WingsConfig, Wings, SlotProcessor, asked_as="llava"),
-    LanguageWingsConfig.kind: System(LanguageWingsConfig, Wings, LanguageProcessor),
+    LanguageWingsConfig.kind: System(
+        LanguageWingsConfig, Wings, LanguageProcessor, asked_as="llava"
+    ),
 }

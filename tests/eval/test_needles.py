@@ -2,6 +2,7 @@
 the explorer shows a text."""
 
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -66,6 +67,9 @@ def test_an_answer_stands_in_its_fact(llama, tmp_path, has_prefix):
     for seed in range(5):
         context = haystack.context(random.Random(seed), 900, 6, 6)
         firsts = set()
+        end = context.places[0][1]
+        text = haystack.tokenizer.decode([*context.ids[:end], *context.questions[0][0]])
+        assert not re.search("  | \n", text)
         for (start, end), (_, answer) in zip(context.places, context.questions, strict=True):
             assert context.ids[start:end][-len(answer) - 1 : -1] == answer
             firsts.add(tuple(answer[: context.shared]))

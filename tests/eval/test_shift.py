@@ -89,4 +89,6 @@ def test_the_command(workplace, printed):
     result = read_json(workplace / "w/shift.json")
     assert (result["slot"], result["undefined"], result["prompts"]) == ("inside", 0, 2)
     assert list(result["laws_percent"][0]) == [*GROUPS]
+    shift.main("--model embedded --data own.jsonl --slot first --out f".split())
+    assert read_json(workplace / "f/shift.json")["undefined"] == 2  # as the model is asked
     assert 0 <= result["attention_shift"]["low"] <= result["attention_shift"]["high"] <= 2

@@ -5,6 +5,7 @@ import itertools
 import math
 import random
 import re
+import shutil
 from collections import Counter
 
 import numpy as np
@@ -79,6 +80,8 @@ def test_a_corpus_is_made_once(text_folder, tmp_path):
     assert len(texts) == HELD_OUT
     assert "".join(texts.values()) == prose(1, 200)
     assert all(split(texts).values())
+    shutil.copy(tmp_path / "all.txt", tmp_path / "copy.txt")
+    assert len(read_texts([tmp_path / "all.txt", tmp_path / "copy.txt"])) == HELD_OUT
 
 
 @pytest.mark.parametrize("number", measures.NEEDLES)

@@ -9,7 +9,9 @@ import torch
 import transformers
 from PIL import Image
 
+from eval.open import wording_of
 from model.processor import Processor, processor_for
+from model.source import BUNDLED_FOLDER
 from model.systems.wings import route
 from model.tokenizer import load_tokenizer
 from tests.files import draw, write_lines
@@ -45,6 +47,7 @@ def parts(request, tmp_path_factory):
     if request.param == "llama":
         tokenizer.chat_template = f"<|im_start|>system\n{SYSTEM['llama']}<|im_end|>\n" + TURNS
     tokenizer.save_pretrained(folder / "text")
+    shutil.copy(BUNDLED_FOLDER / "tokenizer.model", folder / "text")  # another one, of fewer tokens
     ends = {"eos_token_id": len(tokenizer) - 1, "bos_token_id": None}  # of a turn: a chat model
     text = hf_language(request.param, vocab_size=len(tokenizer) + 4, **ends)
     text.save_pretrained(folder / "text")
@@ -108,6 +111,8 @@ def test_a_conversation_is_laid_out_and_learned_as_released(parts):
     assert theirs.decode([i for i in ids if i != image]) == asked
     chosen = [i for i, is_learned in zip(ids, learned, strict=True) if is_learned]
     assert theirs.decode(chosen) == "a box<|im_end|>\nyes<|im_end|>"
+    unmarked = reader(parts, model).row_of(1, [("One", "a"), ("Two", "b")])[0]
+    assert theirs.decode(unmarked[: unmarked.index(image)]) == system
     start = len(theirs(system + "What is").input_ids)
     assert [place for place, i in enumerate(ids) if i == image] == list(range(start, start + 16))
     # a model that is not asked in turns: the prompt, a newline, the answer and its end
@@ -144,6 +149,8 @@ def test_both_stages_are_trained_and_opened_elsewhere(parts, tmp_path):
         assert torch.equal(model.state_dict()[name], tensor), name
     assert model.language_model.layers[0].self_attn.visual.o.B.weight.any()
     shutil.move(tmp_path / "1/model", moved)
+    assert {path.suffix for path in moved.glob("tokenizer.*")} == {".json", ".model"}
+    assert wording_of(str(moved)) == "llava"
     second = f"--stage 2 --base {moved} --data jsonl:{parts}/own.jsonl --out {tmp_path}/2".split()
     wings.main([*second, *small, "--evaluate", "--eval-data", f"jsonl:{parts}/own.jsonl"])
     again = load_model(tmp_path / "2/model")

@@ -114,6 +114,12 @@ def test_parts_that_do_not_fit_are_refused(language, tmp_path, option, told):
     refused(lambda: open_first(language, option.format(wide=tmp_path)), *told)
 
 
+@pytest.mark.parametrize("flag", ["--attention twin", "--dropout 0.1", "--targets x"])
+def test_what_a_stage_does_not_read_is_refused(flag):
+    """Breaks when a plain model is trained, and its run says that it has a graft."""
+    refused(lambda: stage_settings("wings", "--stage 1", flag), flag.split()[0], "leave it out")
+
+
 def test_a_stage_follows_a_recipe_and_names_itself():
     """Breaks when --recipe is taken without its values, or a next command begins another stage."""
     settings = stage_settings("qmamba", "--stage 2 --recipe paper-1 --base y")

@@ -17,11 +17,13 @@ from model.paligemma import PaliGemma
 from model.processor import Processor, processor_for
 from model.tokenizer import find_tokenizer, load_tokenizer
 from train.finetune import run_flags
-from train.flags import flag
+from train.flags import flag, flag_name
 from train.model import learning_rules, load_start, open_processor, rules_of, weights_dtype
 from train.optim import Rule
 from train.settings import EMBEDDED_DATA, GROUPS, Arguments, Settings, parse, recipe_values
 
+# what stages do not read: of grafts, and of LoRA's own form
+IDLE = set("attention feed_forward diff_in targets alpha dropout".split())
 ONE_EPOCH = {
     "epochs": 1,
     "schedule": "cosine",
@@ -123,7 +125,7 @@ def _(settings: StageSettings, model: PaliGemma) -> list[Rule]:
 def _(settings: StageSettings, model: PaliGemma) -> tuple[Processor, list[Path]]:
     file = find_tokenizer(settings.tokenizer_source())
     processor = processor_for(model.config, load_tokenizer(file), max_length=settings.max_length)
-    return processor, [file]
+    return processor, [*file.parent.glob("tokenizer.[jm]*")]
 
 
 def parse_stage(
@@ -134,6 +136,10 @@ def parse_stage(
     """The settings and the run folder of the flags of a system, in words or by name."""
 
     def defaults(given: dict) -> dict:
+        if idle := sorted(given.keys() & IDLE):
+            raise UserError(
+                f"{flag_name(idle[0])}: a stage has neither grafts nor LoRA: leave it out"
+            )
         of_stage = stage_defaults(kind, given.get("stage", 1), given)
         return of_stage | recipe_values(given.get("recipe", ""), given)
 

@@ -72,7 +72,11 @@ class TextSettings(LoopSettings):
     tokens: float = flag(2e6, "tokens to learn from", least=1, most=1e15)
     needles: float = flag(0.4, "share of needle documents among those drawn", least=0, most=1)
     examples: float = flag(
-        0.35, "share of documents of recall and examples, half each", least=0, most=1
+        0.35,
+        "share of documents of recall and examples, half each; recall also where a needle document "
+        "does not fit",
+        least=0,
+        most=1,
     )
     curriculum: float = flag(
         0.35, "share of the rows, the first ones, that hold recall alone", least=0, most=1

@@ -20,7 +20,7 @@ import torch
 from model.common import UserError, run_command
 from model.source import EMBEDDED
 from model.systems.chat import load_text_tokenizer
-from model.systems.configs import DEFAULT_SYSTEM, LanguageWingsConfig
+from model.systems.configs import LanguageWingsConfig
 from model.systems.wings import Wings, attach, join, route
 from train.systems.stages import ONE_EPOCH, StageRecipe, StageSettings, run_stage
 from weights.load import load_model, load_siglip, load_text
@@ -105,7 +105,7 @@ class WingsSettings(StageSettings):
         text = load_text(parts.language_model, dtype, device)
         ends = text.config.eos_token_id
         tokenizer = load_text_tokenizer(parts.language_model)
-        turn_ends = [mark for mark in tokenizer.end_of_turn if parts.chat and mark in ends]
+        turn_ends = [mark for mark in tokenizer.marks[1:] if parts.chat and mark in ends]
         config = LanguageWingsConfig(
             vision=replace(tower.config, feature_layer=parts.feature_layer),
             text=text.config.text,
@@ -115,7 +115,7 @@ class WingsSettings(StageSettings):
             eos_token_id=(turn_ends or ends)[0],
             bos_token_id=text.config.bos_token_id,
             chat=bool(turn_ends),
-            system=tokenizer.system or DEFAULT_SYSTEM,
+            system=tokenizer.system,
             rank=self.r,
             routed=False,
         )

@@ -81,6 +81,9 @@ def read_texts(paths: Sequence[str | Path]) -> dict[str, str]:
             problem = f"left out {left_out} files that are empty or not UTF-8 text"
             print(f"--text {shown(path)}: {problem}", file=sys.stderr)
         texts |= usable
+    # a copy would be in training and in test
+    once = {text: name for name, text in texts.items()}
+    texts = {name: text for text, name in once.items()}
     if len(texts) >= HELD_OUT:
         return texts
     parts = {}

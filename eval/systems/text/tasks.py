@@ -12,7 +12,7 @@ is the answer. One layer of attention can find it. Three kinds of documents:
   first one asked for lies at a chosen depth, the others anywhere.
 - Recall (Arora et al. 2023, "Zoology"): records without text.
 - Examples: many records of each of a few keys, whose values are right in `RELIABLE` of all cases.
-  The answer is the value that the key has most often, in whatever order.
+  The answer is the value that is right in most cases; few examples often show another more often.
 """
 
 from collections.abc import Sequence
