@@ -126,8 +126,8 @@ class Needle(Benchmark):
             if by_place:
                 mean = sum(by_place.values()) / len(by_place)
                 lines[kind]["exact, mean over places"] = 100 * mean
-            test = of_kind[0].question.truth
-            if test is not None:
+            test = of_kind[-1].question.truth
+            if test is not None and ABSENT not in test.places:  # absent needles come last
                 places = len(test.haystack) * test.side**2
                 lines[kind]["chance"] = 100 * (1 / math.perm(places, len(test.places)))
             # 2. those whose needles are there, and absent

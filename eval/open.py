@@ -30,6 +30,7 @@ class Subject(NamedTuple):
     run: Path | None  # that of its adapter
     title: str  # in tables
     quantize: str | None = None  # None: as --dtype
+    whole: bool = False  # an adapter's base too is not quantized, whatever it was trained on
 
     @property
     def name(self) -> str:
@@ -65,7 +66,8 @@ def model_of(args: Namespace, on_scenes: bool = False) -> Subject:
         return Subject(f"{run}/model", None, title, kind)
     if run and not source:
         source = adapter.read_config(run).get("base_model_name_or_path")
-    return Subject(source or EMBEDDED, Path(run) if run else None, title, kind)
+    run = Path(run) if run else None
+    return Subject(source or EMBEDDED, run, title, kind, args.quantize == "none")
 
 
 def models_of(args: Namespace) -> list[Subject]:
@@ -178,7 +180,7 @@ def load_subject(args: Namespace, subject: Subject) -> Any:
     )
     use_threads(args.threads, model)
     if subject.run is not None:
-        adapter.load(model, subject.run)
+        adapter.load(model, subject.run, whole=subject.whole)
     return model.eval()
 
 

@@ -28,15 +28,7 @@ from eval.data.record import PROMPT, Record, fill_prompt
 from eval.data.records import ANNOTATIONS_FILE, QUESTIONS_FILE, groups_of, read_data, source_parts
 from eval.document_scoring import TITLES, cider_scorer, document_scores
 from eval.question import Question, log_prob_twins, question_of
-from eval.vqa_scoring import (
-    ANNOTATORS,
-    SCORERS,
-    answerability,
-    official,
-    record_scores,
-    summarize,
-    truths_of,
-)
+from eval.vqa_scoring import ANNOTATORS, SCORERS, answerability, official, record_scores, summarize
 from model.common import UserError, run_command, shown
 
 # of a question and its answer in the files of their servers
@@ -139,11 +131,14 @@ class Vqa(Benchmark):
         questions = questions_of(asked[: args.limit], images, args.template)
         self.scoring = args.scoring or fitting
         has_few = any(0 < len(q.truth.answers) < ANNOTATORS for q in questions)
-        if self.scoring not in ("gqa", "paper", *TITLES) and (has_few or fitting in TITLES):
+        lacks_ids = self.scoring == "official" and fitting in ("textvqa", "vizwiz")
+        is_own = self.scoring in ("gqa", "paper", *TITLES)
+        if lacks_ids or (not is_own and (has_few or fitting in TITLES)):
             problem = f"{self.scoring} scoring cannot apply to fewer than {ANNOTATORS} answers"
-            others = fitting if fitting in TITLES else "gqa, anls or relaxed"
-            remedy = f"take --scoring {others}"
-            raise UserError(f"{shown(files[1] or files[0])}: {problem} a question: {remedy}")
+            if lacks_ids:
+                problem = "official scoring knows annotators by answer_id"
+            others = "gqa, anls or relaxed" if has_few and fitting not in TITLES else fitting
+            raise UserError(f"{shown(files[1] or files[0])}: {problem}: take --scoring {others}")
         if args.answerability:  # the same ones, for the probability of this answer
             if any(q.truth.answerable is None for q in questions):
                 problem = "no annotation says which questions are answerable"
@@ -210,7 +205,7 @@ class Vqa(Benchmark):
                 continue
             result = {id_key: q.id, answer_key: said}
             if isinstance(q.truth, Record):
-                result |= {"question": q.prefix, "right": truths_of(q.truth), **scores}
+                result |= {"question": q.prefix, "right": q.truth.truths, **scores}
             results.append(result | certainty_fields(row))
         write_json(out / "results.json", results, indent=0)
         if unsure:
@@ -224,7 +219,7 @@ def right_answers(question: Question) -> list[str]:
     """All right answers that are known; none for a question that wants log-probabilities."""
     truth = question.truth
     if isinstance(truth, Record):
-        return truths_of(truth)
+        return truth.truths
     if question.wants_log_probs:
         return []
     return [given["answer"] for given in truth.answers]

@@ -158,19 +158,11 @@ def record_scores(
 ) -> dict[str, float]:
     """Exact match of an own example, and accuracy by `score`, 0 to 1, where ANNOTATORS or more
     people have answered."""
-    scores = {"exact_match": float(exact_match(answer, truths_of(record)))}
+    scores = {"exact_match": float(exact_match(answer, record.truths))}
     if len(record.answers) >= ANNOTATORS:
         given = [{"answer": text, "answer_id": at} for at, text in enumerate(record.answers)]
         scores["vqa_accuracy"] = score(Annotation(record.name, tuple(given)), answer)
     return scores
-
-
-def truths_of(record: Record) -> list[str]:
-    """The right answers of an own example, its suffix included; an empty one is none."""
-    given = list(record.answers)
-    if record.suffix not in given:
-        given.append(record.suffix)
-    return [text for text in given if text.strip()]
 
 
 SCORERS = {"official": official, "paper": paper, "textvqa": textvqa, "vizwiz": vizwiz, "gqa": gqa}

@@ -34,7 +34,7 @@ OLD = "model."  # before every path of ours, in earlier files of language models
 # The paper's choice: q, k, v, o, gate, up and down of the decoder, and nothing of the vision tower.
 DECODER_TARGETS = r"language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 # Keys of PEFT that can be loaded. Any other key with a value is a feature that loading would lose.
-_TEXTS = set("base_model_name_or_path prompt quantized peft_version revision task_type".split())
+_TEXTS = set("base_model_name_or_path prompt quantized peft_version task_type".split())
 # these may not be null; for other keys null means the default
 _NUMBERS = {"r", "lora_alpha", "lora_dropout"}
 GRAFTED = "DIFFERENTIAL_LORA"  # the peft_type beside a graft; earlier files have LORA there too
@@ -43,6 +43,7 @@ GRAFTED = "DIFFERENTIAL_LORA"  # the peft_type beside a graft; earlier files hav
 _PLAIN = {
     "peft_type": ["LORA", GRAFTED],
     "bias": ["none"],
+    "revision": ["main"],
     "init_lora_weights": [True, False, "gaussian", "eva", "orthogonal"],
 }
 _OTHERS = """target_modules exclude_modules layers_to_transform layers_pattern rank_pattern alpha_pattern use_rslora
@@ -214,7 +215,8 @@ def merge(model: Adaptable) -> None:
             problem = f"in attention of kind {attention.kind!r} a second branch shares this weight"
             raise UserError(f"{path}: cannot be merged: {problem}: keep the adapter unmerged")
     if model.quantized is not None:
-        model.base_fingerprint, model.quantized = fingerprint(model), None
+        model.base_fingerprint = fingerprint(model)
+        model.was_quantized, model.quantized = model.quantized, None
         for path, module in list(model.named_modules()):
             if isinstance(module, QuantizedLinear):
                 model.set_submodule(path, module.put_back())
@@ -336,7 +338,11 @@ def save(
         "rank_pattern": {p: layer.lora.r for p, layer in layers.items() if layer.lora.r != r},
         "alpha_pattern": {p: layer.alpha for p, layer in layers.items() if layer.alpha != alpha},
     }
-    added = {"prompt": prompt, "quantized": model.quantized, "differential": model.grafts or None}
+    added = {
+        "prompt": prompt,
+        "quantized": model.quantized or model.was_quantized,
+        "differential": model.grafts or None,
+    }
     config |= {key: value for key, value in added.items() if value is not None}
     if write:
         with atomic_path(Path(folder) / TENSOR_FILE) as temporary:
@@ -367,12 +373,14 @@ def read_config(folder: str | Path) -> dict:
     return config
 
 
-def load(model: Adaptable, folder: str | Path, *, force: bool = False) -> list[str]:
+def load(
+    model: Adaptable, folder: str | Path, *, force: bool = False, whole: bool = False
+) -> list[str]:
     """Put the adapter in `folder`, ours or PEFT's, on a plain `model`; return the paths that carry
     LoRA.
 
-    Grafts are repeated first, and the base is quantized as in training. `force` skips the
-    comparison of the base. Raises UserError for another base, and whatever does not fit; the model
+    Grafts are repeated first, and the base is quantized as in training, except with `whole`. `force`
+    skips the comparison of the base. Raises UserError for another base, and whatever does not fit; the model
     must then not be used any more.
     """
     folder = Path(folder)
@@ -417,7 +425,7 @@ def load(model: Adaptable, folder: str | Path, *, force: bool = False) -> list[s
     for name, parameter in parameters.items():
         parameter.copy_(tensors[name]).requires_grad_(True)
     kind = config.get("quantized")
-    if kind and model.quantized is None:
+    if kind and model.quantized is None and not whole:
         quantize(model, kind)
     return list(lora_layers(model))
 

@@ -26,11 +26,8 @@ from model.common import UserError, quoted, read_json, read_json_if, shown, with
 # Gemma's, where a file says nothing
 CONTROL_TOKENS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 GEMMA2_ONLY = (
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "sliding_window",
-)
+    "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping sliding_window"
+).split()
 # sizes that every published file of Gemma 1 has
 _SIZES = (
     "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"

@@ -229,6 +229,8 @@ class Adaptable(nn.Module):
     base_fingerprint: str | None = None
     # how the frozen weights are held, of `weights.quantize.KINDS`; None: as they are
     quantized: str | None = None
+    # until LoRA was merged
+    was_quantized: str | None = None
 
     @property
     def device(self) -> torch.device:

@@ -194,7 +194,9 @@ def train_model(
     model, optimizer = open_model(settings, world.device, model)
     model.base_fingerprint = adapter.fingerprint(model)  # which every saved adapter stores
     if world.is_first:
-        fingerprints = {"base": model.base_fingerprint, **data_fingerprints(order.records)}
+        of_held_out = held_out.records if held_out else ()
+        data = data_fingerprints([*order.records, *of_held_out])
+        fingerprints = {"base": model.base_fingerprint, **data}
         set_origin(run, progress, settings, fingerprints, allow_changed)
     if held_out and settings.is_grafted and "start" not in results:
         results["start"] = held_out.evaluate_column(model, "start")

@@ -109,7 +109,8 @@ class Settings(LoopSettings):
     lr: float = flag(1.5e-3, "peak learning rate", least=0, most=1e6)
     scalar_lr: float | None = flag(
         None,
-        "of λ, μ and norms (default: --lr); with muon of all but matrices (default: --lr / 10)",
+        "of λ, μ and norms of a graft, not with --full (default: --lr); with muon of all but "
+        "matrices (default: --lr / 10)",
         least=0,
         most=1e6,
     )
@@ -117,7 +118,7 @@ class Settings(LoopSettings):
         "adamw", "muon: AdamW, but Muon for the layers' matrices", choices=[*OPTIMIZERS, "muon"]
     )
     weight_decay: float = flag(
-        1e-9, "AdamW weight decay; none on λ, μ and norms", least=0, most=1e6
+        1e-9, "AdamW weight decay; none on λ, μ and norms of a graft", least=0, most=1e6
     )
     beta2: float = flag(0.98, "AdamW's second momentum", least=0, most=0.9999999)
     label_smoothing: float = flag(

@@ -78,7 +78,7 @@ def summary_of(
 def gain_over_blind(held_out: HeldOut, results: Results) -> dict | None:
     """How much better the trained model is with pictures than with gray ones, paired, over
     pictures: "measure", "mean", "low" and "high". The measure is the loss where nothing is matched.
-    None for data without pictures."""
+    None for fewer than two pictures, which say nothing of others."""
     ours, blind = recommended(results), results["blind"]
     better, worse = ours.matches, blind.matches
     factor, measure = 100, "% exact match"
@@ -90,7 +90,7 @@ def gain_over_blind(held_out: HeldOut, results: Results) -> dict | None:
         if record.pictures and a is not None and b is not None:
             gains.append(factor * (a - b))
             keys.append(record.key)
-    if not gains:
+    if len({*keys}) < 2:
         return None
     gain = estimate(gains, keys)
     return {"measure": measure, "mean": gain.mean, "low": gain.low, "high": gain.high}

@@ -58,7 +58,7 @@ class HeldOut:
     """The held-out examples of a run, see `open_held_out`."""
 
     records: list[Record]
-    lengths: list[int]  # tokens of each right answer, its end included
+    lengths: list[int]  # tokens of each longest right answer, its end included
     plan: list[list[int]]  # the numbers of the records of each batch
     asked: list[int]  # records whose answer is generated: of one turn, not too long
     processor: Processor
@@ -269,11 +269,11 @@ def is_better(
     asked: int,
 ) -> bool:
     """Whether `scores` beat others on the same examples: by exact match, of `asked` answers, where
-    it differs by more than two standard errors of one of them, else by the loss, which tells more
-    of few examples."""
+    it differs by more than two standard errors of their mean, else by the loss, which tells more of
+    few examples."""
     ours = scores["exact_match"] or 0.0
     theirs = others["exact_match"] or 0.0
-    share = theirs / 100
+    share = (ours + theirs) / 200
     noise = 200 * math.sqrt(share * (1 - share) / max(1, asked))
     if abs(ours - theirs) <= noise:
         return scores["loss"] < others["loss"]
@@ -321,9 +321,10 @@ def open_held_out(
         encoded = processor.tokenizer.encode([answer for _, answer in record.turns])
         of_turns = [len(ids) + 1 for ids in encoded]
         longest = max(longest, sum(of_turns))
-        lengths.append(of_turns[-1])
+        right = processor.tokenizer.encode([record.suffix, *record.answers])
         limit = LONGEST_BOXES if record.detection else LONGEST
-        if len(of_turns) == 1 and lengths[-1] <= limit:
+        lengths.append(min(limit, 1 + max(map(len, right))))
+        if len(of_turns) == 1 and of_turns[-1] <= limit:
             asked.append(number)
 
     # 3. batches of rows alike: as in training, or fewer where their logits would take more memory

@@ -47,6 +47,7 @@ SIZES = {
 }
 # without these no model is read, though a config.json may lack them
 NEEDED = "hidden_size num_hidden_layers num_attention_heads rms_norm_eps max_position_embeddings"
+SENTENCEPIECE = {"unk": 0, "bos": 1, "eos": 2}  # where a file does not say, as llama.cpp
 # control tokens by transformers' names, and the file's; in the order of sentencepiece's fields
 CONTROL = {"unk": "unknown", "bos": "bos", "eos": "eos", "pad": "padding"}
 GEMMA2_27B = 46  # layers; its scale of attention is in no file, llama.cpp knows it by them
@@ -129,13 +130,18 @@ class GgufFile:
         field = self.reader.get_field(key)
         return field and field.contents()
 
-    def vocabulary(self, name: str) -> Any:
-        """An entry about the tokenizer."""
-        return self.told(f"tokenizer.ggml.{name}")
+    def vocabulary(self, name: str, default: Any = None) -> Any:
+        """An entry about the tokenizer; `default` where there is none."""
+        found = self.told(f"tokenizer.ggml.{name}")
+        return default if found is None else found
 
     def control(self) -> dict[str, int | None]:
         """The ids of the control tokens, by transformers' names."""
-        return {ours: self.vocabulary(f"{name}_token_id") for ours, name in CONTROL.items()}
+        own = SENTENCEPIECE if self.vocabulary("model") == "llama" else {}
+        return {
+            ours: self.vocabulary(f"{name}_token_id", own.get(ours))
+            for ours, name in CONTROL.items()
+        }
 
     def sizes(self) -> dict[str, Any]:
         """The model's config.json."""

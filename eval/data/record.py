@@ -80,6 +80,14 @@ class Record:
         """The answer of the last turn."""
         return self.turns[-1][1] if self.turns else ""
 
+    @property
+    def truths(self) -> list[str]:
+        """The right answers of the last turn, its own included; an empty one is none."""
+        given = list(self.answers)
+        if self.suffix not in given:
+            given.append(self.suffix)
+        return [text for text in given if text.strip()]
+
 
 @dataclass(frozen=True)
 class Refusal:

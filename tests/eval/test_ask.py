@@ -113,6 +113,7 @@ def test_the_toy_s_questions_are_for_the_toy(workplace):
         (subject,) = models_of(Namespace(**flags, **asked))
         assert subject.source == f"runs/{run}/model"
     subject = model_of(Namespace(**flags))
+    assert model_of(Namespace(model="a", adapter="b", quantize="none")).whole
     best = Subject("a", Path("runs/own/best"), "")
     for of in (subject, subject._replace(run=Path("runs/own")), best):
         assert demo.example_rows(of, workplace) == [[f"{workplace}/0.png", "b"]]

@@ -249,6 +249,9 @@ def test_documents_are_scored_by_their_own_rule(scores, workplace):
     assert overall("chartqa", said, "id") == {"relaxed accuracy": 50}
     assert overall("chartqa --scoring anls", said, "id") == {"ANLS": 68.75}  # 2 / 4 and 7 / 8
     refused(lambda: overall("docvqa --scoring official", {}), "take --scoring anls")
+    asked = {"question_id": 3, "image_id": "0f", "question": "?", "answers": ["x"] * 10}
+    write_json(workplace / "text", {"data": [asked]})
+    refused(lambda: overall("text --scoring official", {}), "answer_id: take --scoring textvqa")
     unknown = json.loads(json.dumps(DOCVQA))
     del unknown["data"][1]["answers"]
     write_json(workplace / "test", unknown)

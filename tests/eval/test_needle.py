@@ -116,6 +116,7 @@ def test_official_and_drawn_tests(ask):
     summary = printed["summary"]
     assert summary["  positives, 1_2_2"]["existence"] == 0  # a random model names no place
     assert summary["  negatives, 1_2_2"]["existence"] == 100
+    assert "chance" not in summary["1_2_2"]
     printed, records = ask("--limit 8")
     assert [r["id"] for r in records] == [*range(8)]
     assert sorted(r["ground_truth"] for r in records) == sorted(corners * 2)

@@ -51,6 +51,9 @@ def test_own_examples(source, workplace, monkeypatch, told):
     assert told(vqa, *flags)["random"]["measures"]["exact_match"]["mean"] == 100
     (of_four,) = told(vqa, *flags, "--limit 4")["random"]["measures"].values()
     assert of_four["questions"] == 4
+    write_lines(own, (line | {"suffix": "?"} for line in lines))
+    again = f"--data jsonl:own.jsonl --results {out}/results.json"
+    refuses(vqa, again, "results.json[0]", "the data has changed")
 
 
 def test_official_files_without_annotations_and_with_a_broken_picture(

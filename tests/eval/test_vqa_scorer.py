@@ -179,7 +179,7 @@ def test_own_examples_are_scored_as_vqav2_where_four_or_more_have_answered():
     assert scores == {"exact_match": 1, "vqa_accuracy": pytest.approx(0.75)}
     three = replace(given, answers=given.answers[1:])
     assert vqa_scoring.record_scores(three, "red") == {"exact_match": 1}
-    assert vqa_scoring.truths_of(replace(given, answers=("blue", " "))) == ["blue", "red"]
+    assert replace(given, answers=("blue", " ")).truths == ["blue", "red"]
 
 
 def test_summary_by_type_rounds_once():

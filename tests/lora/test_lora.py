@@ -537,6 +537,7 @@ UNKNOWN = """{"use_dora": true}
 {"bias": "lora_only"}
 {"init_lora_weights": "olora"}
 {"a_new_invention": 1}
+{"revision": "step1000"}
 {"r": 8}
 {"lora_alpha": null}"""
 

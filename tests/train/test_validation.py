@@ -19,7 +19,7 @@ from lora import adapter
 from model.config import PRESETS
 from model.processor import Processor
 from tests.files import draw, json_lines, read_json, write_json, write_lines
-from tests.runs import WORLD, assert_same_tensors, metrics, settings_of, words
+from tests.runs import WORLD, assert_same_tensors, metrics, refused, settings_of, words
 from train import finetune, validation
 from train import model as systems
 from train.checkpoint import Progress, Result, newest_progress
@@ -27,7 +27,7 @@ from train.data.batches import collate
 from train.data.sources import read_split
 from train.settings import Settings
 from train.summary import gain_over_blind, print_summary, recommended
-from train.validation import HeldOut, draw_numbers, open_held_out
+from train.validation import HeldOut, draw_numbers, is_better, open_held_out
 from weights.load import load_model
 
 TINY = PRESETS["tiny"]
@@ -120,14 +120,16 @@ def test_training_is_the_same_with_open_eyes(flags, tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_a_run_without_progress_stops_and_is_finished(flags, tmp_path):
-    """Breaks when --patience is not kept, or a run that it has ended trains on when it is
-    resumed."""
+def test_a_run_without_progress_stops_and_is_finished(flags, tmp_path, monkeypatch):
+    """Breaks when --patience is not kept, or a run that it has ended trains on when it is resumed,
+    or is compared on other examples than before."""
     train(flags, "--eval-every 2 --patience 1 --lr 0 --out", tmp_path / "run")
     logged = metrics(tmp_path / "run")
     train("--resume", tmp_path / "run")
     assert len(logged) == 4
     assert metrics(tmp_path / "run") == logged
+    monkeypatch.setattr(validation, "draw_numbers", lambda items, most: items[1:])
+    refused(lambda: train("--resume", tmp_path / "run"), "the records", "--allow-changed")
     assert newest_progress(tmp_path / "run").stopped == 4
     assert read_json(tmp_path / "run/summary.json")["held_out"]["stopped"] == 4
 
@@ -164,6 +166,9 @@ def test_the_best_is_kept(tmp_path, monkeypatch):
     assert recommended({"after": high, "best": low}) is low  # which the run recommends
     assert recommended({"after": low, "best": high}) is low
     assert recommended({"after": low}) is low
+    none, one = {"exact_match": 0.0, "loss": 2.0}, {"exact_match": 0.5, "loss": 5.0}
+    for lucky, other in ((none, one), (one, none)):  # of 200 answers, one more is noise
+        assert is_better(lucky, other, 200) == (lucky is none)
 
 
 # by default three to ten; 60 records cost 20 + 120 samples, a share of 0.15 of 100 steps of 45 are
@@ -213,6 +218,8 @@ def test_a_picture_whose_use_is_not_shown_is_reported(trained, blind, line, tmp_
     text = printed()
     assert line in text
     assert ("not shown to use the picture" in text) == bool(line)
+    alone = replace(held_out, records=[replace(record, key="0") for record in records])
+    assert gain_over_blind(alone, results) is None  # one picture says nothing of others
 
 
 LEARNS = """[[3.0, 2.0, 1.0], true]
@@ -302,6 +309,12 @@ def test_what_is_held_out(tmp_path, processor, monkeypatch, warned):
     long = [replace(r, key="one", turns=(("caption en", "a red dog " * 30),)) for r in every]
     monkeypatch.setattr(validation, "read_split", lambda *args: long)
     assert not opened().asked  # too long to be generated
+    longer = "three dogs in the corner"
+    either = [replace(r, answers=("dog", longer), turns=(("a", "dog"),)) for r in every]
+    monkeypatch.setattr(validation, "read_split", lambda *args: either)
+    room = len(processor.tokenizer.encode(longer)) + 1
+    assert set(opened().lengths) == {room}  # each right answer is read to its end
+    monkeypatch.setattr(validation, "read_split", lambda *args: long)
     assert "warning: 1 held-out" in warned()  # all are of one picture
 
 

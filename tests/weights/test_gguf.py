@@ -263,6 +263,13 @@ def test_whether_a_text_begins_with_bos(adds_bos, bpe, tmp_path):
     assert begin == ([] if adds_bos is False else [2])
 
 
+def test_a_file_of_pieces_that_names_no_bos(bpe, tmp_path, monkeypatch):
+    """Breaks when its texts begin with nothing: llama.cpp then takes piece 1."""
+    monkeypatch.setattr(gguf.GGUFWriter, "add_bos_token_id", lambda *_: None)
+    write_file(tmp_path / "a.gguf", hf_language("gemma2", vocab_size=1722), bpe)
+    assert load_text_tokenizer(converted_in(tmp_path)).begin == [1]
+
+
 def test_a_llama_3(bpe, tmp_path):
     """Breaks when the stretched RoPE of Llama 3.1, which a file has as factors, is another one, or
     a text, or each of two, does not begin with bos."""

@@ -200,7 +200,7 @@ def test_the_adapter_belongs_to_the_whole_base(kind, tmp_path, inputs):
     """Breaks when an adapter is refused by its base, computes otherwise than in training, or is
     merged elsewhere."""
     hf = hf_model(1)
-    whole, quantized, later = (ours(hf, "sdpa").requires_grad_(False) for _ in range(3))
+    whole, quantized, later, plain = (ours(hf, "sdpa").requires_grad_(False) for _ in range(4))
     adapter.inject(quantized, TARGETS, 3, 6.0)
     quantize(quantized, kind)
     move(quantized)
@@ -208,6 +208,8 @@ def test_the_adapter_belongs_to_the_whole_base(kind, tmp_path, inputs):
     adapter.save(quantized, tmp_path)
     adapter.load(whole, tmp_path)
     assert torch.equal(whole(**inputs), before), "the base is quantized as in training"
+    adapter.load(plain, tmp_path, whole=True)
+    assert plain.quantized is None
     quantize(later, kind)
     adapter.load(later, tmp_path)  # quantized first, adapted afterwards
     assert relative_error(later(**inputs), before) < 1e-5
@@ -216,6 +218,10 @@ def test_the_adapter_belongs_to_the_whole_base(kind, tmp_path, inputs):
     assert relative_error(quantized(**inputs), before) < 1e-5
     adapter.unmerge(quantized)
     assert relative_error(quantized(**inputs), before) < 1e-6
+    adapter.save(quantized, tmp_path)
+    again = ours(hf, "sdpa").requires_grad_(False)
+    adapter.load(again, tmp_path)
+    assert torch.equal(again(**inputs), before), "saved after merging it is the same adapter"
 
 
 @pytest.mark.long
