@@ -289,14 +289,14 @@ def on_pictures(test: NeedleTest, folder: str | Path) -> NeedleTest:
 
 
 def sampled(tests: Sequence[NeedleTest], count: int) -> list[NeedleTest]:
-    """`count` tests drawn at random, in the order of their ids; with one needle a test the same
-    number for every place, if there are as many. Raises UserError if there are too few."""
+    """Up to `count` tests drawn at random, in the order of their ids. With one needle a test, and no
+    more places than `count`, each place gets as many. Raises UserError if there are too few."""
     pools = defaultdict(list)
     for test in tests:
         pools[test.places].append(test)
     has_several = any(len(places) > 1 for places in pools)
     if has_several or not 0 < len(pools) <= count:
-        pools = {(): tests}
+        pools = {(): tests}  # all are one pool
     each = count // len(pools)
     least = min(map(len, pools.values()))
     if least < each:
