@@ -180,8 +180,8 @@ def from_log(record: Mapping, question: Question, sure: dict | None, log: Path) 
 def answers_to(
     model, processor, window, left_out, max_new_tokens, batch_size, compiled, is_sure
 ) -> Iterator[tuple[int, Answer, Certainty | None]]:
-    """Answer the questions of a window, which are given by number; yields the number, the answer and
-    its certainty. A picture is encoded once. The certainty is None for a choice, and without
+    """Answer the questions of a window, given by number; yields the number, the answer and its
+    certainty. A picture is encoded once. The certainty is None for a choice, and without
     `is_sure`."""
     # 1. pictures and rows
     device = model.device
@@ -301,8 +301,8 @@ def likeliest(
 def log_likelihoods(
     model, batch: Batch, choices, image_features=None, image_index=None
 ) -> list[Tensor]:
-    """The log-probability, in nats, of each choice after its row's picture and prompt: of each row a
-    tensor (choices,). choices: of each row, lists of token ids, with or without the end token. A
+    """The log-probability, in nats, of each choice after its row's picture and prompt: a tensor
+    (choices,) of each row. choices: of each row, lists of token ids, with or without the end token. A
     prompt is read once into the cache, whose rows are then repeated for the choices; choices of one
     token need no more than the prompt. Raises NonFiniteError."""
     # 1. a row for each choice, and the row of its prompt

@@ -289,8 +289,8 @@ def on_pictures(test: NeedleTest, folder: str | Path) -> NeedleTest:
 
 
 def sampled(tests: Sequence[NeedleTest], count: int) -> list[NeedleTest]:
-    """Up to `count` tests drawn at random, in the order of their ids. With one needle a test, and no
-    more places than `count`, each place gets as many. Raises UserError if there are too few."""
+    """Up to `count` tests drawn at random, in the order of their ids. With one needle a test, and
+    no more places than `count`, each place gets as many. Raises UserError if there are too few."""
     pools = defaultdict(list)
     for test in tests:
         pools[test.places].append(test)

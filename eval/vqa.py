@@ -130,15 +130,15 @@ class Vqa(Benchmark):
         fitting, asked = read_vqa(*files)
         questions = questions_of(asked[: args.limit], images, args.template)
         self.scoring = args.scoring or fitting
+        file = shown(files[1] or files[0])
+        if self.scoring == "official" and fitting in ("textvqa", "vizwiz"):
+            problem = "official scoring knows annotators by answer_id"
+            raise UserError(f"{file}: {problem}: take --scoring {fitting}")
         has_few = any(0 < len(q.truth.answers) < ANNOTATORS for q in questions)
-        lacks_ids = self.scoring == "official" and fitting in ("textvqa", "vizwiz")
-        is_own = self.scoring in ("gqa", "paper", *TITLES)
-        if lacks_ids or (not is_own and (has_few or fitting in TITLES)):
+        if self.scoring not in ("gqa", "paper", *TITLES) and (has_few or fitting in TITLES):
             problem = f"{self.scoring} scoring cannot apply to fewer than {ANNOTATORS} answers"
-            if lacks_ids:
-                problem = "official scoring knows annotators by answer_id"
-            others = "gqa, anls or relaxed" if has_few and fitting not in TITLES else fitting
-            raise UserError(f"{shown(files[1] or files[0])}: {problem}: take --scoring {others}")
+            others = fitting if fitting in TITLES else "gqa, anls or relaxed"
+            raise UserError(f"{file}: {problem} a question: take --scoring {others}")
         if args.answerability:  # the same ones, for the probability of this answer
             if any(q.truth.answerable is None for q in questions):
                 problem = "no annotation says which questions are answerable"

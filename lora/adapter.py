@@ -38,8 +38,7 @@ _TEXTS = set("base_model_name_or_path prompt quantized peft_version task_type".s
 # these may not be null; for other keys null means the default
 _NUMBERS = {"r", "lora_alpha", "lora_dropout"}
 GRAFTED = "DIFFERENTIAL_LORA"  # the peft_type beside a graft; earlier files have LORA there too
-# Values of plain LoRA. Other initial values ("pissa", "olora", …) change the
-# base too.
+# Values of plain LoRA. Other initial values ("pissa", "olora", …) change the base too.
 _PLAIN = {
     "peft_type": ["LORA", GRAFTED],
     "bias": ["none"],
@@ -379,9 +378,9 @@ def load(
     """Put the adapter in `folder`, ours or PEFT's, on a plain `model`; return the paths that carry
     LoRA.
 
-    Grafts are repeated first, and the base is quantized as in training, except with `whole`. `force`
-    skips the comparison of the base. Raises UserError for another base, and whatever does not fit; the model
-    must then not be used any more.
+    Grafts are repeated first, and the base is quantized as in training, except with `whole`.
+    `force` skips the comparison of the base. Raises UserError for another base, and whatever does
+    not fit; the model must then not be used any more.
     """
     folder = Path(folder)
     if adapter_parameters(model):

@@ -229,7 +229,7 @@ class Adaptable(nn.Module):
     base_fingerprint: str | None = None
     # how the frozen weights are held, of `weights.quantize.KINDS`; None: as they are
     quantized: str | None = None
-    # until LoRA was merged
+    # how they were held until LoRA was merged
     was_quantized: str | None = None
 
     @property

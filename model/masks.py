@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
@@ -143,9 +144,7 @@ def crop(mask: np.ndarray, box: tuple[int, int, int, int]) -> Tensor:
     pixels, as (64, 64) in [0, 1]: bilinear, antialiased."""
     x1, y1, x2, y2 = box
     part = torch.from_numpy(mask[y1:y2, x1:x2].astype(np.float32))
-    scaled = nn.functional.interpolate(
-        part[None, None], (SIDE, SIDE), mode="bilinear", antialias=True
-    )
+    scaled = F.interpolate(part[None, None], (SIDE, SIDE), mode="bilinear", antialias=True)
     return scaled[0, 0]
 
 

@@ -73,10 +73,10 @@ def small_tower(model: PaliGemma) -> None:
 class AnswerHead(nn.Module):
     """Logits (2, N, A) of the answers to N questions: two readings of patches (B, I, H).
 
-    questions (B, Q): numbers. is_asked (B, Q): True at N places, False at padding. The first reading
-    attends to the patches, as the decoder will: a mean alone loses places. The second takes the
-    greatest value of each channel: it learns small objects in noise sooner. Each reading has a loss
-    of its own.
+    questions (B, Q): numbers. is_asked (B, Q): True at N places, False at padding. The first
+    reading attends to the patches, as the decoder will: a mean alone loses places. The second takes
+    the greatest value of each channel: it learns small objects in noise sooner. Each reading has a
+    loss of its own.
     """
 
     def __init__(self, width: int, questions: int, answers: int):

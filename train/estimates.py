@@ -16,8 +16,8 @@ import numpy as np
 
 class Estimate(NamedTuple):
     """A mean with its 95 % interval. The half-widths of runs and examples combine as sqrt(a² + b²).
-    Satterthwaite's degrees of freedom for the sum would make small p-values too frequent: three
-    times, below 0.002, of five runs. `train/studies/rules.py` has these p-values."""
+    With Satterthwaite's degrees of freedom, p-values below 0.002 of five runs would come three
+    times too often. `train/studies/rules.py` has these p-values."""
 
     mean: float
     low: float

@@ -205,7 +205,7 @@ def train_model(
     if settings.align:
         if not progress.step:
             align(model, order.records, settings, world, run, progress)
-        # a taught tower is frozen: answers are as good within noise, a step takes a quarter less time
+        # a taught tower is frozen: answers are as good, within noise, and steps a quarter shorter
         model.vision_tower.requires_grad_(not is_taught(order.records))
     validate = None
     if held_out:  # called with a step and the progress

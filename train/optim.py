@@ -124,8 +124,8 @@ class MuonAdamW(Optimizer):
         matrices = []
         others = [*plain]
         for group in groups:
-            matrices += part_of(group, True, 1.0)
-            others += part_of(group, False, ratio)
+            matrices += subgroup(group, True, 1.0)
+            others += subgroup(group, False, ratio)
         super().__init__([*others, *matrices], {})
         self.parts = []
         if others:
@@ -141,7 +141,7 @@ class MuonAdamW(Optimizer):
             part.step(closure)
 
 
-def part_of(group: dict, is_matrix: bool, factor: float) -> list[dict]:
+def subgroup(group: dict, is_matrix: bool, factor: float) -> list[dict]:
     """The inner matrices of a group, or all else, at `factor` times its rate; [] without any."""
     named = zip(group["names"], group["params"], strict=True)
     chosen = {name: p for name, p in named if is_inner_matrix(name, p) == is_matrix}

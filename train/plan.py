@@ -5,9 +5,9 @@ GPU's published peak. A sample of the data is opened as training opens it; of th
 alone are read, and no GPU is needed.
 
 A step is traced: it runs on tensors that have a shape and no memory, and every storage is counted
-while it is alive. As on a GPU, scans run in parallel, and weights in few bits are unpacked. Sizes are printed in
-GB, 10⁹ bytes, those of a GPU with CUDA's own; CUDA also copies keys and values for all heads where
-attention has a mask.
+while it is alive. As on a GPU, scans run in parallel, and weights in few bits are unpacked. Sizes
+are printed in GB, 10⁹ bytes, those of a GPU with CUDA's own; CUDA also copies keys and values for
+all heads where attention has a mask.
 """
 
 import time

@@ -43,9 +43,8 @@ from train.model import inputs, write_trained
 from train.settings import Settings
 from weights.masks import load_mask_coder
 
-MOST_ASKED = (
-    200  # examples that a model answers at an evaluation during training; the loss is of all
-)
+# examples that a model answers at an evaluation during training; the loss is of all
+MOST_ASKED = 200
 # of the answers, and of the right ones: each a text, or a list of several
 Metric = Callable[[list[str], list], float]
 FEW = 20  # held-out pictures: of fewer, one is worth more than 5 % of a score
@@ -58,7 +57,7 @@ class HeldOut:
     """The held-out examples of a run, see `open_held_out`."""
 
     records: list[Record]
-    lengths: list[int]  # tokens of each longest right answer, its end included
+    lengths: list[int]  # tokens of the longest right answer to each, its end included
     plan: list[list[int]]  # the numbers of the records of each batch
     asked: list[int]  # records whose answer is generated: of one turn, not too long
     processor: Processor
@@ -187,11 +186,11 @@ class HeldOut:
 
         # 2. those of all
         by_name = {}
-        for of_process in world.gather(of_share):
+        total = 0
+        for of_process, count in world.gather((of_share, tokens)):
             by_name |= of_process
-        losses = [by_name.get(record.name) for record in records]
-        (total,) = world.sums(tokens)
-        return losses, total
+            total += count
+        return [by_name.get(record.name) for record in records], total
 
     def evaluate_step(
         self,
@@ -321,9 +320,10 @@ def open_held_out(
         encoded = processor.tokenizer.encode([answer for _, answer in record.turns])
         of_turns = [len(ids) + 1 for ids in encoded]
         longest = max(longest, sum(of_turns))
-        right = processor.tokenizer.encode([record.suffix, *record.answers])
+        others = processor.tokenizer.encode([*record.answers])
         limit = LONGEST_BOXES if record.detection else LONGEST
-        lengths.append(min(limit, 1 + max(map(len, right))))
+        right = max([of_turns[-1], *(len(ids) + 1 for ids in others)])
+        lengths.append(min(limit, right))
         if len(of_turns) == 1 and of_turns[-1] <= limit:
             asked.append(number)
 

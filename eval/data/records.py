@@ -85,8 +85,8 @@ def read_data(
     masks: str | Path | None = None,
 ) -> list[Record]:
     """The records of a source in files, see `SOURCES`. images: the folder of the pictures. prompt:
-    of QUESTION_SOURCES. masks: the coder of masks, see `load_mask_coder`. Raises UserError, also for a file
-    without any usable record."""
+    of QUESTION_SOURCES. masks: the coder of masks, see `load_mask_coder`. Raises UserError, also
+    for a file without any usable record."""
     kind, path = source_parts(source)
     if kind == "vqav2":
         return vqav2_records(path, images, prompt)

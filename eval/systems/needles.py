@@ -203,7 +203,7 @@ class Reply(NamedTuple):
 def ask(model: Any, context: Context, name: str) -> list[Reply]:
     """The replies to all questions of a context. An answer is exact if each of its tokens is the
     likeliest. Raises NonFiniteError, which names `name`."""
-    device = next(model.parameters()).device
+    device = model.device
     length = len(context.ids)
     cache = model.new_cache(length + context.longest)
     model(torch.tensor([context.ids], device=device), cache=cache, positions_to_keep=1)

@@ -93,7 +93,7 @@ def measure(
     laws, queries = [], []
     for number, (picture, prompt) in enumerate(examples, start=1):
         row = processor.row_of(1, [(prompt, None)])
-        batch = processor.pad([row], [picture]).to(next(model.parameters()).device)
+        batch = processor.pad([row], [picture]).to(model.device)
         is_picture = batch.input_ids[0] == model.config.image_token_id
         after = is_picture.cumsum(0) > 0
         groups = torch.stack((~after, is_picture, after & ~is_picture), dim=1).float()  # (S, 3)
@@ -130,8 +130,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     examples = [(record.pictures[0], record.prefix) for record in records]
     model, processor = open_subject(args, subject)
     slot = args.slot or ("inside" if isinstance(model.config, WingsConfig) else "first")
-    placed = put_slot if slot == "inside" else lambda prompt: prompt.replace(SLOT, "")
-    examples = [(picture, placed(prompt)) for picture, prompt in examples]
+    if slot == "inside":
+        examples = [(picture, put_slot(prompt)) for picture, prompt in examples]
+    else:
+        examples = [(picture, prompt.replace(SLOT, "")) for picture, prompt in examples]
     # 2. the shift
     shift = measure(model, processor, examples)
     defined = shift.each[~np.isnan(shift.each)]

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from model.attention import LayerCache, Positions
@@ -61,9 +62,7 @@ class LanguageModel(Adaptable):
         x = self.language_model.embed(input_ids)
         if attention_mask is None:
             length = cache[0].length if cache else 0
-            attention_mask = torch.nn.functional.pad(
-                torch.ones_like(input_ids), (length, 0), value=1
-            )
+            attention_mask = F.pad(torch.ones_like(input_ids), (length, 0), value=1)
         causal, valid = torch.ones_like(attention_mask), attention_mask.bool()
         hidden = self.language_model(x, valid, causal, cache, positions_to_keep, documents)
         head, vocab_size = self.language_model.head, self.config.text.vocab_size

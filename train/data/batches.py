@@ -27,7 +27,6 @@ from train.settings import Settings, step_layout
 # of a run whose --epochs is not given, unless one epoch has more steps
 STEPS, MOST_EPOCHS = 320, 32
 BUCKET = 32  # tokens of text: rows of one batch have lengths of the same bucket
-CHARACTERS = 4  # in a token, roughly
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from eval.data import scenes
@@ -162,7 +163,7 @@ def learn(
     def losses() -> Iterator[Tensor]:
         for rows in order[: steps * BATCH].split(BATCH):
             logits, tokens = answers(model, "train", POOL, rows)
-            yield torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+            yield F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
     descend(model, optimizer, losses(), steps, schedule)
 

@@ -65,8 +65,8 @@ class Corpus(NamedTuple):
 
 def read_texts(paths: Sequence[str | Path]) -> dict[str, str]:
     """Texts by name; of no paths, Python's standard library. A folder stands for all its UTF-8
-    files. Fewer than HELD_OUT files are cut at line ends into up to HELD_OUT parts each. Raises
-    UserError."""
+    files; of equal files the last one counts. Fewer than HELD_OUT files are cut at line ends into
+    up to HELD_OUT parts each. Raises UserError."""
     if not paths:
         return library_texts()
     texts = {}

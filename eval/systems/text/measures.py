@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from eval.command import add_flag, command_parser, positive
@@ -75,9 +76,7 @@ def nll(
         ids = torch.tensor([[BOS, *tokens]], device=device)
         logits = model(ids[:, :-1])
         check_finite(logits, f"nll test {number}")
-        losses = (
-            torch.nn.functional.cross_entropy(logits[0], ids[0, 1:], reduction="none").cpu().numpy()
-        )
+        losses = F.cross_entropy(logits[0], ids[0, 1:], reduction="none").cpu().numpy()
         for first, last in context_bins(length):
             rows.append((last, document, float(losses[first:last].mean())))
     return {"nll": Scores(*zip(*rows, strict=True))}
