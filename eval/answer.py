@@ -139,8 +139,9 @@ def open_log(path: Path, anew: bool = False) -> Iterator[tuple[BinaryIO, dict[st
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            problem = "another command writes its answers here: give another --out"
-            raise UserError(f"{shown(path)}: {problem}") from None
+            raise UserError(
+                f"{shown(path)}: another command writes its answers here: give another --out"
+            ) from None
         if anew:
             file.truncate(0)
         file.seek(0)
@@ -155,8 +156,9 @@ def open_log(path: Path, anew: bool = False) -> Iterator[tuple[BinaryIO, dict[st
                 if answer is not None:
                     records[mark] = record
             except (ValueError, TypeError, KeyError, RecursionError):
-                problem = "this is no log of answers: delete the file to ask anew"
-                raise UserError(f"{shown(path)}:{number}: {problem}") from None
+                raise UserError(
+                    f"{shown(path)}:{number}: this is no log of answers: delete the file to ask anew"
+                ) from None
         yield file, records
 
 
@@ -184,7 +186,6 @@ def answers_to(
     certainty. A picture is encoded once. The certainty is None for a choice, and without
     `is_sure`."""
     # 1. pictures and rows
-    device = model.device
     features = encode(model, processor, list(window.values()), batch_size)
     rows = defaultdict(dict)  # by number of choices: the row of each question, by its number
     for number, question in window.items():
@@ -203,7 +204,7 @@ def answers_to(
         by_length = sorted(of_choices, key=lambda number: len(of_choices[number][0]))
         for numbers in parts_of(by_length, max(1, batch_size // max(1, choices))):
             asked = [window[number] for number in numbers]
-            batch = processor.pad([of_choices[number] for number in numbers]).to(device)
+            batch = processor.pad([of_choices[number] for number in numbers]).to(model.device)
             seen = [features[q.key] for q in asked if features[q.key] is not None]
             pictures = {
                 "image_features": torch.cat(seen) if seen else None,
@@ -241,8 +242,9 @@ def layout(processor: Processor, question: Question, n_images: int) -> TokenRow:
     longest = max(map(len, choices), default=1)
     length = len(row[0]) + longest - 1
     if length > processor.max_length:
-        problem = f"{length} tokens with the longest choice, more than {processor.max_length}"
-        raise UserError(f"{problem}: lower --shots")
+        raise UserError(
+            f"{length} tokens with the longest choice, more than {processor.max_length}: lower --shots"
+        )
     return row
 
 

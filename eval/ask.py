@@ -82,16 +82,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     name = shown(subject.name)
     is_text = wording_of(subject.source) == "text"
     if is_text and (images or args.question or args.draw or subject.run):
-        remedy = "leave out --image, --question, --draw and --adapter"
-        raise UserError(f"{name} reads text alone: {remedy}")
+        raise UserError(
+            f"{name} reads text alone: leave out --image, --question, --draw and --adapter"
+        )
     if not is_text and (args.chat or not images):
-        remedy = "give --image FILE, and leave out --chat"
-        raise UserError(f"{name} answers about pictures: {remedy}")
+        raise UserError(f"{name} answers about pictures: give --image FILE, and leave out --chat")
 
     # 2. the answers
     model, reader = open_subject(args, subject, text=is_text)
-    device = model.device
-    options["generator"] = torch.Generator(device).manual_seed(args.seed)
+    options["generator"] = torch.Generator(model.device).manual_seed(args.seed)
     if is_text:
         answers = answers_in_text(model, reader, prompts, chat=args.chat, **options)
     else:
@@ -135,8 +134,7 @@ def answers_about(
             sure = []
             said = ask(model, processor, pictures, texts, sure=sure, **options)
         except NonFiniteError as error:
-            first = names[error.rows[0]]
-            raise NonFiniteError(error.rows, f"question {shown(first)}") from None
+            raise NonFiniteError(error.rows, f"question {shown(names[error.rows[0]])}") from None
         for name, prompt, text, certainty in zip(names, texts, said, sure, strict=True):
             boxes = []
             for found in parse_objects(text, *images[name].size):
@@ -162,7 +160,7 @@ def write_drawing(
     images: Mapping,
     answers: Sequence[Mapping],
     path: Path,
-    coder: MaskCoder | None = None,
+    coder: MaskCoder | None,
 ) -> None:
     """Write the pictures with the boxes of all answers, and with their masks where there is a
     coder; several as one sheet."""

@@ -73,9 +73,8 @@ def explored(
     case.ask(subject.title, model, processor, limit)
     if subject.run is not None:
         weight = next(model.parameters())
-        device = str(weight.device)
         plain = load_model(
-            subject.source, dtype=weight.dtype, device=device, quantize=subject.quantize
+            subject.source, dtype=weight.dtype, device=weight.device, quantize=subject.quantize
         )
         case.add_plain(subject.title, plain)
     return page([case], f"{prompt} · {subject.title}")
@@ -185,8 +184,7 @@ def serve(
     with gradio.Blocks(
         title="Ask the model", analytics_enabled=False, delete_cache=(600, 1800)
     ) as blocks:
-        name = shown(subject.name)
-        note = f"`{name}` answers on this machine{toy_note(subject)}."
+        note = f"`{shown(subject.name)}` answers on this machine{toy_note(subject)}."
         gradio.Markdown(f"# Ask about a picture\n{note}")
         with gradio.Row():
             with gradio.Column():

@@ -130,8 +130,10 @@ class Detect(Benchmark):
         """The coder of --masks. Raises UserError for questions without masks."""
         self.coder = load_mask_coder(args.masks)
         if self.coder and not all(map(asks_masks, questions)):
-            problem = "some prompts ask for boxes alone: give --data coco-masks:FILE"
-            raise UserError(f"--masks {shown(args.masks)}: {problem}")
+            raise UserError(
+                f"--masks {shown(args.masks)}: some prompts ask for boxes alone: give --data "
+                "coco-masks:FILE"
+            )
 
     def with_overlap(self, row: Row) -> Row:
         """The row with big_vision's IoU, where masks are scored."""
@@ -198,8 +200,10 @@ def truth_of(record: Record) -> Detection | None:
     as_said = Row(question_of(record, truth=truth), (record.suffix, []), {})
     found, problems = boxes_of(as_said)
     if not asks_boxes or problems.keys() != {SOUND}:
-        remedy = "give coco:ANNOTATIONS.json, or `detect a` with its boxes as the answer"
-        raise UserError(f"{shown(record.name)} has no boxes: {remedy}")
+        raise UserError(
+            f"{shown(record.name)} has no boxes: give coco:ANNOTATIONS.json, or `detect a` with its "
+            "boxes as the answer"
+        )
     return replace(truth, boxes=tuple(Box(*box[:5], box.area) for box in found))
 
 
@@ -272,14 +276,14 @@ def overlap_of(row: Row, coder: Any) -> float:
     return answer_overlap(masks_of(found, truth, coder), truth)
 
 
-def draw_sheet(rows: Sequence[Row], title: str, coder: Any = None):
+def draw_sheet(rows: Sequence[Row], title: str, coder: Any):
     """Some pictures with their true and found boxes, and masks."""
     count = min(DRAWN, len(rows))
     cells = [draw_row(rows[number * len(rows) // count], coder) for number in range(count)]
     return figures.contact_sheet(*zip(*cells, strict=True), title=title, size=224)
 
 
-def draw_row(row: Row, coder: Any = None) -> tuple[Image, str, bool]:
+def draw_row(row: Row, coder: Any) -> tuple[Image, str, bool]:
     """A picture with its true and found boxes, and masks with a coder. Its caption counts the boxes
     with an IoU of ½ or more; the last value says whether all are right."""
     truth = row.question.truth
@@ -419,7 +423,7 @@ def match(
             hit[at, number] = not ignored_truths[best]
             ignored[at, number] = ignored_truths[best]
     scores = np.array([box.score for box in found], np.float64)
-    to_find = int((~ignored_truths).sum())
+    to_find = (~ignored_truths).sum()
     return Matches(scores, np.arange(len(found)), hit, ignored, to_find)
 
 

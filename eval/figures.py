@@ -168,13 +168,6 @@ def _ink_on(color: Color) -> Color:
     return INK if luminance > 140 else PAPER
 
 
-def _cell(accuracy: float) -> tuple[Color, str]:
-    """The color of a cell and its percentage; NaN is no data."""
-    if math.isnan(accuracy):
-        return GRID, "-"
-    return accuracy_color(accuracy), f"{100 * accuracy:.1f}"
-
-
 def heatmaps(grids: Mapping[str, Sequence[Sequence[float]]], title="") -> Image.Image:
     """Accuracy (0..1) by row and column of a needle, in grids side by side, the percentage in each
     cell (NaN: no data); each grid with its name and its mean over cells."""
@@ -205,7 +198,11 @@ def heatmaps(grids: Mapping[str, Sequence[Sequence[float]]], title="") -> Image.
                 "rm",
             )
             for col, value in enumerate(values):
-                color, label = _cell(value)
+                color = GRID
+                label = "-"
+                if not math.isnan(value):
+                    color = accuracy_color(value)
+                    label = f"{100 * value:.1f}"
                 x = x0 + col * wide
                 sheet.box(x, y, x + wide, y + high, fill=color, outline=PAPER)
                 size = min(22, 0.3 * high + 3)
@@ -296,7 +293,7 @@ def draw_masks(
     return image
 
 
-def draw_objects(image: Image.Image, objects: Sequence[Said], coder: Any = None) -> Image.Image:
+def draw_objects(image: Image.Image, objects: Sequence[Said], coder: Any) -> Image.Image:
     """A copy of `image` with the boxes of an answer's objects, and with their masks where there is
     a `MaskCoder`. A small picture is enlarged."""
     labels = [said.label for said in objects]

@@ -96,8 +96,10 @@ class Model(lmms):
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Refused: lmms-eval 0.7.3 makes texts of the numbers. Raises UserError."""
-        remedy = "take python -m eval.systems.choices, or a task that generates"
-        raise UserError(f"--model {NAME} does not score choices for lmms-eval: {remedy}")
+        raise UserError(
+            f"--model {NAME} does not score choices for lmms-eval: take python -m "
+            "eval.systems.choices, or a task that generates"
+        )
 
     def generate_until_multi_round(self, requests: Sequence[Any]) -> list[str]:
         """Refused. Raises UserError."""
@@ -108,8 +110,9 @@ def check_greedy(options: dict) -> None:
     """Raise UserError for a task that samples, or searches with several beams."""
     beams = options.get("num_beams") or 1
     if options.get("do_sample", options.get("temperature")) or beams > 1:
-        remedy = "add --gen_kwargs do_sample=False,num_beams=1"
-        raise UserError(f"--model {NAME} answers greedily: {remedy}")
+        raise UserError(
+            f"--model {NAME} answers greedily: add --gen_kwargs do_sample=False,num_beams=1"
+        )
 
 
 def up_to(text: str, ends: str | Sequence[str]) -> str:

@@ -177,8 +177,10 @@ def read_lines(path: str) -> list[list[dict[str, str]]]:
         group.sort(key=lambda line: int(line["index"]))
         count = len(options_in(group[0]))
         if [int(line["index"]) // BASE for line in group] != list(range(count)):
-            problem = f"question {base} lacks some of its {count} rotations"
-            raise UserError(f"{shown(path)}: {problem}: give the file for CircularEval")
+            raise UserError(
+                f"{shown(path)}: question {base} lacks some of its {count} rotations: give the file "
+                "for CircularEval"
+            )
     return list(groups.values())
 
 
@@ -192,8 +194,9 @@ def open_picture(line: Mapping[str, str]) -> io.BytesIO:
     try:
         return io.BytesIO(base64.b64decode(line["image"], validate=True))
     except ValueError:
-        problem = "image is no base64: download the file again"
-        raise UserError(f"index {line['index']}: {problem}") from None
+        raise UserError(
+            f"index {line['index']}: image is no base64: download the file again"
+        ) from None
 
 
 def prompt_of(wording: str, line: Mapping[str, str]) -> str:

@@ -21,7 +21,6 @@ import re
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from itertools import groupby, product, zip_longest
@@ -111,8 +110,7 @@ class Needle(Benchmark):
     def read(self, file, args):
         rows = []
         for record in read_responses(file):
-            name = str(record["id"])
-            question = Question(record["id"], name, (), "", kind=Path(file).stem)
+            question = Question(record["id"], str(record["id"]), (), "", kind=Path(file).stem)
             rows.append(judged_row(question, record))
         return rows
 
@@ -257,8 +255,10 @@ def drawn_tests(
         described[name if has_folder else f"val2014/{name}"] = caption
     names = sorted(name for name in described if find_image(coco, name).is_file())
     if len(names) < 4:
-        problem = f"--captions: {len(names)} of its pictures are in --coco, too few for 2 by 2"
-        raise UserError(f"{problem}: give the folder that holds them")
+        raise UserError(
+            f"--captions: {len(names)} of its pictures are in --coco, too few for 2 by 2: give the "
+            "folder that holds them"
+        )
     draw = random.Random(SEED)
     tests = []
     for number in range(count):
@@ -285,7 +285,7 @@ def on_pictures(test: NeedleTest, folder: str | Path) -> NeedleTest:
         grid = [find_picture(folder, name) for name in names]
         pictures.append(partial(stitch, grid))
         files += grid
-    return replace(test, pictures=tuple(pictures), files=tuple(files))
+    return test._replace(pictures=tuple(pictures), files=tuple(files))
 
 
 def sampled(tests: Sequence[NeedleTest], count: int) -> list[NeedleTest]:
@@ -300,8 +300,9 @@ def sampled(tests: Sequence[NeedleTest], count: int) -> list[NeedleTest]:
     each = count // len(pools)
     least = min(map(len, pools.values()))
     if least < each:
-        problem = f"{each} tests of a place are asked for, {least} are there"
-        raise UserError(f"--limit: {problem}: lower it")
+        raise UserError(
+            f"--limit: {each} tests of a place are asked for, {least} are there: lower it"
+        )
     draw = random.Random(SEED)
     chosen = []
     for places in sorted(pools):
@@ -371,8 +372,10 @@ def asks_of(
         if protocol == "official":
             prompts = [(official_prompt(test.captions, len(test.pictures), test.side), ())]
         elif is_beyond or protocol == "constrained" and ABSENT in test.places:
-            lacks = "several pictures, undivided ones, or (constrained) needles that are absent"
-            raise UserError(f"--protocol {protocol} has no answer for {lacks}: take official")
+            raise UserError(
+                f"--protocol {protocol} has no answer for several pictures, undivided ones, or "
+                "(constrained) needles that are absent: take official"
+            )
         # 2. of which pictures
         key = sha256(repr(test.haystack).encode()).hexdigest()  # several tests may share a haystack
         for number, (prompt, words) in enumerate(prompts):

@@ -61,8 +61,9 @@ def model_of(args: Namespace, on_scenes: bool = False) -> Subject:
     # 2. its source: the model that was trained whole, or the base
     if run is not None and Path(run, "model").is_dir():
         if source is not None:
-            problem = "is a whole model, written by --full: leave --model out"
-            raise UserError(f"--adapter {shown(run)} {problem}")
+            raise UserError(
+                f"--adapter {shown(run)} is a whole model, written by --full: leave --model out"
+            )
         return Subject(f"{run}/model", None, title, kind)
     if run and not source:
         source = adapter.read_config(run).get("base_model_name_or_path")
@@ -80,8 +81,9 @@ def models_of(args: Namespace) -> list[Subject]:
         subjects.append(model_of(Namespace(model=model, adapter=run, quantize=kind), on_scenes))
     titles = [subject.title for subject in subjects]
     if twice := [title for title in titles if titles.count(title) > 1]:
-        problem = f"two models are named {shown(twice[0])}"
-        raise UserError(f"{problem}: give each once, or --results of two calls")
+        raise UserError(
+            f"two models are named {shown(twice[0])}: give each once, or --results of two calls"
+        )
     return subjects
 
 
@@ -175,7 +177,7 @@ def load_subject(args: Namespace, subject: Subject) -> Any:
     model = load_model(
         subject.source,
         dtype=choose_dtype(dtype, device),
-        device=str(device),
+        device=device,
         quantize=subject.quantize,
     )
     use_threads(args.threads, model)

@@ -45,8 +45,9 @@ class Pope(Benchmark):
         else:
             is_whole = not args.images
         if not is_whole:
-            remedy = "give both, or neither for the embedded scenes"
-            raise UserError(f"--questions and --images go together: {remedy}")
+            raise UserError(
+                "--questions and --images go together: give both, or neither for the embedded scenes"
+            )
         # 1. those of each set
         self.kinds = [Path(name).stem for name in args.questions or STRATEGIES]
         make = partial(self.question, args)
@@ -96,8 +97,9 @@ class Pope(Benchmark):
         kinds = by_kind(rows)
         if lost := {*self.kinds} - kinds.keys():
             # a mean without it would be of other questions
-            problem = f"no question of {quoted(min(lost))} could be asked"
-            raise UserError(f"{problem}: mend its pictures, or leave it out")
+            raise UserError(
+                f"no question of {quoted(min(lost))} could be asked: mend its pictures, or leave it out"
+            )
         for kind, of_kind in kinds.items():
             free = [row for row in of_kind if not row.question.wants_log_probs]
             lines[kind] = score_answers([(r.question.truth, parse_answer(r.answer)) for r in free])

@@ -114,8 +114,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         benchmark, _, named = TASKS[name]
         flags = parser_of(benchmark).parse_args([*words, *others])
         if flags.results:
-            remedy = "give the file to the benchmark's own command, such as eval.vqa"
-            raise UserError(f"--results: {remedy}")
+            raise UserError(
+                "--results: give the file to the benchmark's own command, such as eval.vqa"
+            )
         flags.prompt = args.prompt
         flags.wording = args.wording
         flags.out = (flags.out or Path("runs/eval/suite")) / name
@@ -158,8 +159,9 @@ def task_flags(args: Namespace) -> dict[str, list[str]]:
         official = [word for word in words[name] if word.startswith(f"{args.root}/")]
         paths |= dict.fromkeys(map(Path, official))
     if absent := [shown(path) for path in paths if not path.exists()]:
-        problem = f"{len(absent)} of {len(paths)} files and folders are missing"
-        raise UserError(f"{problem}: {', '.join(absent)}")
+        raise UserError(
+            f"{len(absent)} of {len(paths)} files and folders are missing: {', '.join(absent)}"
+        )
     return words
 
 

@@ -132,17 +132,21 @@ class Vqa(Benchmark):
         self.scoring = args.scoring or fitting
         file = shown(files[1] or files[0])
         if self.scoring == "official" and fitting in ("textvqa", "vizwiz"):
-            problem = "official scoring knows annotators by answer_id"
-            raise UserError(f"{file}: {problem}: take --scoring {fitting}")
+            raise UserError(
+                f"{file}: official scoring knows annotators by answer_id: take --scoring {fitting}"
+            )
         has_few = any(0 < len(q.truth.answers) < ANNOTATORS for q in questions)
         if self.scoring not in ("gqa", "paper", *TITLES) and (has_few or fitting in TITLES):
-            problem = f"{self.scoring} scoring cannot apply to fewer than {ANNOTATORS} answers"
             others = fitting if fitting in TITLES else "gqa, anls or relaxed"
-            raise UserError(f"{file}: {problem} a question: take --scoring {others}")
+            raise UserError(
+                f"{file}: {self.scoring} scoring cannot apply to fewer than {ANNOTATORS} answers a "
+                f"question: take --scoring {others}"
+            )
         if args.answerability:  # the same ones, for the probability of this answer
             if any(q.truth.answerable is None for q in questions):
-                problem = "no annotation says which questions are answerable"
-                raise UserError(f"--answerability: {problem}: give VizWiz's")
+                raise UserError(
+                    "--answerability: no annotation says which questions are answerable: give VizWiz's"
+                )
             # as the prompt spells it
             word = "Unanswerable" if "'Unanswerable'" in args.template else "unanswerable"
             questions += log_prob_twins(questions, (word,), word)
@@ -227,7 +231,7 @@ def right_answers(question: Question) -> list[str]:
 
 @cache
 def embedded(
-    limit: int = BY_DEFAULT,
+    limit: int,
     split: str = "test",
     template: str = PROMPT,
 ) -> list[Question]:
@@ -311,7 +315,7 @@ def evaluate_embedded(
     model,
     processor,
     limit: int,
-    progress: str | None = None,
+    progress: str | None,
     *,
     ask_all: Callable,
 ) -> dict:

@@ -21,8 +21,6 @@ from eval.data.record import Record
 # Normalisation of answers
 
 PUNCTUATION = ';/[]"{}()=+\\_-><@`,?!'  # kept by the official scorer: ' : & % $ # *
-DIGIT_COMMA_DIGIT = re.compile(r"\d,\d")
-LONE_PERIOD = re.compile(r"\.(?!\d)")
 WORDS = "zero one two three four five six seven eight nine ten".split()
 DIGITS = {"none": "0"} | {word: str(number) for number, word in enumerate(WORDS)}
 ARTICLES = {"a", "an", "the"}
@@ -59,14 +57,14 @@ def clean(text: str) -> str:
     follows. Then lower case; numbers up to ten as digits; no articles; contractions with their
     apostrophe."""
     result = text
-    number = DIGIT_COMMA_DIGIT.search(text)
+    number = re.search(r"\d,\d", text)
     for mark in PUNCTUATION:
         # decided on the original text: "1,000 (approx)" loses its comma, "red/blue" becomes two
         # words
         apart = mark + " " in text or " " + mark in text
         result = result.replace(mark, "" if apart or number else " ")
     # the official call passes re.UNICODE, 32, where the count goes
-    result = LONE_PERIOD.sub("", result, count=32)
+    result = re.sub(r"\.(?!\d)", "", result, count=32)
     words = (DIGITS.get(word, word) for word in result.lower().split())
     return " ".join(CONTRACTIONS.get(word, word) for word in words if word not in ARTICLES)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.common import UserError, atomic_path, quoted, read_json, shown, write_text
+from model.common import UserError, atomic_path, quoted, read_json, shown, without_none, write_text
 from model.config import config_errors
 from model.differential import Differential, graft, new_parameters
 from model.gemma import Adaptable
@@ -211,8 +211,10 @@ def merge(model: Adaptable) -> None:
         parent, _, name = path.rpartition(".")
         attention = model.get_submodule(parent)
         if isinstance(attention, Differential) and name in attention.read_twice:
-            problem = f"in attention of kind {attention.kind!r} a second branch shares this weight"
-            raise UserError(f"{path}: cannot be merged: {problem}: keep the adapter unmerged")
+            raise UserError(
+                f"{path}: cannot be merged: in attention of kind {attention.kind!r} a second branch "
+                "shares this weight: keep the adapter unmerged"
+            )
     if model.quantized is not None:
         model.base_fingerprint = fingerprint(model)
         model.was_quantized, model.quantized = model.quantized, None
@@ -268,8 +270,10 @@ def quantize(model: Adaptable, kind: str = "int8", head: bool = False) -> None:
         )
     frozen = {path: layer for path, layer in layers.items() if layer[0].weight not in trained}
     if not frozen and model.quantized is None:
-        problem = f"no layer is frozen, so that none is held in {kind}"
-        raise UserError(f"{problem}: inject LoRA first, or call requires_grad_(False)")
+        raise UserError(
+            f"no layer is frozen, so that none is held in {kind}: inject LoRA first, or call "
+            "requires_grad_(False)"
+        )
     pack(model, kind, frozen)
 
 
@@ -342,7 +346,7 @@ def save(
         "quantized": model.quantized or model.was_quantized,
         "differential": model.grafts or None,
     }
-    config |= {key: value for key, value in added.items() if value is not None}
+    config |= without_none(added)
     if write:
         with atomic_path(Path(folder) / TENSOR_FILE) as temporary:
             save_tensors(tensors, temporary, metadata)
@@ -399,8 +403,10 @@ def load(
     actual = fingerprint(model)
     if expected and expected != actual and not force:
         base = shown(config.get("base_model_name_or_path", "a base without a name"))
-        problem = f"was trained on another base, {base} ({shown(expected, 80)}), this is {actual}"
-        raise UserError(f"{folder}: {problem}: load that one, or force the adapter onto this")
+        raise UserError(
+            f"{folder}: was trained on another base, {base} ({shown(expected, 80)}), this is "
+            f"{actual}: load that one, or force the adapter onto this"
+        )
     with config_errors(folder):
         tensors = _put_lora(model, config, {name: file.get_tensor(name) for name in file.keys()})
     parameters = adapter_parameters(model)
@@ -416,9 +422,9 @@ def load(
                 f"{tuple(shape)}"
             )
     if problems:
-        listed = f"{len(problems)} problems: {'; '.join(sorted(problems)[:8])}"
         raise UserError(
-            f"{folder / TENSOR_FILE}: does not fit the model, {listed}: load its own base"
+            f"{folder / TENSOR_FILE}: does not fit the model, {len(problems)} problems: "
+            f"{'; '.join(sorted(problems)[:8])}: load its own base"
         )
     model.requires_grad_(False)
     for name, parameter in parameters.items():
@@ -463,8 +469,9 @@ def _put_lora(
         else the default."""
         for key, given in config.get(patterns, {}).items():
             if not SIMPLE.fullmatch(key):
-                problem = f"{quoted(key)} is neither a name nor simple, and may take hours to match"
-                raise UserError(f"{patterns}: {problem}")
+                raise UserError(
+                    f"{patterns}: {quoted(key)} is neither a name nor simple, and may take hours to match"
+                )
             if re.fullmatch(rf"(.*\.)?({key})", path):
                 return given
         return config.get(default, 8)

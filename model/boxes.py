@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _PART = re.compile(r"([^<>]*)((?:<loc\d{4}>){4})\s*((?:<seg\d{3}>)*)([^<>]*)")
-_PLACE = re.compile(r"<loc\d{4}>")
 _NUMBER = re.compile(r"\d+")
 
 
@@ -65,7 +64,7 @@ def location_scores(pieces: Sequence[str], log_probs: Sequence[float]) -> list[f
     """
     parts = [[]]
     for piece, log_prob in zip(pieces, log_probs, strict=True):
-        if _PLACE.fullmatch(piece):
+        if re.fullmatch(r"<loc\d{4}>", piece):
             parts[-1].append(log_prob)
         for _ in range(piece.count(";")):
             parts.append([])

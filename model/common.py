@@ -203,8 +203,10 @@ def read_json(path: str | os.PathLike, kind: type = dict) -> Any:
     UserError."""
     value = parse_json(read_text(path), shown(path))
     if not isinstance(value, kind):
-        problem = f"holds a {type(value).__name__}, expected a {kind.__name__}"
-        raise UserError(f"{shown(path)}: {problem}: check that this is the right file")
+        raise UserError(
+            f"{shown(path)}: holds a {type(value).__name__}, expected a {kind.__name__}: check that "
+            "this is the right file"
+        )
     return value
 
 

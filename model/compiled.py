@@ -46,8 +46,9 @@ class CompiledStep:
                     "a model with no key/value cache cannot be compiled: decode without --compile"
                 )
             layer.length, layer.position, layer.least = 0, None, capacity
-            for kept in (layer.keys, layer.values):
-                kept.zero_()  # of the batch before: a masked weight of 0 times a NaN would be NaN
+            # of the batch before: a masked weight of 0 times a NaN would be NaN
+            layer.keys.zero_()
+            layer.values.zero_()
         return self.cache
 
     def seal(self) -> None:

@@ -159,7 +159,7 @@ def is_reversed(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 def linear_gelu(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None = None,
+    bias: Tensor | None,
 ) -> Tensor | None:
     """gelu(x·weightᵀ + bias), tanh approximation, in one kernel; None where it does not pay or
     gradients are needed."""

@@ -53,14 +53,13 @@ class Reparametrised(Differential):
         self, plain: Attention, layer: int, width: int, lambda_init: float | str, norm: bool
     ):
         super().__init__(plain, layer, norm)
-        start = lambda_init
         if lambda_init == "layer":
-            start = 0.8 - 0.6 * math.exp(-0.3 * (layer - 1))
-        if isinstance(start, str) or not 0 <= start < 1:
+            lambda_init = 0.8 - 0.6 * math.exp(-0.3 * (layer - 1))
+        if isinstance(lambda_init, str) or not 0 <= lambda_init < 1:
             raise UserError(
                 f"lambda_init is {lambda_init!r}, expected 'layer' or a number in [0, 1)"
             )
-        self.lambda_init = start
+        self.lambda_init = lambda_init
         self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
             nn.Parameter(0.1 * torch.randn(width)) for _ in range(4)
         )
@@ -354,7 +353,7 @@ class Dex(Differential):
     ):
         super().__init__(plain, layer)
         known = range(self.num_heads)
-        chosen = list(known) if heads is None else heads
+        chosen = known if heads is None else heads
         if not chosen or not all(type(head) is int and head in known for head in chosen):
             raise UserError(
                 f"heads are {heads!r}, expected at least one of 0 to {self.num_heads - 1}"
@@ -403,7 +402,7 @@ def options_of(attention: str) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def default_options(attention: str, r: int, alpha: float, dropout: float = 0.0) -> dict[str, Any]:
+def default_options(attention: str, r: int, alpha: float, dropout: float) -> dict[str, Any]:
     """Options that give a second branch rank, scale and dropout of the adapter; {} without one."""
     if not issubclass(KINDS[attention], Branched):
         return {}
@@ -479,7 +478,7 @@ def graft(
     options = defaults | options
     # 2. the new modules, drawn on the CPU: a seed gives the same numbers on every device
     before = new_parameters(model)
-    device = model.language_model.embed_tokens.weight.device
+    device = model.device
     drawn_on = "meta" if device.type == "meta" else "cpu"
     new = []
     with torch.random.fork_rng(devices=[]), torch.device(drawn_on):
@@ -539,8 +538,10 @@ def fold(model: Adaptable) -> None:
     feed_forwards = {call["feed_forward"] for call in model.grafts}
     for path, module in variants.items():
         if not module.foldable or "swiglu-new" in feed_forwards:
-            what = f"{module.kind!r} with {', '.join(feed_forwards)}"
-            raise UserError(f"{path}: no plain model computes {what}: keep it as base and adapter")
+            raise UserError(
+                f"{path}: no plain model computes {module.kind!r} with {', '.join(feed_forwards)}: "
+                "keep it as base and adapter"
+            )
         name = module.folds_into
         projection = module.get_submodule(name)
         if not getattr(projection, "merged", True):  # a plain layer has no LoRA

@@ -175,11 +175,12 @@ def generate(
     # stacked outside of inference mode: autograd may use them
     answers = [up_to_end(row, ends) for row in torch.stack(tokens, dim=1)]
     if log_probs is not None:
-        log_probs[:] = as_long_as(answers, log_probs)
+        rows = zip(torch.stack(log_probs, dim=1), answers, strict=True)
+        log_probs[:] = [row[: len(answer)] for row, answer in rows]
     return answers
 
 
-def end_tokens(model: Any, also_end: Sequence[int] = ()) -> Tensor:
+def end_tokens(model: Any, also_end: Sequence[int]) -> Tensor:
     """The tokens that end an answer: one of the configuration, several, or none; and others."""
     given = getattr(model.config, "eos_token_id", None)
     if given is None:
@@ -192,8 +193,10 @@ def end_tokens(model: Any, also_end: Sequence[int] = ()) -> Tensor:
 def check_options(max_new_tokens: int, temperature: float, top_p: float) -> None:
     """Raise UserError for options that `generate` does not take."""
     if max_new_tokens < 1 or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
-        given = f"max_new_tokens {max_new_tokens}, temperature {temperature}, top_p {top_p}"
-        raise UserError(f"{given}: expected at least 1, at least 0 and finite, and in (0, 1]")
+        raise UserError(
+            f"max_new_tokens {max_new_tokens}, temperature {temperature}, top_p {top_p}: expected at "
+            "least 1, at least 0 and finite, and in (0, 1]"
+        )
 
 
 def last_valid(attention_mask: Tensor) -> Tensor:
@@ -252,12 +255,6 @@ def up_to_end(row: Tensor, ends: Tensor) -> Tensor:
     return row[: int(places[0]) + 1] if len(places) else row
 
 
-def as_long_as(answers: Sequence[Tensor], steps: list[Tensor]) -> list[Tensor]:
-    """Values (B,) of each step, as one vector (T,) for each row, which ends with its answer (T,)."""
-    rows = torch.stack(steps, dim=1)
-    return [row[: len(answer)] for row, answer in zip(rows, answers, strict=True)]
-
-
 class NonFiniteError(UserError):
     """Logits that are NaN or infinite; `rows` are the rows of the batch that have them, `name` is
     what was asked."""
@@ -278,7 +275,7 @@ def finite_rows(logits: Tensor) -> Tensor:
     return low.isfinite() & high.isfinite()
 
 
-def check_finite(logits: Tensor, name: str = "") -> None:
+def check_finite(logits: Tensor, name: str) -> None:
     """Raise NonFiniteError for logits (B, …, V) that are NaN or infinite, its message with `name`
     in front."""
     rows = (~finite_rows(logits)).nonzero().flatten().tolist()

@@ -47,8 +47,10 @@ def load_image(source: Picture) -> Image.Image:
     except FileNotFoundError:
         problem = "not found: check the path"
     except Exception as error:  # hostile files make Pillow's readers raise nearly anything
-        formats = ", ".join(FORMATS)
-        problem = f"cannot be read ({type(error).__name__}: {shown(error)}): save it again as one of {formats}"
+        problem = (
+            f"cannot be read ({type(error).__name__}: {shown(error)}): save it again as one of "
+            f"{', '.join(FORMATS)}"
+        )
     raise UserError(
         f"{shown(name or f'the {type(opened).__name__} passed as a picture')}: {problem}"
     )

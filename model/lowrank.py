@@ -32,8 +32,10 @@ class LowRank(nn.Module):
     ):
         super().__init__()
         if not (1 <= r <= 4096 and 0 < alpha <= 1e6 and 0 <= dropout < 1):
-            limits = "1 ≤ r ≤ 4096, 0 < alpha ≤ 1000000 and 0 ≤ dropout < 1"
-            raise UserError(f"r {r}, alpha {alpha}, dropout {dropout}: expected {limits}")
+            raise UserError(
+                f"r {r}, alpha {alpha}, dropout {dropout}: expected 1 ≤ r ≤ 4096, 0 < alpha ≤ 1000000 "
+                "and 0 ≤ dropout < 1"
+            )
         self.r, self.scaling, self.dropout = r, alpha / r, dropout
         self.enabled = True
         options = {"bias": False, "device": device, "dtype": torch.float32}

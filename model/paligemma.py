@@ -93,9 +93,9 @@ class PaliGemma(Adaptable):
         width."""
         side = self.config.vision.image_size
         if tuple(pixel_values.shape[1:]) != (3, side, side):
-            shapes = f"{tuple(pixel_values.shape)}, expected (pictures, 3, {side}, {side})"
             raise UserError(
-                f"pixel_values are {shapes}: prepare the pictures with this model's own processor"
+                f"pixel_values are {tuple(pixel_values.shape)}, expected (pictures, 3, {side}, {side}): "
+                "prepare the pictures with this model's own processor"
             )
         if len(pixel_values) == 0:
             # text alone: an unused picture keeps the parameters in the graph, as distributed

@@ -114,10 +114,10 @@ class Processor:
         tokenizer = load_tokenizer(file)
         # the id of <image> is the first one after the tokenizer's pieces, as in PaliGemma
         if preset is not None and preset.image_token_id != tokenizer.vocab_size():
-            remedy = (
-                "give a folder with config.json and a tokenizer, or the hub id of a published model"
+            raise UserError(
+                f"{source}: this preset has random weights and no tokenizer: give a folder with "
+                "config.json and a tokenizer, or the hub id of a published model"
             )
-            raise UserError(f"{source}: this preset has random weights and no tokenizer: {remedy}")
         return processor_for(config, tokenizer, **options)
 
     @property
@@ -177,9 +177,10 @@ class Processor:
             )
         ids, types, learned = self.layout(n_images, turns, has_marks)
         if len(ids) > self.max_length:
-            remedy = "give fewer pictures, shorten the text or raise max_length"
-            problem = f"{len(ids)} tokens, but max_length is {self.max_length}"
-            raise UserError(f"{problem}: {remedy} ({quoted(turns[-1][0])})")
+            raise UserError(
+                f"{len(ids)} tokens, but max_length is {self.max_length}: give fewer pictures, shorten "
+                f"the text or raise max_length ({quoted(turns[-1][0])})"
+            )
         return ids, types, learned
 
     def layout(
@@ -287,5 +288,7 @@ def _check_pixels(folder: Path, size: int) -> None:
         with config_errors(file):
             given = expected | (raw.get("image_processor") or raw)
         if wrong := [name for name, value in expected.items() if given[name] not in (None, value)]:
-            problem = f"{wrong[0]} is {quoted(given[wrong[0]])}, but {expected[wrong[0]]} is computed here"
-            raise UserError(f"{file}: {problem}: take another model")
+            raise UserError(
+                f"{file}: {wrong[0]} is {quoted(given[wrong[0]])}, but {expected[wrong[0]]} is computed "
+                "here: take another model"
+            )

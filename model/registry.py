@@ -7,9 +7,8 @@ lines and the folders `systems/`, PaliGemma stands alone.
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from model.common import read_json
 from model.config import PRESETS, PaliGemmaConfig, read_generation
@@ -32,8 +31,7 @@ SYSTEM_PRESETS = {
 }
 
 
-@dataclass(frozen=True)
-class System:
+class System(NamedTuple):
     """What a kind of model brings, beside PaliGemma.
 
     config: reads its config.json. model: its class. processor: the class that makes its batches;
@@ -47,11 +45,11 @@ class System:
     model: Any
     processor: Any = None
     asked_as: str = "paligemma"
-    prefixes: Mapping[str, str] = field(default_factory=lambda: {"": ""})
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    prefixes: Mapping[str, str] = {"": ""}
+    aliases: Mapping[str, str] = {}
     reader: Callable[..., Any] | None = None
     initialize: Callable[[Any], Any] | None = None
-    presets: Mapping[str, Any] = field(default_factory=dict)
+    presets: Mapping[str, Any] = {}
 
 
 def system_of(kind: str) -> System | None:

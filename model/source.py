@@ -67,8 +67,10 @@ def resolve(
             )
         return folder if folder.is_dir() else BUNDLED_FOLDER
     if not HUB_ID.fullmatch(str(source)) or folder.exists():
-        remedy = "give a model's folder, 'embedded', a preset of model/config.py, or a hub id such as owner/name"
-        raise UserError(f"{shown(source)}: no such folder: {remedy}")
+        raise UserError(
+            f"{shown(source)}: no such folder: give a model's folder, 'embedded', a preset of "
+            "model/config.py, or a hub id such as owner/name"
+        )
     import huggingface_hub  # slow to import, and not needed for folders
 
     try:

@@ -108,7 +108,7 @@ class JsonTokenizer:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self.tokenizer.decode(list(ids))
+        return self.tokenizer.decode(ids)
 
 
 Tokenizer = sentencepiece.SentencePieceProcessor | JsonTokenizer
@@ -118,10 +118,11 @@ def find_tokenizer(source: str | Path, revision: str | None = None) -> Path:
     """The tokenizer.model of a model, or else its tokenizer.json, which need not exist; the
     embedded one for a preset. Downloads from the hub the small files beside it, too."""
     source = EMBEDDED if preset_of(source) else source
-    own = "tokenizer.model tokenizer.json".split()
-    of_callers = "config.json processor_config.json preprocessor_config.json".split()
-    names = [*own, *BESIDE, *of_callers]
-    file = resolve(source, names, revision) / "tokenizer.model"
+    # its own, and those of the callers
+    names = (
+        "tokenizer.model tokenizer.json config.json processor_config.json preprocessor_config.json"
+    ).split()
+    file = resolve(source, [*names, *BESIDE], revision) / "tokenizer.model"
     return file if file.exists() else file.with_suffix(".json")
 
 
@@ -130,8 +131,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     read in its place if it names other tokens. Raises UserError if it is absent or another kind of
     file, or lacks a token that a file beside it names."""
     if not (path := Path(path)).is_file():
-        remedy = "copy either from the model that this one was made from, such as google/paligemma-3b-pt-224"
-        raise UserError(f"{path}: not found, nor a tokenizer.model: {remedy}")
+        raise UserError(
+            f"{path}: not found, nor a tokenizer.model: copy either from the model that this one was "
+            "made from, such as google/paligemma-3b-pt-224"
+        )
     whole = path.with_suffix(".json")
     if path == whole:
         tokenizer = JsonTokenizer(path)
@@ -147,8 +150,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             tokenizer = JsonTokenizer(whole)
     for name in BESIDE:
         if tokens := lacking(tokenizer, path.with_name(name)):
-            problem = f"names {quoted(tokens[0])}, which the tokenizer lacks or has elsewhere"
-            raise UserError(f"{path.with_name(name)}: {problem}: save all with transformers")
+            raise UserError(
+                f"{path.with_name(name)}: names {quoted(tokens[0])}, which the tokenizer lacks or has "
+                "elsewhere: save all with transformers"
+            )
     return tokenizer
 
 

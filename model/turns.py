@@ -16,9 +16,9 @@ def check_turns(n_images: int, turns: Sequence[Turn]) -> bool:
     """
     for prompt, answer in turns:
         if not prompt.strip() or answer is not None and (not answer.strip() or SLOT in answer):
-            remedy = f"write a text in both, and {SLOT} in the prefix alone"
             raise UserError(
-                f"the prefix is {quoted(prompt)}, the suffix {quoted(answer)}: {remedy}"
+                f"the prefix is {quoted(prompt)}, the suffix {quoted(answer)}: write a text in both, "
+                f"and {SLOT} in the prefix alone"
             )
     marks = sum(prompt.count(SLOT) for prompt, _ in turns)
     if marks not in (0, n_images):

@@ -63,8 +63,9 @@ def small_tower(model: PaliGemma) -> None:
     try:
         tower.load_state_dict(read_arrays(SMALL_TOWER))
     except RuntimeError:  # of other names or sizes
-        problem = "--new-tower: the small tower fits the embedded base alone: leave it out"
-        raise UserError(problem) from None
+        raise UserError(
+            "--new-tower: the small tower fits the embedded base alone: leave it out"
+        ) from None
     old = model.vision_tower.embeddings.patch_embedding.weight
     model.config = replace(model.config, vision=vision)
     model.vision_tower = tower.to(old)
@@ -118,7 +119,6 @@ def align(
     # 1. the head, and one optimizer for both
     asked = numbered_questions(records)
     pictures = {record.key: record.pictures[0] for record in records if record.key in asked}
-    tower = model.vision_tower
     # no gradient is scaled here
     autocast = "none" if settings.autocast == "fp16" else settings.autocast
     head, optimizer = open_head(model, settings.seed)
@@ -167,7 +167,7 @@ def align(
             if received:
                 raise Interrupted(received[0])
     if world.size > 1:  # GPUs need not agree to the bit
-        for parameter in tower.parameters():
+        for parameter in model.vision_tower.parameters():
             dist.broadcast(parameter.detach(), 0)
     return losses
 

@@ -85,7 +85,7 @@ def line_chart(
     if all(float(x).is_integer() for x, _ in drawn):  # as layers or steps: no mark between
         x_marks = [mark for mark in x_marks if abs(mark - round(mark)) <= 1e-9]
     names = x_names or {mark: spell_number(mark) for mark in x_marks}
-    draw_marks(sheet, {to_x(mark): name for mark, name in names.items()}, bottom)
+    draw_marks(sheet, names, to_x, bottom)
     sheet.line([(left, top), (left, bottom), (right, bottom)])
 
     # 3. the series
@@ -107,9 +107,10 @@ def line_chart(
     return sheet.finish()
 
 
-def draw_marks(sheet: Canvas, names: Mapping[float, str], bottom: float) -> None:
-    """The marks of the axis below, and their names, by their places."""
-    for x, name in names.items():
+def draw_marks(sheet: Canvas, names: Mapping[float, str], to_x, bottom: float) -> None:
+    """The marks of the axis below, and their names."""
+    for mark, name in names.items():
+        x = to_x(mark)
         sheet.line([(x, bottom), (x, bottom + 5)])
         sheet.text(x, bottom + 15, name)
 

@@ -185,8 +185,9 @@ def newest_progress(run: Path) -> Progress | None:
         remedy = "there is none before: start anew"
         if folders:
             remedy = f"delete this folder to go on from {folders[-1].name}"
-        problem = f"{', '.join(names)}: missing, changed, or of another checkpoint"
-        raise UserError(f"{shown(folder)}: {problem}: {remedy}")
+        raise UserError(
+            f"{shown(folder)}: {', '.join(names)}: missing, changed, or of another checkpoint: {remedy}"
+        )
     with problems_at(folder / STATE):
         progress = Progress(**read_json(folder / STATE))
         progress.best = progress.best and Best(**progress.best)
@@ -229,8 +230,9 @@ def load_checkpoint(run: Path, progress: Progress, optimizer: Optimizer) -> None
     # 3. its values
     is_whole = all({*optimizer.state[parameter]} in MOMENTS for parameter in parameters.values())
     if not is_whole or sizes != {name: tensor.shape for name, tensor in tensors.items()}:
-        problem = "holds other parameters than this run trains, or not all of them"
-        raise UserError(f"{folder}: {problem}: start anew")
+        raise UserError(
+            f"{folder}: holds other parameters than this run trains, or not all of them: start anew"
+        )
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*in a single process")  # which is intended
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())

@@ -55,7 +55,7 @@ class World:
 
 
 @contextlib.contextmanager
-def joined_world(device: str = "auto") -> Iterator[World]:
+def joined_world(device: str) -> Iterator[World]:
     """The world that `torchrun` started, if it did, for the block; the threads of PyTorch are
     afterwards what they were. Raises UserError for a device that is not there, and for variables
     that `torchrun` does not set so."""

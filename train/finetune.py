@@ -153,9 +153,8 @@ def run_settings(
         print_start(outline, settings, world)
 
         # 2. training; its model is let go, since one may be as large as the memory
-        allow_changed = arguments.allow_changed
         progress = train_model(
-            settings, order, held_out, run, world, progress, files, allow_changed, on_log
+            settings, order, held_out, run, world, progress, files, arguments.allow_changed, on_log
         )
 
         # 3. what was learned

@@ -6,14 +6,13 @@ from a run folder.
 """
 
 import dataclasses
-import typing
 from argparse import SUPPRESS, BooleanOptionalAction, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from model.common import Parser, UserError, quoted, read_json, shown
 
@@ -63,10 +62,10 @@ def flag_name(name: str) -> str:
 def field_kind(settings: type, field: dataclasses.Field) -> type:
     """The type of a field's value, without None: int, float, bool, str, Path, or tuple for several
     texts."""
-    hint = typing.get_type_hints(settings)[field.name]
+    hint = get_type_hints(settings)[field.name]
     if isinstance(hint, UnionType):
-        hint = next(kind for kind in typing.get_args(hint) if kind is not NoneType)
-    return typing.get_origin(hint) or hint
+        hint = next(kind for kind in get_args(hint) if kind is not NoneType)
+    return get_origin(hint) or hint
 
 
 def given_flags(
@@ -219,8 +218,10 @@ def read_run(
     values = read_json(chosen.resume / RUN_CONFIG)
     where = f"--resume {shown(chosen.resume)}: {RUN_CONFIG}"
     if values.keys() != names:
-        problem = f"is not of this version of `python -m {program}`"
-        raise UserError(f"{where} {problem}: give a folder that it has written")
+        raise UserError(
+            f"{where} is not of this version of `python -m {program}`: give a folder that it has "
+            "written"
+        )
     return from_values(settings, values | given, f"{where}: "), chosen
 
 

@@ -93,15 +93,17 @@ def fit(
     """
     progress = progress or newest_progress(run) or Progress(world.size)
     if progress.processes != world.size:
-        problem = f"--resume {shown(run)}: the run has {progress.processes} processes"
-        raise UserError(f"{problem}, this call {world.size}: start as many")
+        raise UserError(
+            f"--resume {shown(run)}: the run has {progress.processes} processes, this call "
+            f"{world.size}: start as many"
+        )
     update = Update(model, optimizer, loss, settings, world, order.total)
     if progress.step:
         load_checkpoint(run, progress, optimizer)
         update.scaler.load_state_dict(progress.scaler or update.scaler.state_dict())
     with catch_signals() as received, closing(Log(run, order.total, progress, world)) as log:
-        steps = order.steps(progress.step, settings.workers, pin=world.device.type == "cuda")
-        for micros in steps:
+        pin = world.device.type == "cuda"
+        for micros in order.steps(progress.step, settings.workers, pin):
             if progress.stopped is not None:
                 break
             # 1. the step
@@ -128,8 +130,9 @@ def fit(
             if signals:
                 raise Interrupted(received[0] if received else signal.SIGTERM)
     if not progress.samples:
-        first = progress.bad[0]
-        raise UserError(f"all {len(progress.bad)} records were unusable; the first: {first}")
+        raise UserError(
+            f"all {len(progress.bad)} records were unusable; the first: {progress.bad[0]}"
+        )
     return progress
 
 
@@ -172,13 +175,15 @@ class Update:
         norm = nn.utils.clip_grad_norm_(parameters, self.settings.clip or math.inf)
 
         # 2. what all processes know
-        *losses, norm = read_numbers(*losses, gathered(norm))
+        # read from the device at once
+        *losses, norm = torch.stack([*losses, gathered(norm)]).float().tolist()
         loss_sum, signals = self.world.sums(sum(losses), len(received))
         check_loss(loss_sum, losses, step, micros, self.world)
         # a scaler skips a step of infinite gradients itself
         if not (self.scaler.is_enabled() or math.isfinite(norm)):
-            problem = f"the loss is finite, but the norm of its gradient is {norm}"
-            raise Diverged(f"step {step}: {problem}: lower --lr")
+            raise Diverged(
+                f"step {step}: the loss is finite, but the norm of its gradient is {norm}: lower --lr"
+            )
 
         # 3. the update
         factor = rate_factor(step, self.total, self.settings.warmup, self.settings.schedule)
@@ -205,11 +210,6 @@ class Update:
             self.scaler.scale(value * (self.world.size / tokens)).backward()
             losses.append(value.detach())
         return losses
-
-
-def read_numbers(*tensors: Tensor) -> list[float]:
-    """The values of scalars, read from the device at once."""
-    return torch.stack(tensors).float().tolist()
 
 
 def count_records(
@@ -258,5 +258,6 @@ def check_loss(
             damaged.append((loss, micro.names))
     # those of the first process that has any
     loss, names = next(chain(*world.gather(damaged)), (total, ["all"]))
-    problem = f"step {step}: the loss is {loss} on {', '.join(names)}"
-    raise Diverged(f"{problem}: lower --lr, or look at these records")
+    raise Diverged(
+        f"step {step}: the loss is {loss} on {', '.join(names)}: lower --lr, or look at these records"
+    )

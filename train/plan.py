@@ -13,8 +13,9 @@ all heads where attention has a mask.
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,8 +49,7 @@ HEAD = "run|trained|rows a step|samples|steps|tokens|memory, GB|disk, GB|FLOPs".
 ALONE = World(0, 1, torch.device("cpu"))
 
 
-@dataclass(frozen=True)
-class StepCost:
+class StepCost(NamedTuple):
     """Bytes at the peak of a step, and the FLOPs of one micro-batch's matrix products."""
 
     weights: float
@@ -63,8 +63,7 @@ class StepCost:
         return self.weights + self.gradients + self.moments + self.activations
 
 
-@dataclass(frozen=True)
-class PlanRow:
+class PlanRow(NamedTuple):
     """One run. samples, steps, tokens and flops are those of the whole run on all GPUs, without
     evaluation."""
 
@@ -181,14 +180,13 @@ def spread_cost(
     """The cost of one of `gpus` GPUs: DDP exchanges copies of the gradients, FSDP2 gathers two
     layers at a time."""
     if not shard:
-        return replace(cost, gradients=2 * cost.gradients)
+        return cost._replace(gradients=2 * cost.gradients)
     sizes = [bytes_of(layer.parameters()) for layer in layers_of(model)]
     outside = bytes_of(model.parameters()) - sum(sizes)
     gathered = 2 * max(sizes) + outside
     if reads_bf16(model, autocast):
         gathered /= 2
-    return replace(
-        cost,
+    return cost._replace(
         weights=cost.weights / gpus + gathered,
         gradients=cost.gradients / gpus,
         moments=cost.moments / gpus,

@@ -207,8 +207,10 @@ class Log:
         with atomic_path(self.path) as temporary:
             temporary.write_bytes(b"".join(lines[:step]))
             if step and file_digest(temporary) != self.progress.log:
-                problem = f"a line before step {step} is lost or changed"
-                raise UserError(f"{shown(self.path)}: {problem}: put the run's own file back")
+                raise UserError(
+                    f"{shown(self.path)}: a line before step {step} is lost or changed: put the run's "
+                    "own file back"
+                )
 
     def speed(self, tokens: int) -> dict[str, float]:
         """The fields MEASURED of a step with so many supervised tokens, which ends now."""

@@ -412,9 +412,8 @@ def step_layout(settings: Settings, processes: int) -> tuple[int, int]:
     wanted = settings.step_batch or settings.batch_size * processes
     rows = max(1, min(settings.batch_size, wanted // processes))
     if wanted % (rows * processes):
-        needed = f"{rows} rows of a micro-batch × {processes} processes"
         raise UserError(
-            f"--step-batch {wanted} is no multiple of {needed}: change one of them, see "
-            "--batch-size"
+            f"--step-batch {wanted} is no multiple of {rows} rows of a micro-batch × {processes} "
+            "processes: change one of them, see --batch-size"
         )
     return rows, wanted // rows

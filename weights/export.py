@@ -124,8 +124,9 @@ def check_tensors(tensors: Mapping[str, Tensor]) -> None:
     """Raise UserError for a tensor that holds a value which is not finite."""
     for name, tensor in tensors.items():
         if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
-            problem = f"{name} holds NaN, infinity, or more than {tensor.dtype} can"
-            raise UserError(f"{problem}: not exported")
+            raise UserError(
+                f"{name} holds NaN, infinity, or more than {tensor.dtype} can: not exported"
+            )
 
 
 def without_code(file: Path) -> str:
@@ -273,8 +274,9 @@ def main(argv: list[str] | None = None) -> None:
         )
     origin = locate(args.source, args.adapter)
     checkpoint = examine(origin.source, args.revision)
-    entries = checkpoint.entries.values()
-    stored = {STORED_DTYPES.get(entry.dtype, torch.float32) for entry in entries}
+    stored = {
+        STORED_DTYPES.get(entry.dtype, torch.float32) for entry in checkpoint.entries.values()
+    }
     dtype = stored.pop() if len(stored) == 1 else torch.float32
     wanted = DTYPES.get(args.dtype, dtype)
     if origin.update is not None:  # merging rounds once; else nothing is cast before it is written

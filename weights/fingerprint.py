@@ -4,7 +4,6 @@ They are stored in adapters, logs of answers and results of studies: a change of
 them all look like another model's.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 
@@ -44,11 +43,11 @@ def tensor_fingerprint(tensors: Mapping[str, Tensor | Sample]) -> str:
 
     Adapters store this hash of their base. Sharded tensors are gathered one at a time.
     """
-    digest = hashlib.sha256()
+    text = ""
     for name, tensor in sorted(tensors.items()):
         shape, values = sampled(tensor) if isinstance(tensor, Tensor) else tensor
-        digest.update(f"{name} {shape} {values}\n".encode())
-    return digest.hexdigest()[:16]
+        text += f"{name} {shape} {values}\n"
+    return short_hash(text)
 
 
 def exact_fingerprint(model: nn.Module) -> str:
@@ -58,5 +57,5 @@ def exact_fingerprint(model: nn.Module) -> str:
     parts: list = [grafts]
     for name, tensor in (dict(model.named_parameters()) | model.state_dict()).items():
         values = _values(tensor, torch.float32).tolist()
-        parts.append([name, str(tensor.dtype), list(tensor.shape), values])
+        parts.append([name, str(tensor.dtype), tensor.shape, values])
     return short_hash(json.dumps([parts]))

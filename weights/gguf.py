@@ -104,8 +104,9 @@ class GgufFile:
             try:
                 self.reader = Reader(path)
             except Exception as error:  # of many classes, from numpy and the package
-                problem = f"no whole GGUF file ({shown(error)})"
-                raise UserError(f"{shown(path)}: {problem}: download it again") from None
+                raise UserError(
+                    f"{shown(path)}: no whole GGUF file ({shown(error)}): download it again"
+                ) from None
         self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         with config_errors(path):
             self.kind = self.told("general.architecture")
@@ -199,8 +200,10 @@ class GgufFile:
         try:
             return torch.tensor(self.package.dequantize(stored.data, stored.tensor_type))
         except NotImplementedError:
-            problem = f"{name} is held as {stored.tensor_type.name}, which `gguf` does not read"
-            raise UserError(f"{self.path}: {problem}: take a file of another kind") from None
+            raise UserError(
+                f"{self.path}: {name} is held as {stored.tensor_type.name}, which `gguf` does not "
+                "read: take a file of another kind"
+            ) from None
 
     def tensor(self, name: str) -> Tensor:
         """A tensor as transformers has it."""
@@ -361,8 +364,7 @@ def main(argv: list[str] | None = None) -> None:
         file = GgufFile(args.file)
         write_tokenizer(file, Path(folder))
         model = read_model(file, DTYPES[args.dtype])
-        files = sorted(Path(folder).iterdir())
-        export_model(model, args.out, companions=files)
+        export_model(model, args.out, companions=Path(folder).iterdir())
     count = sum(parameter.numel() for parameter in model.parameters())
     print(f"{args.out}: a {model.config.text.model_type} of {count:,} parameters")
 

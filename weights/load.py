@@ -122,9 +122,9 @@ def find_files(folder: Path) -> list[Path]:
     arrays = list(folder.glob("*.npz"))
     if len(arrays) == 1:
         return arrays
-    remedy = "give a model's own folder, not an adapter, a run or pickles"
     raise UserError(
-        f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE} nor one .npz: {remedy}"
+        f"{folder}: holds neither {SINGLE_FILE} nor {INDEX_FILE} nor one .npz: give a model's own "
+        "folder, not an adapter, a run or pickles"
     )
 
 

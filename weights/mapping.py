@@ -6,7 +6,6 @@ layers of a tower in one array and keeps the attention heads as an axis.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,14 +53,13 @@ EMBEDDING = "language_model.embed_tokens.weight"
 HEADS = ("lm_head.weight", "language_model.lm_head.weight")
 
 
-@dataclass(frozen=True)
-class Names:
+class Names(NamedTuple):
     """How the files of one kind of model name its tensors."""
 
     # {dialect: {our prefix: the dialect's}}
-    dialects: Mapping[str, Mapping[str, str]] = field(default_factory=lambda: {OWN: SAME})
+    dialects: Mapping[str, Mapping[str, str]]
     # further names, in any dialect: ours
-    aliases: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = {}
     ignored: tuple[str, ...] = ()  # prefixes of tensors that the model does not have
 
     def ignores(self, name: str) -> bool:

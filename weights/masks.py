@@ -37,8 +37,9 @@ def load_mask_coder(path: str | Path | None) -> MaskCoder | None:
     except UserError:
         raise
     except Exception as error:  # a damaged archive makes zipfile and numpy raise many classes
-        problem = "is no coder of masks: give big_vision's vae-oid.npz"
-        raise UserError(f"{shown(path)} {problem} ({shown(error)})") from None
+        raise UserError(
+            f"{shown(path)} is no coder of masks: give big_vision's vae-oid.npz ({shown(error)})"
+        ) from None
     return coder.eval()
 
 

@@ -82,7 +82,7 @@ def read_headers(path: Path) -> dict[str, Entry]:
 def read_npz(
     path: Path,
     wanted: Mapping[str, Tensor],
-    device: Any = "cpu",
+    device: Any,
 ) -> dict[str, Tensor]:
     """The parameters by our names, with the shapes and dtypes of `wanted`. Beside them, memory
     holds one layer.

@@ -262,7 +262,7 @@ MIN_OUTPUTS = 16  # a layer with fewer is a gate: it stays as it is
 Layers = dict[str, tuple[Any, type[QuantizedLinear]]]
 
 
-def replaceable(model: Adaptable, kind: str | None, head: bool = False) -> Layers:
+def replaceable(model: Adaptable, kind: str | None, head: bool) -> Layers:
     """The layers of `model` that `kind` replaces, and by which class, by path: all frozen linear
     layers but the head. None replaces nothing.
 

@@ -88,8 +88,10 @@ def rows_in(path: str | Path, delimiter: str = ",") -> Places:
     try:
         return [(f":{lines.line_num}", row) for row in lines if row]
     except csv.Error as error:
-        remedy = "put a text with commas between quotes, and double each quote in it"
-        raise UserError(f"{shown(path)}:{lines.line_num}: {error}: {remedy}") from None
+        raise UserError(
+            f"{shown(path)}:{lines.line_num}: {error}: put a text with commas between quotes, and "
+            "double each quote in it"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -98,8 +100,9 @@ def problems_at(path: str | Path) -> Iterator[None]:
     try:
         yield
     except WRONG as error:
-        problem = problem_of(error)
-        raise UserError(f"{shown(path)}: {problem}: check that this is the right file") from None
+        raise UserError(
+            f"{shown(path)}: {problem_of(error)}: check that this is the right file"
+        ) from None
 
 
 def problem_of(error: BaseException) -> str:
@@ -138,8 +141,10 @@ def check_unique(ids: Iterable[int | str], where: str | Path) -> None:
     counts = Counter(map(str, ids))
     repeated = [id_ for id_, count in counts.items() if count > 1]
     if repeated:
-        problem = f"{len(repeated)} duplicate id(s) ({some(repeated)}): keep one record of each"
-        raise UserError(f"{shown(where)}: {problem}")
+        raise UserError(
+            f"{shown(where)}: {len(repeated)} duplicate id(s) ({some(repeated)}): keep one record of "
+            "each"
+        )
 
 
 def some(ids: Sequence) -> str:
@@ -166,6 +171,7 @@ def find_picture(folder: str | Path, name: str) -> Path:
     """The path of a picture. Raises UserError if it is looked for and absent."""
     path = find_image(folder, name)
     if LOOKED_FOR.get() and not path.is_file():
-        problem = f"picture {quoted(name)} is not in {shown(folder)}"
-        raise UserError(f"{problem}: give its folder (--images DIR)")
+        raise UserError(
+            f"picture {quoted(name)} is not in {shown(folder)}: give its folder (--images DIR)"
+        )
     return path

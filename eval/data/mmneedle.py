@@ -5,10 +5,10 @@ pictures stay names.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import product
 from math import isqrt
 from pathlib import Path
+from typing import NamedTuple
 
 from eval.data.files import check, check_unique, problems_at, read, text_at
 from model.common import quoted, read_json, shown
@@ -16,8 +16,7 @@ from model.common import quoted, read_json, shown
 ABSENT = (-1, -1, -1)  # the place of a needle that is not in the haystack
 
 
-@dataclass(frozen=True)
-class NeedleTest:
+class NeedleTest(NamedTuple):
     """M haystack pictures of N×N sub-images, and the K needles to find in them."""
 
     id: int

@@ -16,7 +16,6 @@ import random
 from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -131,8 +130,7 @@ class Placed(NamedTuple):
     brightness: int  # in 1/128
 
 
-@dataclass(frozen=True)
-class Scene:
+class Scene(NamedTuple):
     """A picture before it is drawn. `ground`, RGB each: level in the middle, rise from there to the
     bottom and to the right border."""
 
@@ -196,8 +194,7 @@ def paint(dice: Dice, squares: tuple[str, ...]) -> Scene:
     return Scene(squares, tuple(objects), tuple(ground))
 
 
-@dataclass(frozen=True)
-class Sample:
+class Sample(NamedTuple):
     """One picture, one prompt, one answer. Samples of one picture share their `scene` and
     `image_id`."""
 

@@ -7,8 +7,8 @@ stays a name.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from eval.data.files import Places, check, check_unique, id_of, placed, problems_at, read, text_at
 from model.common import quoted, read_json, shown
@@ -17,8 +17,7 @@ from model.common import quoted, read_json, shown
 NAMES = {"questionId": "question_id", "image_local_name": "image"}
 
 
-@dataclass(frozen=True)
-class Annotation:
+class Annotation(NamedTuple):
     """A question and its answers as published."""
 
     question_id: int | str
@@ -50,7 +49,7 @@ def read_vqa(
         lacks = f"question {quoted(truth.question_id)} has no answers in {source}"
         check(not annotations or truth.answers, lacks)
         asked_for = text_at(record, "question")
-        return replace(truth, question=asked_for, image=image_of(record, subset))
+        return truth._replace(question=asked_for, image=image_of(record, subset))
 
     made = read(questions, question, asked)
     for path, records in ((questions, asked), (source, answered)):

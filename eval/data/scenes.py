@@ -161,7 +161,7 @@ def _balanced(dice: Dice, candidates: Iterable[Fact]) -> Fact:
 
 
 @cache
-def _question(kind: str, thing: str, place: str = "") -> str:
+def _question(kind: str, thing: str, place: str) -> str:
     return KINDS[kind][2].format(
         thing=thing,
         a_thing=with_article(thing),

@@ -34,8 +34,10 @@ def cases_of(args: argparse.Namespace, is_text: bool) -> list[Case]:
     if is_text:
         return [Case(None, args.prompt, mark=args.mark)]
     if bool(args.data) == bool(args.image and args.prompt):
-        problem = "give --image and --prompt, or --data with examples and their answers"
-        raise UserError(f"{problem}; to language models --prompt alone")
+        raise UserError(
+            "give --image and --prompt, or --data with examples and their answers; to language models "
+            "--prompt alone"
+        )
     if not args.data:
         return [Case(load_image(args.image), args.prompt)]
     records = one_picture_records(args.data, args.limit, args.images)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,8 +35,7 @@ ONE_MAP = {
 }
 
 
-@dataclass(frozen=True)
-class TokenizedAnswer:
+class TokenizedAnswer(NamedTuple):
     """An answer of T tokens."""
 
     batch: Batch  # of the prompt, one row
@@ -46,8 +45,7 @@ class TokenizedAnswer:
     slots: np.ndarray  # (S,) bool, which keys are the picture's
 
 
-@dataclass(frozen=True)
-class Maps:
+class Maps(NamedTuple):
     """Of T answer tokens, L layers, N heads, P patches and S keys.
 
     Heads with nothing to look for put most on an empty patch, a sink: there `apart` is small, and
@@ -196,8 +194,9 @@ def decoder_maps(
     """
     layers = decoder_layers(model)
     if not layers:
-        problem = "the model has no attention in its decoder, and no maps: take a PaliGemma"
-        raise UserError(f"{name}: {problem}")
+        raise UserError(
+            f"{name}: the model has no attention in its decoder, and no maps: take a PaliGemma"
+        )
     maps = {layer: [] for layer in layers}
     factors = {}
 

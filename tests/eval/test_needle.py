@@ -2,7 +2,6 @@
 responses it writes."""
 
 import shutil
-from dataclasses import replace
 from unittest.mock import Mock
 
 import numpy as np
@@ -176,7 +175,7 @@ def test_pictures_and_haystacks_are_counted_once(coco):
     files = f"--coco {coco} --captions {coco}/C --limit 8 --protocol official"
     args = parser_of(needle.Needle()).parse_args(words(files, "--metadata", coco))
     assert len({question.key for question in needle.Needle().questions(args)}) == 2
-    doubled = replace(tests[0], pictures=tests[0].pictures * 2)
+    doubled = tests[0]._replace(pictures=tests[0].pictures * 2)
     refused(lambda: needle.asks_of([doubled], "paper"), "take official")
     refuses(needle, f"{files} --negatives --model embedded", "give --metadata too")
     refused(

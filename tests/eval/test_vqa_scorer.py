@@ -185,7 +185,7 @@ def test_own_examples_are_scored_as_vqav2_where_four_or_more_have_answered():
 def test_summary_by_type_rounds_once():
     """Means over questions, not over types, rounded to two decimals at the end as upstream."""
     one = annotation({"yes": 10}, answer_type="yes/no", question_type="is the")
-    other = replace(one, answer_type="other", question_type=None)
+    other = one._replace(answer_type="other", question_type=None)
     summary = vqa_scoring.summarize([(one, 1), (one, 0.3), (one, 0), (other, 0.9)])
     # 100 · 2.2 / 4; 100 · 1.3 / 3 = 43.333…; a question without a type counts in the overall mean
     # only

@@ -110,8 +110,8 @@ class MicroBatches(Dataset):
 def load_batches(
     batches: Dataset,
     plan: Iterable[Sequence],
-    workers: int | None = 0,
-    pin: bool = False,
+    workers: int | None,
+    pin: bool,
 ) -> Iterator:
     """`batches[item]` for each item of a plan, in its order, made by `workers` processes, 0: by
     this one. pin: for a GPU, in page-locked memory; then workers None are this process's share of
@@ -244,9 +244,10 @@ class Order:
         self.most_bad = settings.most_bad(len(records))
         self.micro_batches = -(-len(records) // self.batch_size)
         if self.micro_batches < of_step:
-            problem = f"{len(records)} records make {self.micro_batches} micro-batches"
-            remedy = "lower --step-batch or --batch-size, or give more data"
-            raise UserError(f"{problem}, but a step takes {of_step}: {remedy}")
+            raise UserError(
+                f"{len(records)} records make {self.micro_batches} micro-batches, but a step takes "
+                f"{of_step}: lower --step-batch or --batch-size, or give more data"
+            )
         self.steps_per_epoch = -(-self.micro_batches // of_step)
         whole = (settings.epochs or 1) * self.steps_per_epoch
         if settings.epochs is None and not settings.is_embedded:

@@ -93,10 +93,11 @@ def read_split(
         contents = contents_of([*asked, *learned])
         held_out = set().union(*contents[: len(asked)])
         common = held_out.intersection(chain(*contents[len(asked) :]))
-        count = f"{len(common)} of the {len(held_out)} pictures, or texts without, of --eval-data"
         if common:
             print(
-                f"warning: {count} are in --data: the scores say little of others", file=sys.stderr
+                f"warning: {len(common)} of the {len(held_out)} pictures, or texts without, of "
+                "--eval-data are in --data: the scores say little of others",
+                file=sys.stderr,
             )
     return learned
 
@@ -185,8 +186,9 @@ def read_source(
         return embedded_records(tasks, side, settings.samples, settings.seed)
     records = memory.get(source)
     if records is None and source.startswith(MEMORY):
-        problem = f"{flag} {source}: a program has made these data"
-        raise UserError(f"{problem}: go on there, finetune(resume=…, data=…)")
+        raise UserError(
+            f"{flag} {source}: a program has made these data: go on there, finetune(resume=…, data=…)"
+        )
     if records is None:
         records = read_data(source, settings.images, settings.prompt, settings.masks_file)
     return [replace(record, sampled=settings.answers == "sampled") for record in records]

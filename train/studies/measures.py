@@ -92,7 +92,7 @@ def with_noise(tests: Sequence[NeedleTest], strength: float) -> list[NeedleTest]
     noisy = []
     for seed, test in enumerate(tests):
         pictures = tuple(Noisy(picture, strength, seed) for picture in test.pictures)
-        noisy.append(replace(test, pictures=pictures))
+        noisy.append(test._replace(pictures=pictures))
     return noisy
 
 
