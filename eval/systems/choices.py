@@ -125,8 +125,6 @@ def exam(
 MMLU_HEAD = "The following are multiple choice questions (with answers) about {}.\n\n"
 CMMLU_NAMES = read_json(Path(__file__).with_name("cmmlu.json"))
 CMMLU_HEAD = "以下是关于{}的单项选择题，请直接给出正确答案的选项。\n\n"
-mmlu = partial(exam, head=MMLU_HEAD, ending="Answer:", names={})
-cmmlu = partial(exam, head=CMMLU_HEAD, ending="答案：", names=CMMLU_NAMES, columns=7)
 
 # Other files
 
@@ -138,9 +136,9 @@ def race(args: Namespace) -> list[Question]:
 
     def of_passage(name: str, record: dict) -> Question:
         prompt = f"Article: {text_at(record, 'article')}\n\n"
-        columns = (record[key] for key in ("questions", "options", "answers"))
+        columns = zip(record["questions"], record["options"], record["answers"], strict=True)
         made = []
-        for asked, options, letter in zip(*columns, strict=True):
+        for asked, options, letter in columns:
             check(len(options) == len(LETTERS), f"options {quoted(options)}: expected four")
             right = LETTERS.index(letter)
             made.append(question(name, "race", prompt + asked, options, right))
@@ -235,8 +233,8 @@ TASKS = {
     "race": race,
     "arc": arc,
     "jsonl": own,
-    "mmlu": mmlu,
-    "cmmlu": cmmlu,
+    "mmlu": partial(exam, head=MMLU_HEAD, ending="Answer:", names={}),
+    "cmmlu": partial(exam, head=CMMLU_HEAD, ending="答案：", names=CMMLU_NAMES, columns=7),
 }
 
 
@@ -272,8 +270,7 @@ class Choices(Benchmark):
 
     def blind(self, question):
         """A question about text alone gets a gray picture, too."""
-        pictures = (gray_picture,) * max(1, len(question.pictures))
-        return replace(question, picture=pictures, key="gray").blind()
+        return replace(question, picture=question.pictures or gray_picture).blind()
 
     def score(self, question, answer):
         pairs = zip(answer, question.choices, strict=True)

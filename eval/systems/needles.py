@@ -187,7 +187,7 @@ class Haystack:
         """`context` for each of these numbers, from which it is drawn."""
         for number in numbers:
             dice = random.Random(f"{SEED}/{length}/{facts}/{number}")
-            yield number, self.context(dice, length, facts, min(asked, facts))
+            yield number, self.context(dice, length, facts, asked)
 
 
 class Reply(NamedTuple):
@@ -211,14 +211,15 @@ def ask(model: Any, context: Context, name: str) -> list[Reply]:
     for fact, (question, answer) in enumerate(context.questions):
         place = len(question) - 1 + context.shared
         ids = torch.tensor([[*question, *answer]], device=device)
-        read = {"input_ids": ids, "cache": cache, "keep": len(answer) + 1}
-        rows, logits = deciding_maps(model, place, name, **read)
+        rows, logits = deciding_maps(
+            model, place, name, input_ids=ids, cache=cache, keep=len(answer) + 1
+        )
         for layer in cache:
             layer.length = length  # the next question follows the context
         chances = logits[0, :-1].log_softmax(-1)
         truth = ids[0, len(question) :]
         said = chances.gather(1, truth[:, None]).sum().item()
-        exact = bool((chances.argmax(-1) == truth).all())
+        exact = torch.equal(chances.argmax(-1), truth)
         maps = torch.stack(rows).cpu().numpy()
         replies.append(Reply(exact, said, shares_of(maps, context.places, fact)))
     return replies
@@ -329,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = out_folder(args.out, "needles", subject.title)
     write_text(folder / "needles.json", json.dumps(rungs) + "\n")
     figures.save(figure(rungs, shown(subject.title)), folder / "needles.png")
-    print("\n".join(["", *table(rungs), "", f"{folder}: needles.json, needles.png"]))
+    print("", *table(rungs), "", f"{folder}: needles.json, needles.png", sep="\n")
 
 
 if __name__ == "__main__":

@@ -14,21 +14,20 @@ the layers: from 0, the same layers attend to both texts, to 2. PaliGemma puts t
 has none; `--slot inside` puts it between the words, as for WINGS.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from eval.bench import write_json
 from eval.command import add_flag, add_model_flags, command_parser, positive
 from eval.data.records import one_picture_records
 from eval.explore.record import decoder_maps
 from eval.open import model_of, open_subject, out_folder
 from eval.report import bootstrap, interval_text, markdown_table
-from model.common import run_command, shown, write_text
+from model.common import run_command, shown
 from model.paligemma import PaliGemma
 from model.processor import Processor
 from model.systems.configs import WingsConfig
@@ -38,8 +37,7 @@ from model.turns import SLOT
 GROUPS = ("text before", "picture", "text after")
 
 
-@dataclass(frozen=True)
-class Shift:
+class Shift(NamedTuple):
     """laws (examples, layers, 3): LAWS of each of GROUPS in one example; `queries` (examples,):
     what they add up to."""
 
@@ -70,8 +68,8 @@ def put_slot(prompt: str, share: float = 0.5) -> str:
         return prompt
     words = prompt.split(" ")
     place = min(max(1, round(share * len(words))), max(1, len(words) - 1))
-    after = "".join(f" {word}" for word in words[place:])
-    return " ".join(words[:place]) + SLOT + after
+    words[place - 1] += SLOT
+    return " ".join(words)
 
 
 def measure(
@@ -127,13 +125,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     out = out_folder(args.out, subject.title, "shift")
     source = args.data if args.data == "embedded" else f"jsonl:{args.data}"
     records = one_picture_records(source, args.limit)
-    examples = [(record.pictures[0], record.prefix) for record in records]
     model, processor = open_subject(args, subject)
     slot = args.slot or ("inside" if isinstance(model.config, WingsConfig) else "first")
-    if slot == "inside":
-        examples = [(picture, put_slot(prompt)) for picture, prompt in examples]
-    else:
-        examples = [(picture, prompt.replace(SLOT, "")) for picture, prompt in examples]
+    examples = []
+    for record in records:
+        prompt = put_slot(record.prefix) if slot == "inside" else record.prefix.replace(SLOT, "")
+        examples.append((record.pictures[0], prompt))
     # 2. the shift
     shift = measure(model, processor, examples)
     defined = shift.each[~np.isnan(shift.each)]
@@ -147,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "attention_shift": interval and interval._asdict(),
         "undefined": len(examples) - len(defined),
     }
-    write_text(out / "shift.json", json.dumps(result, indent=1) + "\n")
+    write_json(out / "shift.json", result)
     # 3. its table
     about = f"% of the attention of all queries, mean of {len(examples)} prompts, picture {slot}"
     print(f"LAWS of {shown(subject.title)}, {about}")

@@ -119,7 +119,7 @@ class Mamba(nn.Module):
     def forward(
         self,
         x,
-        valid=None,
+        valid,
         types=None,
         cache=None,
         positions_to_keep=None,
@@ -204,12 +204,12 @@ def initialize_mixer(mixer: MambaMixer, depth: int, generator: torch.Generator) 
     drawn = torch.rand(mixer.dt_proj.out_features, generator=generator)
     step = (drawn * (high - low) + low).exp().clamp(min=1e-4)
     mixer.dt_proj.bias.copy_(step + (-torch.expm1(-step)).log())  # softplus⁻¹
-    mixer.A_log.copy_(torch.arange(1.0, mixer.A_log.shape[1] + 1).log().expand_as(mixer.A_log))
+    mixer.A_log.copy_(torch.arange(1.0, mixer.A_log.shape[1] + 1).log())
     mixer.D.fill_(1.0)
 
 
 @torch.no_grad()
-def initialize_mamba(model: Mamba, seed: int = 0) -> None:
+def initialize_mamba(model: Mamba, seed: int) -> None:
     """Fill a decoder with random weights as the original code does; embeddings have a std of
     0.02."""
     generator = torch.Generator().manual_seed(seed)

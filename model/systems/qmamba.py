@@ -48,7 +48,7 @@ def local_mask(queries: int, keys: int, device=None) -> Tensor:
 class CrossAttention(Attention):
     """Attention whose keys and values come from a second sequence."""
 
-    def forward(self, x: Tensor, features: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, features: Tensor, mask: Tensor | None) -> Tensor:
         """x (B, Q, W) and features (B, K, W) to (B, Q, W); mask (Q, K), or None for none."""
         q = self.split_heads(self.q_proj(x))
         k = self.split_heads(self.k_proj(features))
@@ -152,8 +152,7 @@ class QMamba(PaliGemma):
 
     @staticmethod
     def build(config: QMambaConfig) -> tuple[nn.Module, Mamba]:
-        is_linear = config.projector.projector == "linear"
-        projector = Projector if is_linear else QMambaProjector
+        projector = Projector if config.projector.projector == "linear" else QMambaProjector
         return projector(config), Mamba(config.text)
 
     def set_checkpointing(self, on: bool) -> None:
@@ -170,11 +169,11 @@ def fill_from_mamba(projector: QMambaProjector, source: Mamba) -> None:
         problem = f"the Mamba weights have {name} {theirs}, the projector {mine}: take others"
         require(mine == theirs, problem)
     for block, layer in zip(projector.blocks, source.layers, strict=True):
-        block.get_submodule("mixer").load_state_dict(layer.get_submodule("mixer").state_dict())
+        block.mixer.load_state_dict(layer.mixer.state_dict())
 
 
 @torch.no_grad()
-def fresh_projector(config: QMambaConfig, seed: int = 0) -> nn.Module:
+def fresh_projector(config: QMambaConfig, seed: int) -> nn.Module:
     """A projector with random weights; kinds with a connector have the same weights in all the
     parts they share."""
     kind = config.projector.projector

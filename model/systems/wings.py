@@ -21,8 +21,8 @@ The router needs the attention weights, so a routed model computes its main atte
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,8 +43,7 @@ OCTAVES = 16  # buckets of distance in a router: 0, 1–2, 3–6, 7–14, …, f
 NEVER = 1 << 40  # as a column: after every query, so that no query sees it
 
 
-@dataclass(frozen=True)
-class LearnerInput:
+class LearnerInput(NamedTuple):
     """The keys of one kind of learner, the same in every layer."""
 
     # (B, n, H), embeddings as they enter the decoder; the layer projects keys and values from them
@@ -159,9 +158,9 @@ class WingsAttention(Attention):
         self,
         x,
         rope: WingsRope,
-        mask=None,
-        cache: WingsCache | None = None,
-        positions=None,
+        mask,
+        cache: WingsCache | None,
+        positions,
     ) -> Tensor:
         cache = cache or NO_CACHE
         visual = self.visual(x, rope, rope.visual, cache.visual)
@@ -189,8 +188,8 @@ class WingsGemma(Gemma):
     def __init__(self, config: WingsConfig):
         super().__init__(config.text, 0 if isinstance(config, LanguageWingsConfig) else 1)
         for layer in self.layers:
-            plain: Any = layer.get_submodule("self_attn")
-            layer.add_module("self_attn", WingsAttention(plain, config))
+            plain: Any = layer.self_attn
+            layer.self_attn = WingsAttention(plain, config)
         self.routed = config.routed
 
     def new_cache(self, capacity: int) -> list:
@@ -219,7 +218,7 @@ class WingsGemma(Gemma):
         rope = WingsRope(plain.positions, plain.theta, plain.stretch)
         steps, first = x.shape[1], valid.shape[1] - x.shape[1]
         query = pictures = torch.arange(first, first + steps, device=x.device)
-        for name, kind in (("visual", 0), ("textual", 1)):
+        for kind, name in enumerate(("visual", "textual")):
             # 1. J_κ
             chosen = ((types == kind) & valid)[:, first:]
             if first:

@@ -105,7 +105,7 @@ def test_a_run_resumes_to_the_bit(tmp_path, kind):
 def test_two_processes_learn_what_one_does(text_folder, corpus, tmp_path):
     """Breaks when a row is learned twice or not, or FSDP2 loses a weight."""
     settings = replace(SETTINGS, step_batch=6)
-    refused(lambda: TextOrder(corpus, settings, "train", 0, 4), "--step-batch 6: ", "4 processes")
+    refused(lambda: TextOrder(corpus, settings, 0, 4), "--step-batch 6: ", "4 processes")
     # 4 steps of 6 rows
     step = f"{SMALL} --tokens {4 * 6 * 128} --step-batch 6 --checkpoint-every 2"
     step += f" --text {text_folder} --corpus {tmp_path}/corpus --out {tmp_path}"

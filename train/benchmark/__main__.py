@@ -33,6 +33,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
+from eval.bench import write_json
 from eval.command import whole
 from eval.data import scenes
 from eval.report import interval_text, markdown_table
@@ -208,7 +209,7 @@ def write_report(file: Path, about: dict, rows: Sequence[Work]) -> None:
     text = "\n".join(["# Benchmark", "", head, "", *table, ""])
     record = about | {"rows": [asdict(row) for row in rows]}
     write_text(file.with_suffix(".md"), text)
-    write_text(file.with_suffix(".json"), json.dumps(record, indent=1) + "\n")
+    write_json(file.with_suffix(".json"), record)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -239,8 +240,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(" · ".join(cells), flush=True)
             is_exact = dtype == torch.float32 and device.type == "cpu" and not row.quantize
             if is_exact and row.same[0] < row.same[1]:
-                same = f"{row.same[0]} of {row.same[1]}"
-                raise UserError(f"{cells[0]}: the sides agree in {same} numbers only")
+                raise UserError(f"{cells[0]}: the sides agree in {cells[-1]} numbers only")
 
 
 if __name__ == "__main__":

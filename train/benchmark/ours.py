@@ -52,8 +52,7 @@ class Ours(Side):
             torch.manual_seed(0)
             adapter.inject(self.model, TARGETS, RANK, ALPHA)
             group = {**ADAMW, "params": [*trainable(self.model).values()]}
-            betas = group.pop("betas")
-            self.optimizer = make_adamw([group], betas)
+            self.optimizer = make_adamw([group], ADAMW["betas"])
         called = self.model.train()
         if self.compiled:
             called = torch.compile(called)
@@ -68,7 +67,7 @@ class Ours(Side):
         processor = Processor.from_source(self.folder)
         asks = []
         for n, (path, text) in enumerate(self.questions()):
-            asks.append(Question(str(n), path.name, path, text))
+            asks.append(Question(n, path.name, path, text))
         return lambda: ask_all(
             self.model,
             processor,

@@ -14,8 +14,9 @@ from train.benchmark.work import ADAMW, ALPHA, ANSWER, RANK, TARGETS, Side, answ
 
 class Peer(Side):
     def open(self):
-        kind = PaliGemmaForConditionalGeneration
-        model = kind.from_pretrained(self.folder, dtype=self.place["dtype"])
+        model = PaliGemmaForConditionalGeneration.from_pretrained(
+            self.folder, dtype=self.place["dtype"]
+        )
         return model.to(self.place["device"]).eval()
 
     def prefill(self, batch: int):

@@ -43,15 +43,15 @@ class Side:
 
     def __post_init__(self):
         self.place = {"device": torch.device(self.device), "dtype": getattr(torch, self.dtype)}
-        self.optimizer: Any = None
-        self.model: Any = self.open()
+        self.optimizer = None
+        self.model = self.open()
         tensors = (*self.model.parameters(), *self.model.buffers())
         self.size = sum(tensor.nbytes for tensor in tensors)
 
     def prompts(self, rows: int, suffix: int = 0) -> dict[str, Any]:
         """Prompts of equal length S = picture + PREFIX + suffix, the same on both sides: input_ids,
         token_type_ids and attention_mask (rows, S), pixel_values (rows, 3, R, R)."""
-        config = json.loads((Path(self.folder) / "config.json").read_text())
+        config = json.loads(Path(self.folder, "config.json").read_text())
         vision = config["vision_config"]
         size = vision["image_size"]
         patches = (size // vision["patch_size"]) ** 2

@@ -54,7 +54,7 @@ TIMES = 4
 OTHERS = 15  # distractors
 TUNING_SEEDS = (100, 101, 102)
 PLAIN = ("plain", "plain again")
-ROWS: dict[str, dict] = {
+ROWS = {
     "plain": {"attention": "softmax"},
     # other initial values, the same examples
     "plain again": {"attention": "softmax", "drawn": 1000},
@@ -306,8 +306,9 @@ def blocks(options: Options, first: Run) -> list:
         for cap, run in by_cap.items():
             head.append(f"cap {cap}")
             controls.append(f"{run.scores('plain')[task].mean():.1f} %")
-            judged = [pair for table in run.tables.values() for pair in table.items()]
-            gaps[cap] = {row: gap for (row, _), gap in judged}
+            gaps[cap] = {
+                row: gap for table in run.tables.values() for (row, _), gap in table.items()
+            }
         # 2. a line a row
         body = [controls]
         for row in next(iter(gaps.values())):

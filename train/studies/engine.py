@@ -7,7 +7,6 @@ included. So an interrupted study goes on, and a change computes only the cells 
 `report.write` writes down what `run` returns.
 """
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from typing import IO
 import numpy as np
 import torch
 
-from model.common import UserError
+from model.common import UserError, read_json
 from train.estimates import Estimate, estimate
 from train.flags import flag
 from train.run import Interrupted, lock_folder
@@ -125,7 +124,7 @@ class Run:
     def get(self, jobs: Sequence[Job]) -> list[dict]:
         """The results of jobs, in order; those not on disk are computed, `self.jobs` at a time."""
         # 1. what these cells are made from
-        needs = {job: list(self.study.needs(job)) for job in jobs}
+        needs = {job: self.study.needs(job) for job in jobs}
         needed = dict.fromkeys(need for of_job in needs.values() for need in of_job)
         if needed:
             self.get(list(needed))
@@ -137,7 +136,7 @@ class Run:
             calls.append((self.study.make, job, self.file(job), folders))
         compute_all(calls, self.jobs)
         # 3. all of them, from disk
-        cells = [json.loads(self.file(job).read_text()) for job in jobs]
+        cells = [read_json(self.file(job)) for job in jobs]
         self.used |= zip(jobs, cells, strict=True)
         return cells
 
@@ -178,7 +177,7 @@ class Run:
         shared = [row for row in study.plain if row in rows] or rows
         tie = TIE * study.columns[study.main].margin
         grid = []
-        more = list(study.rates)
+        more = study.rates
         while more and len(grid) + len(more) <= MOST_RATES:
             # 1. every row at every rate
             grid = sorted([*grid, *more])
@@ -189,7 +188,7 @@ class Run:
             # 2. the lowest of the best ones
             plain = {}
             for rate in grid:
-                plain[rate] = float(np.mean([self.tried[row][rate] for row in shared]))
+                plain[rate] = np.mean([self.tried[row][rate] for row in shared])
             for row in rows:
                 scores = plain if row in study.plain else self.tried[row]
                 least = max(scores.values()) - tie
@@ -211,7 +210,7 @@ class Run:
         main = self.study.main
         means = self.validation(cells)
         names = self.study.averaged if main == MEAN else [main]
-        mean = float(np.mean([means[name] for name in means if name in names]))
+        mean = np.mean([means[name] for name in means if name in names])
         return -mean if self.study.columns[main].less_is_better else mean
 
     def add_controls_by_time(
@@ -254,7 +253,7 @@ class Run:
         means = {}
         for name in of_cells[0] if of_cells else ():
             scores = np.array([of_cell[name] for of_cell in of_cells])
-            means[name] = float((self.study.measures[name].scale * scores).mean())
+            means[name] = (self.study.measures[name].scale * scores).mean()
         return means
 
     def facts(self, row: str) -> list[dict]:
@@ -270,7 +269,7 @@ class Run:
             known = [scores[name] for scores in validation if name in scores]
             is_usable = not measure.is_share or not known
             if not is_usable:
-                is_usable = is_inside(float(np.mean(known)), measure.chance)
+                is_usable = is_inside(np.mean(known), measure.chance)
             if is_usable and self.falls(name, controls):
                 usable.append(name)
         if any(name in usable for name in self.study.averaged):

@@ -58,9 +58,7 @@ class Task(Measure):
         return [float(self.right(ask.truth, answer)) for ask, answer in pairs]
 
 
-def asking(
-    title: str, asks: Sequence[Question], right: Callable[[Any, str], float] = eq, **more
-) -> Task:
+def asking(title: str, asks: Sequence[Question], right=eq, **more) -> Task:
     """A task in which each answer is scored by itself, by right(truth, answer). more: fields of a
     Measure."""
     return Task(title, [ask.key for ask in asks], asks=asks, right=right, **more)
@@ -69,7 +67,7 @@ def asking(
 def scene_needles(kind: str, tests: int, split: str = "test") -> list[NeedleTest]:
     """Needles of the embedded scenes; `tests` is rounded to whole turns over the places."""
     places = layout_of(kind)[0] ** 2
-    return needle.embedded_tests(kind, -(-tests // places) * places, split=split)
+    return needle.embedded_tests(kind, -(-tests // places) * places, split)
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ Cells that diverged are in no line of the CSV.
 
 import csv
 import io
-import json
 from collections.abc import Sequence
 
 import numpy as np
 
+from eval.bench import write_json
 from eval.report import interval_text, markdown_table
 from model.common import write_text
 from train.estimates import estimate
@@ -190,19 +190,17 @@ def write(run: Run) -> str:
     summary = {"made_by": made_by, "cpu_seconds": seconds, "seeds": run.seeds}
     summary |= {"rates": {}, "rows": {}, "tables": {}}
     for row, of_row in run.cells.items():
-        tried = run.tried.get(row, {})
-        summary["rates"][row] = {"chosen": run.rates[row], "tried": tried}
+        summary["rates"][row] = {"chosen": run.rates[row], "tried": run.tried.get(row, {})}
         summary["rows"][row] = {"facts": [cell["facts"] for cell in of_row]}
     for title, table in run.tables.items():
         lines = [{"row": row, "measure": name, **gap} for (row, name), gap in table.items()]
         summary["tables"][title] = lines
     # 3. the cells
     sheet = io.StringIO()
-    lines = [PLACE + MADE_BY, *lines_of(run)]
-    csv.writer(sheet, lineterminator="\n").writerows(lines)
+    csv.writer(sheet, lineterminator="\n").writerows([PLACE + MADE_BY, *lines_of(run)])
     write_text(run.out / "comparison.csv", sheet.getvalue())
     write_text(run.out / "comparison.md", text)
-    write_text(run.out / "comparison.json", json.dumps(summary, indent=1) + "\n")
+    write_json(run.out / "comparison.json", summary)
     return text
 
 

@@ -53,7 +53,8 @@ class Measure:
 
 def share_of_range(score: float, chance: float | None) -> float:
     """How far a score in percent is from guessing (0) to 100 % (1)."""
-    return (score - (chance or 0.0)) / (100 - (chance or 0.0))
+    chance = chance or 0.0
+    return (score - chance) / (100 - chance)
 
 
 def is_inside(score: float, chance: float | None) -> bool:
@@ -74,7 +75,7 @@ def exact_interval(hits: int, trials: int) -> tuple[float, float]:
         low = np.interp(0.025, sum(chances[hits:]), shares)
     if hits < trials:  # so many or fewer: falls
         high = np.interp(-0.025, -sum(chances[: hits + 1]), shares)
-    return float(low), float(high)
+    return low, high
 
 
 def tail_of(gap: Estimate, distance: float) -> float:

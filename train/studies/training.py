@@ -136,7 +136,7 @@ def descend(
 ) -> None:
     """A step down each of the losses, which are computed one by one. schedule, warmup: of
     `rate_factor`."""
-    learned = list(trainable(model).values())
+    learned = trainable(model).values()
     for step, loss in enumerate(losses):
         set_rates(optimizer, rate_factor(step, steps, warmup, schedule))
         loss.backward()

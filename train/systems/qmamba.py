@@ -22,7 +22,8 @@ from model.common import UserError, run_command
 from model.source import BUNDLED_FOLDER, EMBEDDED
 from model.systems.configs import ProjectorConfig, QMambaConfig
 from model.systems.qmamba import QMamba, fill_from_mamba, fresh_projector
-from train.systems.stages import ONE_EPOCH, StageRecipe, StageSettings, run_stage
+from train.finetune import run_flags
+from train.systems.stages import ONE_EPOCH, StageRecipe, StageSettings, parse_stage
 from weights.load import empty_model, load_model, load_siglip, load_system
 
 TINY_MAMBA = BUNDLED_FOLDER.parent / "tiny-mamba"  # the embedded language model
@@ -144,7 +145,7 @@ def load_qmamba(source: str, **place: Any) -> QMamba:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    run_stage(QMambaSettings, argv, __doc__)
+    run_flags(*parse_stage(QMambaSettings, argv, __doc__))
 
 
 if __name__ == "__main__":

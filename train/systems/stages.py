@@ -6,9 +6,9 @@ model; a later stage starts from that of the one before, --base RUN/model. A sys
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -16,7 +16,6 @@ from model.common import UserError, shown
 from model.paligemma import PaliGemma
 from model.processor import Processor, processor_for
 from model.tokenizer import find_tokenizer, load_tokenizer
-from train.finetune import run_flags
 from train.flags import flag, flag_name
 from train.model import learning_rules, load_start, open_processor, rules_of, weights_dtype
 from train.optim import Rule
@@ -34,16 +33,15 @@ ONE_EPOCH = {
 }
 
 
-@dataclass(frozen=True)
-class StageRecipe:
+class StageRecipe(NamedTuple):
     """What a stage trains: patterns of whole parameter names, and for each the factor of `--lr`."""
 
     rates: Mapping[str, float]
     # settings of this stage; flags of the command line override them
-    defaults: Mapping[str, object] = field(default_factory=dict)
+    defaults: Mapping[str, object] = {}
     # overrides for the embedded data, where the parts are a thousand times smaller and there are a
     # hundred times fewer pictures
-    embedded: Mapping[str, object] = field(default_factory=dict)
+    embedded: Mapping[str, object] = {}
 
 
 @dataclass(frozen=True)
@@ -145,12 +143,3 @@ def parse_stage(
 
     groups = {**GROUPS, "model": f"stage {GROUPS['model']}"}
     return parse(argv, doc, kind, f"train.systems.{kind.NAME}", defaults, groups)
-
-
-def run_stage(
-    kind: type[StageSettings],
-    argv: Sequence[str] | None,
-    doc: str | None,
-) -> None:
-    """The command of a system."""
-    run_flags(*parse_stage(kind, argv, doc))

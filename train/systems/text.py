@@ -15,12 +15,13 @@ import random
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from eval.question import parts_of
 from eval.systems.text.corpus import Corpus, kept_corpus, open_corpus
 from eval.systems.text.tasks import MOST_ASKED, SYMBOLS, Tasks
 from model.common import UserError, run_command
@@ -167,13 +168,12 @@ class TextOrder:
         self,
         corpus: Corpus,
         settings: TextSettings,
-        split: str = "train",
         rank: int = 0,
         processes: int = 1,
     ):
         self.corpus = corpus
         self.settings = settings
-        self.tasks = Tasks(corpus, split)
+        self.tasks = Tasks(corpus, "train")
         self.total = settings.steps
         self.rank = rank
         self.share, rest = divmod(settings.rows, processes)
@@ -190,9 +190,7 @@ class TextOrder:
         def plan() -> Iterator[range]:
             for step in range(first, self.total):
                 start = step * self.settings.rows + self.rank * self.share
-                rows = range(start, start + self.share)
-                for number in range(0, self.share, size):
-                    yield rows[number : number + size]
+                yield from parts_of(range(start, start + self.share), size)
 
         batches = load_batches(self, plan(), workers, pin)
         for _ in range(first, self.total):
@@ -204,10 +202,12 @@ class TextOrder:
         inputs, targets, places = [], [], []
         for number in numbers:
             row = draw_documents(self.corpus, self.tasks, self.settings, number)
-            inputs.append(list(chain(*(document[:-1] for document in row))))
-            targets.append(list(chain(*(document[1:] for document in row))))
+            inputs.append([])
+            targets.append([])
             places.append([])
             for place, document in enumerate(row):
+                inputs[-1] += document[:-1]
+                targets[-1] += document[1:]
                 places[-1] += [place] * (len(document) - 1)
         targets = torch.tensor(targets)
         hidden = torch.isin(targets, torch.tensor(self.tasks.unforeseen))
@@ -244,7 +244,7 @@ def train_text(
     use_threads(settings.threads, model)
     model.set_checkpointing(settings.checkpointing)
     optimizer = text_optimizer(model, settings)
-    order = TextOrder(corpus, settings, "train", world.rank, world.size)
+    order = TextOrder(corpus, settings, world.rank, world.size)
 
     def loss(called: torch.nn.Module, micro: TextBatch) -> Tensor:
         micro = micro.to(world.device)

@@ -22,7 +22,8 @@ from model.source import EMBEDDED
 from model.systems.chat import load_text_tokenizer
 from model.systems.configs import LanguageWingsConfig
 from model.systems.wings import Wings, attach, join, route
-from train.systems.stages import ONE_EPOCH, StageRecipe, StageSettings, run_stage
+from train.finetune import run_flags
+from train.systems.stages import ONE_EPOCH, StageRecipe, StageSettings, parse_stage
 from weights.load import load_model, load_siglip, load_text
 
 # as a --base, and where it lies
@@ -84,7 +85,7 @@ class WingsSettings(StageSettings):
         and routers. Raises UserError for another base than the stage starts from."""
         if self.parts.language_model:
             return self.join_parts(dtype, device)
-        source: str | Path = self.base
+        source = self.base
         if self.base == TEXT_BASE:
             source = TEXT_FOLDER
             if not TEXT_FOLDER.is_dir():
@@ -123,7 +124,7 @@ class WingsSettings(StageSettings):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    run_stage(WingsSettings, argv, __doc__)
+    run_flags(*parse_stage(WingsSettings, argv, __doc__))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ LETTERS = "ABCDEFGH"
 RECORDS = tuple(f"«{city}={letter}»" for city in CITIES for letter in LETTERS)
 QUESTIONS = tuple(f"«{city}?»" for city in CITIES)
 ANSWERS = tuple(f"«{letter}»" for letter in LETTERS)
-SYMBOLS = (*RECORDS, *QUESTIONS, *ANSWERS)  # tokens of their own
+SYMBOLS = RECORDS + QUESTIONS + ANSWERS  # tokens of their own
 MOST_ASKED = 8  # of one document
 SHOWN = 4  # keys of the examples
 RELIABLE = 0.7  # of the examples
@@ -43,8 +43,8 @@ class Document(NamedTuple):
 
     ids: list[int]
     answers: Sequence[int]
-    needles: Sequence[int] = ()
-    haystack: tuple[int, int] = (0, 0)
+    needles: Sequence[int]
+    haystack: tuple[int, int]
 
 
 class Tasks:
@@ -56,7 +56,7 @@ class Tasks:
         self.id_of = corpus.tokenizer.piece_to_id
         self.newline = self.id_of(NEWLINE)
         # no model is trained to foresee them
-        self.unforeseen = [*map(self.id_of, (*RECORDS, *QUESTIONS))]
+        self.unforeseen = [*map(self.id_of, RECORDS + QUESTIONS)]
 
     def record(self, record: Record) -> int:
         return self.id_of("«{}={}»".format(*record))
@@ -93,8 +93,9 @@ class Tasks:
         """A haystack with so many `needles`, at most `length` tokens in total. depth: of the needle
         asked first, 0 at the start of the text, 1 at its end, None at random."""
         # 1. the needles, and the gaps where they may lie
+        asked = min(asked, needles)
         drawn = self.draw(dice, needles, asked)
-        text = self._lines(dice, length - 2 * needles - 2 * min(asked, needles) - 3)
+        text = self._lines(dice, length - 2 * needles - 2 * asked - 3)
         gaps = [0]
         gaps += [place for place, token in enumerate(text, 1) if token == self.newline]
         places = [dice.choice(gaps) for _ in drawn]
@@ -111,7 +112,7 @@ class Tasks:
             ids += [self.record(drawn[number]), self.newline]
             done = places[number]
         ids += text[done:]
-        first = [spots[number] for number in range(min(asked, needles))]
+        first = [spots[number] for number in range(asked)]
         return self.document(ids, drawn[:asked], first)
 
     def _lines(self, dice: Random, room: int) -> list[int]:

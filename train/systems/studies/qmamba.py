@@ -16,7 +16,6 @@ nothing: models that were trained in both directions scan in one. Every other fl
 `train.finetune` and holds for both stages.
 """
 
-import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ import torch
 from eval import vqa
 from eval.data import scenes
 from eval.question import Question
+from model.common import read_json
 from model.device import choose_device
 from model.paligemma import PaliGemma
 from train.flags import several
@@ -114,15 +114,15 @@ def make(
         model = load_start(settings, choose_device(settings.device))
         model.multi_modal_projector.connector.order = row.order
         processor, _ = open_processor(settings, model)
-        facts = json.loads((needed[0] / "cell.json").read_text())["facts"]
+        facts = read_json(needed[0] / "cell.json")["facts"]
         return {"scores": ask_tasks(model, processor, settings, tasks, folder), "facts": facts}
     # 1. both stages
     model = open_row(stages[0], row, job.seed, *needed)
     processor, files = open_processor(stages[0], model)
     seconds = 0.0
-    for number, stage in enumerate(stages, 1):
+    for stage in stages:
         settings = replace(stage, seed=job.seed, lr=stage.lr * job.rate)
-        factors = stages[0].STAGES[number].rates
+        factors = stage.STAGES[stage.stage].rates
         seconds += train_stage(
             model, processor, training_records(settings), settings, factors, folder
         )

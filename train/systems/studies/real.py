@@ -20,7 +20,7 @@ own. Rates are not searched for.
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ ASKED = 4  # facts of a context
 LENGTHS = {"few": 200, "prose": 320}  # tokens of a row
 TIMES = 1.15  # seconds of a step with two maps beside plain LoRA's, measured once
 PLAIN = ("plain", "plain again")
-ROWS: dict[str, dict] = {
+ROWS = {
     "plain": {"kind": "softmax"},
     "plain again": {"kind": "softmax", "drawn": 1000},  # other initial values, the same rows
     "plain + head norm": {"kind": "shared", "one_map": True},
@@ -101,7 +101,7 @@ def row_of(haystack: Haystack, design: str, dice: random.Random) -> tuple[list[i
     length = LENGTHS[design]
     if design == "prose":
         begin = haystack.tokenizer.begin
-        ids = sum(haystack.prose(dice, length - len(begin)), list(begin))
+        ids = sum(haystack.prose(dice, length - len(begin)), begin)
         return ids, ids
     context = haystack.context(dice, length, dice.choice((1, 2, 4)), 2)
     ids, labels = list(context.ids), [-100] * length
@@ -135,8 +135,15 @@ def train(
     """A cell. drawn: other numbers are other initial values, on the same rows. scalar_lr: of λ and
     μ. graft: of `open_row`."""
     # 1. the model, its graft and LoRA
-    settings = Settings(base=options.base, device="cpu", r=16, alpha=32.0)
-    settings = replace(settings, lr=options.rate, scalar_lr=scalar_lr, seed=seed + drawn)
+    settings = Settings(
+        base=options.base,
+        device="cpu",
+        r=16,
+        alpha=32.0,
+        lr=options.rate,
+        scalar_lr=scalar_lr,
+        seed=seed + drawn,
+    )
     model, optimizer = open_row(load_text(options.base), settings, kind, **graft)
     # 2. training
     of = haystacks(options.base, options.text)
@@ -191,7 +198,7 @@ def study_of(options: Options) -> engine.Study:
     one = [context for context in contexts for _ in range(ASKED)]
     many = [f"{rung}/{context}" for rung in LOUD for context in one]
     rungs = [f"{length} tokens, {facts} facts" for length, facts in LOUD for _ in one]
-    beside: Any = {"is_share": False, "in_mean": False}
+    beside = {"is_share": False, "in_mean": False}
     signal = "attention, log of asked ÷ others"
     loss = "loss on prose, nats"
     measures = {

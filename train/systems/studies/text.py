@@ -202,8 +202,7 @@ def blocks(options: Options, run: engine.Run) -> list:
     first = options.sizes[0]
     rows = {kind: f"{kind}, {first}" for kind in KINDS}
     # 1. λ
-    cells = run.facts(rows["differential"])
-    weights = np.mean([cell["lambda"] for cell in cells], axis=0)
+    weights = np.mean([cell["lambda"] for cell in run.facts(rows["differential"])], axis=0)
     by_layer = ", ".join(f"{weight:.2f}" for weight in weights)
     # 2. attention, as the paper shows it
     shares = []

@@ -258,7 +258,7 @@ def blocks(run: engine.Run) -> list:
         scores = run.scores(row)
         change = interval_text(estimate(scores[TEXT] - known), 1, signed=True)
         median = f"{np.median(scores[TEXT].mean(1)):.1f}"
-        readers = int((scores[PICTURES].mean(1) >= 100 * READ).sum())
+        readers = (scores[PICTURES].mean(1) >= 100 * READ).sum()
         low, high = exact_interval(readers, run.seeds)
         reads = f"{readers} of {run.seeds}, {100 * low:.0f} to {100 * high:.0f} %"
         kept.append([row, change, median, reads])
