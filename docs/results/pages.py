@@ -6,8 +6,8 @@ It writes a page beside each CSV, the figures, and in RESULTS.md every table bet
 `<!-- NAME -->` and `<!-- end -->`.
 
 A line of a CSV is a cell on one measure. Intervals are 95 % of Student's t over runs, paired by
-seed; questions are the same for all. Of a row that was tried at several rates those runs count that
-are the most. "mean" is of the measures of which plain rows are from 15 to 95 % of the way from
+seed; questions are the same for all rows. Of a row that was tried at several rates those runs count
+that are the most. "mean" is of the measures of which plain rows are from 15 to 95 % of the way from
 guessing to perfect, on the validation split.
 """
 
