@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
 # in files of answers
 ID_KEYS = ("question_id", "questionId", "index", "id", "image")
-ANSWER_KEYS = ("answer", "prediction", "text")
+ANSWER_KEYS = ("answer", "prediction", "text", "response", "output", "pred", "model_answer")
 # lines of each table
 AT_LIMIT = "ended at the limit of tokens"  # the share of answers without an end token
 ECE = "expected calibration error"  # of own data
@@ -110,7 +110,11 @@ class Benchmark:
         """By default the mean of every measure in percent, over all rows and by kind."""
         kinds = by_kind(rows)
         kinds.pop("", None)
-        return {"overall": means(rows)} | {kind: means(kinds[kind]) for kind in kinds}
+        lines = {"overall": means(rows)}
+        for kind, of_kind in kinds.items():
+            name = f"type {kind}" if kind in lines else kind
+            lines[name] = means(of_kind)
+        return lines
 
     def baselines(self, rows: Sequence[Row]) -> Results:
         """The rows of answers that need no model, by title, to the questions of `rows`."""
@@ -168,8 +172,10 @@ def read_answers(
     def add(record: dict) -> None:
         ids = [record[name] for name in ID_KEYS if name in record]
         id_ = str(ids[0]) if ids else next(in_order, "one more")
-        said = [record[name] for name in ANSWER_KEYS if name in record]
-        answer = said[0] if said else None
+        said = {name: record[name] for name in ANSWER_KEYS if name in record}
+        answer = next(iter(said.values()), None)
+        is_clear = said == dict.fromkeys(said, answer)  # else one may be the truth, or the question
+        check(is_clear, f"{some(list(said))} differ, and one alone is the model's")
         check(id_ in known and id_ not in answers, f"id {shown(id_)} is unknown, or occurs twice")
         check(known[id_].takes(answer), f"answer is {quoted(answer)}")
         prompt = known[id_].prefix

@@ -67,7 +67,7 @@ def add_model_flags(parser: ArgumentParser, many: bool = False) -> None:
     add_flag(parser, "--model", source, metavar="SRC", **repeated)
     run = (
         f"a run, or any folder with a PEFT adapter, or `none`{again} (default: without --model, "
-        "the newest run; for the embedded scenes the newest on them)"
+        "the newest run on the embedded base; for its scenes the newest on them)"
     )
     add_flag(parser, "--adapter", run, metavar="RUN", **repeated)
     bits = f"hold the weights in 8 or 4 bits{again}"

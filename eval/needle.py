@@ -21,6 +21,7 @@ import re
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from itertools import groupby, product, zip_longest
@@ -283,7 +284,7 @@ def on_pictures(test: NeedleTest, folder: str | Path) -> NeedleTest:
     files = []
     for names in test.haystack:
         grid = [find_picture(folder, name) for name in names]
-        pictures.append(partial(stitch, grid))
+        pictures.append(Stitched(grid))
         files += grid
     return test._replace(pictures=tuple(pictures), files=tuple(files))
 
@@ -310,16 +311,21 @@ def sampled(tests: Sequence[NeedleTest], count: int) -> list[NeedleTest]:
     return sorted(chosen, key=lambda test: test.id)
 
 
-def stitch(pictures: Sequence[Path]) -> Image.Image:
-    """N² pictures, row-major, each resized to SUB_IMAGE (aspect not kept), as one. Raises
-    UserError."""
-    side = math.isqrt(len(pictures))
-    canvas = Image.new("RGB", (side * SUB_IMAGE, side * SUB_IMAGE))
-    for at, picture in enumerate(pictures):
-        row, col = divmod(at, side)
-        resized = load_image(picture).resize((SUB_IMAGE, SUB_IMAGE))
-        canvas.paste(resized, (col * SUB_IMAGE, row * SUB_IMAGE))
-    return canvas
+@dataclass(frozen=True)
+class Stitched:
+    """N² pictures, row-major, each resized to SUB_IMAGE (aspect not kept), as one. What it prints
+    as names a cell of a study. Raises UserError."""
+
+    pictures: Sequence[Path]
+
+    def __call__(self) -> Image.Image:
+        side = math.isqrt(len(self.pictures))
+        canvas = Image.new("RGB", (side * SUB_IMAGE, side * SUB_IMAGE))
+        for at, picture in enumerate(self.pictures):
+            row, col = divmod(at, side)
+            resized = load_image(picture).resize((SUB_IMAGE, SUB_IMAGE))
+            canvas.paste(resized, (col * SUB_IMAGE, row * SUB_IMAGE))
+        return canvas
 
 
 # Prompts and answers

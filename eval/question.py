@@ -11,7 +11,7 @@ from eval.data.record import Picture, Record, gray_picture
 from model.common import quoted
 from model.confidence import Certainty
 
-# a text; or, of a question whose choices are `scored`, their log-probabilities in nats
+# a text; or, of a question that `wants_log_probs`, one of each choice in nats
 Answer = str | list[float]
 
 

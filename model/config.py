@@ -58,7 +58,7 @@ def config_errors(path: str | Path) -> Iterator[None]:
     ) as error:
         what = "" if isinstance(error, UserError) else f"{type(error).__name__} "
         raise UserError(
-            f"{shown(path)}: {what}{shown(error)}: take another model or download it again"
+            f"{shown(path)}: {what}{shown(error)}: give a model's own folder, no run or adapter, or download it again"
         ) from None
 
 

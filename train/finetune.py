@@ -184,19 +184,20 @@ def train_model(
     """Train from `progress` on, and write what was learned; `progress.results` gets the scores
     before. files: to write beside a whole model."""
     # 1. the base, and its answers
-    results = progress.results
     model = load_start(settings, world.device)
+    if world.is_first:
+        of_held_out = held_out.records if held_out else ()
+        data = data_fingerprints([*order.records, *of_held_out])
+        fingerprints = {"base": adapter.fingerprint(model), **data}
+        set_origin(run, progress, settings, fingerprints, allow_changed)
+    progress = world.gather(progress)[0]  # the first process knows whether its scores hold
+    results = progress.results
     if held_out and "before" not in results:
         results["before"] = held_out.evaluate_column(model, "before")
 
     # 2. what is trained, and its answers
     model, optimizer = open_model(settings, world.device, model)
     model.base_fingerprint = adapter.fingerprint(model)  # which every saved adapter stores
-    if world.is_first:
-        of_held_out = held_out.records if held_out else ()
-        data = data_fingerprints([*order.records, *of_held_out])
-        fingerprints = {"base": model.base_fingerprint, **data}
-        set_origin(run, progress, settings, fingerprints, allow_changed)
     if held_out and settings.is_grafted and "start" not in results:
         results["start"] = held_out.evaluate_column(model, "start")
 

@@ -7,7 +7,7 @@ from a run folder.
 
 import dataclasses
 from argparse import SUPPRESS, BooleanOptionalAction, RawDescriptionHelpFormatter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -75,13 +75,14 @@ def given_flags(
     argv: Sequence[str] | None,
     groups: Mapping[str, str] = {},
     recipes: Mapping[str, Mapping] = {},
+    hidden: Collection[str] = (),
     **more,
 ) -> dict:
     """The values that the command line of `program` gives; each field of the dataclasses `owners`
     is a flag.
 
     groups: the fields of each group of --help. recipes: by name, other defaults that --help shows.
-    more: arguments of the parser.
+    hidden: fields that it leaves out. more: arguments of the parser.
     """
     parser = Parser(
         f"python -m {program}",
@@ -96,7 +97,10 @@ def given_flags(
     for owner in owners:
         for field in dataclasses.fields(owner):
             group = group_of.get(field.name, parser)
-            group.add_argument(flag_name(field.name), **argument_of(owner, field, recipes))
+            options = argument_of(owner, field, recipes)
+            if field.name in hidden:
+                options["help"] = SUPPRESS
+            group.add_argument(flag_name(field.name), **options)
     return vars(parser.parse_args(argv))
 
 

@@ -51,8 +51,8 @@ class LoopSettings:
     )
     max_bad: int | None = flag(
         None,
-        "unusable records to leave out before the run stops, at most half of all (default: 20, of "
-        "fewer than 200 records a tenth, but one of a few)",
+        "unusable records to leave out before the run stops, at most half of all (default: 20; of "
+        "fewer than 200 records a tenth, at least one)",
         least=0,
     )
     checkpoint_every: int = flag(200, "steps between checkpoints", least=1)

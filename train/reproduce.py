@@ -4,7 +4,7 @@ figures.
 python -m train.reproduce paligemma      differential PaliGemma (Li et al. 2025): train/studies/paper.py
 python -m train.reproduce NAME           another study, with its own flags: see train/compare.py
 
-Without more flags each is a miniature, on the embedded models.
+Without more flags each is a miniature, on the embedded models; real needs --base FOLDER.
 """
 
 import sys

@@ -335,7 +335,7 @@ def set_origin(
     {"base": …}.
 
     Raises UserError if its checkpoint has another origin, naming what has changed; with
-    `allow_changed` it is printed.
+    `allow_changed` it is printed, and scores of another base or other data are forgotten.
     """
     decided = {name: value for name, value in asdict(settings).items() if name not in FREE}
     origin = {flag_name(name): value for name, value in decided.items()}
@@ -347,6 +347,9 @@ def set_origin(
         old = before.get(name)
         if new != old:
             changes.append(f"{name} is {quoted(new)}, was {quoted(old)}")
+            if name.startswith("the "):
+                progress.results.clear()
+                progress.best = None
     progress.origin = origin
     message = f"{shown(run)}: changed since step {progress.step}: {'; '.join(changes)}"
     if changes and not allow_changed:

@@ -177,7 +177,9 @@ class Settings(LoopSettings):
         None, "frozen weights in 8 or 4 bits (default: as --dtype)", choices=list(QUANTIZED)
     )
     evaluate: bool = flag(True, "evaluate on held-out examples, before, during and after training")
-    eval_limit: int = flag(400, "held-out examples of each evaluation", least=4)
+    eval_limit: int = flag(
+        400, "held-out examples of each evaluation, of scenes a quarter", least=4
+    )
     eval_every: int | None = flag(
         None, "steps between evaluations; 0 none (default: ten times a run)", least=0
     )
@@ -378,13 +380,13 @@ def parse(
     kind: type[Settings] = Settings,
     program: str = "train.finetune",
     defaults: Callable[[dict], dict] = recipe_defaults,
-    groups: Mapping[str, str] = GROUPS,
+    **shown_by_help: Any,
 ) -> tuple[Any, Arguments]:
     """The settings and the run folder of the flags of `train.finetune`, in words or by name, or of
     a command with settings of another `kind`.
 
-    defaults(given flags): in place of the fields'; flags override them. groups: of `given_flags`.
-    Raises UserError.
+    defaults(given flags): in place of the fields'; flags override them. shown_by_help: of
+    `given_flags`. Raises UserError.
     """
     settings, arguments = read_run(
         program,
@@ -393,8 +395,7 @@ def parse(
         Arguments,
         argv,
         defaults,
-        groups=groups,
-        recipes=TAKEN if kind is Settings else {},
+        **({"groups": GROUPS, "recipes": TAKEN} | shown_by_help),
     )
     if arguments.resume is None:
         settings.check()

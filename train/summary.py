@@ -109,7 +109,7 @@ def write_answers(run: Path, held_out: HeldOut, results: Results) -> None:
         line = {
             "name": record.name,
             "question": record.prefix,
-            "truth": list(record.answers) or record.suffix,
+            "truth": record.truth,
             "images": [str(path) for path in record.pictures if isinstance(path, Path)],
             **{name: result.answers[n] for name, result in results.items()},
             "right": None if match is None else bool(match),

@@ -122,7 +122,7 @@ class HeldOut:
         """Those of `metrics`, and the average precision of boxes and the mean IoU of masks in
         percent."""
         said = [answer for _, answer in answered]
-        truths = [[*record.answers] or record.suffix for record, _ in answered]
+        truths = [record.truth for record, _ in answered]
         scores = {name: float(metric(said, truths)) for name, metric in self.metrics.items()}
         rows = rows_of_boxes(answered)
         if rows:

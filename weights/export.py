@@ -249,7 +249,10 @@ def processor_files(config: PaliGemmaConfig) -> dict[str, str]:
 
 def parser_of() -> Parser:
     """The flags of the command."""
-    parser = Parser(description="Write a model as safetensors that transformers opens.")
+    parser = Parser(
+        "python -m weights.export",
+        description="Write a model as safetensors that transformers opens.",
+    )
     add = parser.add_argument
     add("source", metavar="SRC", help="a run, folder, hub id, .npz, or 'embedded'")
     add("out", metavar="OUT", type=Path, help="folder to make")
@@ -260,7 +263,7 @@ def parser_of() -> Parser:
     add("--max-shard-gb", type=float, default=5, help="size of a file in 10^9 bytes (default: 5)")
     update = "adapter folder to load onto SRC (default: none)"
     add("--adapter", metavar="RUN", type=Path, help=update)
-    add("--merge", action="store_true", help="merge the adapter, the only way to export it")
+    add("--merge", action="store_true", help="with --adapter: merge it, the only way to export it")
     return parser
 
 

@@ -354,7 +354,10 @@ def varint(value: int) -> bytes:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser(description="Write the model of a GGUF file as a folder of safetensors.")
+    parser = Parser(
+        "python -m weights.gguf",
+        description="Write the model of a GGUF file as a folder of safetensors.",
+    )
     parser.add_argument("file", metavar="FILE", type=Path, help="a model.gguf")
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to make")
     dtype = "dtype of the tensors (default: fp32, exact)"

@@ -42,7 +42,10 @@ def report_of(checkpoint: Checkpoint) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser(description="Show what a checkpoint holds, without reading its tensors.")
+    parser = Parser(
+        "python -m weights.inspect",
+        description="Show what a checkpoint holds, without reading its tensors.",
+    )
     parser.add_argument("source", metavar="SRC", help="a folder, hub id, .npz, or 'embedded'")
     parser.add_argument(
         "--revision", help="branch, tag or commit of a hub id (default: its main branch)"

@@ -88,6 +88,12 @@ class Record:
             given.append(self.suffix)
         return [text for text in given if text.strip()]
 
+    @property
+    def truth(self) -> str | list[str]:
+        """`truths` where the data give several answers, else the suffix."""
+        several = self.truths if self.answers else []
+        return several or self.suffix
+
 
 @dataclass(frozen=True)
 class Refusal:

@@ -63,7 +63,12 @@ UNREAD = (
 )
 UNNAMED = f"{UNREAD}|image|img|picture|photo"  # and where pictures are named elsewhere, or nowhere
 # at the end of what a key has, a list or a record too; or a picture itself
-FILE_NAME = re.compile(r"\.(jpe?g|png|webp|gif|bmp|tiff?)['\]}]*$|<PIL\.", re.IGNORECASE)
+FILE_NAME = re.compile(
+    r"\.(jpe?g?|jfif|png|webp|gif|bmp|tiff?|jp2|j2k|p[pgn]m|hei[cf]|avif)(\?\S*)?\s*['\]}]*$|"
+    r"^data:image/|<PIL\.",
+    re.IGNORECASE,
+)
+NUMBERED = "(image|img|picture|photo)[ _]?([0-9]|[ab]$)"  # keys of one picture of several
 LAYOUTS = (
     '{"image", "prefix", "suffix"}, '
     '{"image", "conversations": [{"from": "human", "value"}, {"from": "gpt", …}]} or '
@@ -267,14 +272,9 @@ def record_of(example: Mapping, folder: str | Path = ".") -> Record:
     check(not is_marked, "write <image> for each frame, or leave <video> out of the text")
     check_turns(len(names), turns)
     pictures = tuple(picture_of(name, folder) for name in names)
-    return Record(
-        "",
-        "",
-        pictures,
-        turns,
-        answers,
-        kind=str(example.get("type") or ""),
-    )
+    kind = example.get("type")
+    kind = "" if kind is None else str(kind)
+    return Record("", "", pictures, turns, answers, kind=kind)
 
 
 def picture_of(picture: Any, folder: str | Path) -> Picture:
@@ -316,14 +316,15 @@ def picture_names(record: Mapping) -> list[Any]:
     if in_parts:
         lists.append(in_parts)
     check(len(lists) < 2, "names its pictures in two places")
-    if not lists:
-        misnamed = []
-        for key, value in record.items():
-            text = str(value)
-            is_said = key in ("conversations", "messages")  # where Qwen-VL names pictures
-            if "</img>" in text or not is_said and FILE_NAME.search(text):
-                misnamed.append(key)
-        check(not misnamed, f"{some(misnamed)} names a picture: give it under 'image' or 'images'")
+    misnamed = []
+    for key, value in record.items():
+        if lists and not re.match(NUMBERED, key):  # of other keys it may be the same picture
+            continue
+        text = str(value)
+        is_said = key in ("conversations", "messages")  # where Qwen-VL names pictures
+        if "</img>" in text or not is_said and FILE_NAME.search(text):
+            misnamed.append(key)
+    check(not misnamed, f"{some(misnamed)} names a picture: give it under 'image' or 'images'")
     if lists and isinstance(lists[0], list | tuple):
         return list(lists[0])
     return lists
@@ -500,13 +501,15 @@ def mask_text(box: Box, coder: Any, width: int, height: int) -> str:
 
 def check_upright(file: Path, width: int, height: int) -> None:
     """Raise ValueError for a picture that EXIF turns by 90°, away from its boxes."""
-    unreadable = OSError, SyntaxError, Image.DecompressionBombError  # says so later
-    with suppress(*unreadable), Image.open(file) as image:
-        seen = image.size  # of TIFF it is turned
-        if "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation, 1) > 4:
+    seen = (width, height)
+    with suppress(Exception), Image.open(file) as image:  # what is unreadable says so later
+        if image.format != "JPEG":
+            image.load()  # PNG may say it behind the pixels; TIFF is turned by this
+        seen = image.size
+        if image.getexif().get(ExifTags.Base.Orientation, 1) > 4:
             seen = seen[::-1]
-        is_turned = width != height and seen == (height, width)
-        check(not is_turned, f"{file} is turned by EXIF, its boxes not")
+    is_turned = (width - height) * (seen[0] - seen[1]) < 0  # it may be smaller than annotated
+    check(not is_turned, f"{file} is turned by EXIF, its boxes not")
 
 
 def check_unit(path: str | Path, detections: Sequence[Detection]) -> None:

@@ -315,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     subject = model_of(args)
     model, reader = open_subject(args, subject, text=True)
     if not isinstance(reader.tokenizer, TextTokenizer):
-        raise UserError(f"{shown(subject.name)}: is no published language model: give one")
+        raise UserError(f"{shown(subject.name)}: is no published language model: give --model")
     haystack = Haystack(reader.tokenizer, sentences, "test")
     plan = list(product(args.lengths, args.facts))
     contexts = range(args.contexts)

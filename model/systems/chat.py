@@ -173,7 +173,7 @@ def ask_text(
     device = model.device
     padded = pad_left(rows, model.config.pad_token_id)
     ids, valid = (tensor.to(device) for tensor in padded)
-    options["also_end"] = tokenizer.end_of_turn if chat else ()
+    options["also_end"] = tokenizer.end_of_turn  # where `decode` stops, too
     inputs = ids, None, torch.ones_like(ids), valid, max_new_tokens
     return generate_texts(model, tokenizer.decode, *inputs, **options)
 

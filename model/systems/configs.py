@@ -245,13 +245,16 @@ class WingsConfig(PaliGemmaConfig):
 @dataclass(frozen=True)
 class LanguageWingsConfig(WingsConfig):
     """WINGS on a published language model. chat: it is asked in turns of its family, after a
-    `system` text where that has one, see `model/systems/chat.py`."""
+    `system` text where that has one, see `model/systems/chat.py`. adds_bos: before a text.
+    opens_with_bos: before a conversation."""
 
     kind = "wings-language"
     text: TextConfig | LlamaConfig = TextConfig()
     bos_token_id: int | None = None
     chat: bool = False
     system: str | None = None
+    adds_bos: bool = True
+    opens_with_bos: bool = False
 
     @classmethod
     def from_dict(cls, raw: dict) -> Any:

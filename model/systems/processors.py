@@ -44,7 +44,12 @@ class LanguageProcessor(SlotProcessor):
         return super().pixels(pad_to_square(load_image(picture)))
 
     def open_texts(self) -> Texts:
-        return TextTokenizer(self.config.language, self.tokenizer, system=self.config.system)
+        config = self.config
+        known = {"system": config.system, "adds_bos": config.adds_bos}
+        texts = TextTokenizer(config.language, self.tokenizer, **known)
+        if config.opens_with_bos:
+            texts.opening = texts.bos
+        return texts
 
     def begun(self, ids: list[int]) -> list[int]:
         """Before a picture too, and only where the tokenizer adds bos, as LLaVA has it."""

@@ -284,10 +284,15 @@ def test_documents_are_learned(name, tmp_path):
 
 def test_own_data_by_anls(scores, workplace):
     """--scoring is refused for own data, or a scorer of VQA that needs ten people is taken."""
-    rows = [{"prefix": "a", "suffix": "abcd", "type": "t"}, {"prefix": "b", "answers": ["x", "y"]}]
+    rows = [{"prefix": "a", "suffix": "abcd", "type": "overall"}]
+    rows.append({"prefix": "b", "answers": ["x", "y"], "type": 0})
     write_lines(workplace / "own.jsonl", rows)
     said = {"own.jsonl:1": "abcx", "own.jsonl:2": "y"}
     own = "--data jsonl:own.jsonl --scoring"
-    assert scores(f"{own} anls", said) == {"overall": {"ANLS": 87.5}, "t": {"ANLS": 75}}
+    assert scores(f"{own} anls", said) == {
+        "overall": {"ANLS": 87.5},
+        "type overall": {"ANLS": 75},
+        "0": {"ANLS": 100},
+    }
     assert scores(f"{own} relaxed", said)["overall"] == {"relaxed accuracy": 50}
     refused(lambda: scores(f"{own} vizwiz", said), "anls, relaxed, cider")

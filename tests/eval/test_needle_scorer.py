@@ -128,7 +128,7 @@ def test_stitch_is_row_major_and_square(tmp_path):
     files = [tmp_path / f"{n}.png" for n in range(4)]
     for n, color in enumerate(colors):
         draw(files[n], color, size=(30 + 40 * n, 50))
-    stitched = needle.stitch(files)
+    stitched = needle.Stitched(files)()
     assert stitched.size == (512, 512)
     assert [stitched.getpixel((x, y)) for y in (0, 511) for x in (0, 511)] == colors
     assert stitched.getpixel((255, 255)) == colors[0]

@@ -220,6 +220,11 @@ MALFORMED = r"""
 {"prefix": "a", "suffix": "<loc_12><loc_0><loc_1><loc_1> cat"}
 {"prefix": "a", "suffix": "<loc00123> cat"}
 {"image": null, "img": "a.png", "prefix": "a", "suffix": "b"}
+{"image": "a.png", "image2": "a.png", "prefix": "a", "suffix": "b"}
+{"image": "a.png", "img_b": "a.png", "prefix": "a", "suffix": "b"}
+{"path": "a.jp2 ", "prefix": "a", "suffix": "b"}
+{"url": "https://a/b.jpg?w=9", "prefix": "a", "suffix": "b"}
+{"screenshot": "data:image/png;base64,eA==", "prefix": "a", "suffix": "b"}
 {"prefix": "a", "answers": ["b", 2]}
 {"prefix": "a", "answers": "bb"}
 {"prefix": "a"}
@@ -350,16 +355,21 @@ def test_pictures_from_python_are_those_of_their_files(tmp_path, processor):
     assert not torch.equal(first, last)
 
 
-@pytest.mark.parametrize("kind", "jpeg png webp tiff".split())
+@pytest.mark.parametrize("kind", "jpeg png webp tiff late".split())
 def test_a_picture_that_exif_turns_away_from_its_boxes(kind, tmp_path):
     """Breaks when boxes of the stored picture are learned beside the one that is shown."""
     exif = Image.Exif()
     exif[0x0112] = 6
     file = tmp_path / f"a.{kind}"
-    Image.new("RGB", (60, 30)).save(file, exif=exif)
+    Image.new("RGB", (60, 30)).save(file, "png" if kind == "late" else kind, exif=exif)
+    if kind == "late":  # behind the pixels
+        head, rest = file.read_bytes().split(b"\0\0\0\x1aeXIf")
+        pixels, end = rest[30:].split(b"\0\0\0\0IEND")
+        file.write_bytes(head + pixels + b"\0\0\0\x1aeXIf" + rest[:30] + b"\0\0\0\0IEND" + end)
     check_upright(file, 30, 60)  # as it is shown
-    with pytest.raises(ValueError, match="is turned by EXIF"):
-        check_upright(file, 60, 30)
+    for scale in (1, 3):
+        with pytest.raises(ValueError, match="is turned by EXIF"):
+            check_upright(file, 60 * scale, 30 * scale)
 
 
 def test_several_answers(tmp_path):
@@ -370,10 +380,10 @@ def test_several_answers(tmp_path):
 {"prefix": "q", "suffix": "two", "answers": ["2", "2"]}
 {"prefix": "q", "suffix": "two"}""")
     made = read_data(f"jsonl:{file}")
-    assert [(r.name, r.suffix, r.answers) for r in made] == [
-        ("own.jsonl:1", "2", ("two", "2", "2")),
-        ("own.jsonl:2", "two", ("2", "2")),
-        ("own.jsonl:3", "two", ()),
+    assert [(r.name, r.suffix, r.answers, r.truth) for r in made] == [
+        ("own.jsonl:1", "2", ("two", "2", "2"), ["two", "2", "2"]),
+        ("own.jsonl:2", "two", ("2", "2"), ["2", "2", "two"]),
+        ("own.jsonl:3", "two", (), "two"),
     ]
 
 

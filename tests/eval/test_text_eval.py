@@ -265,3 +265,5 @@ def test_the_command_measures_runs(text_folder, tmp_path, printed):
     panels = "nll recall needle needle-map attention attention-noise examples examples-margin"
     assert re.findall(r"^\| ([a-z-]+) +\| chance", told, re.MULTILINE) == panels.split()
     assert 6 < float(re.search(r"^\| all +\| +\| ([\d.]+)", told, re.MULTILINE)[1]) < 8
+    open_corpus(tmp_path / "run/corpus", [text_folder], 400)
+    refused(lambda: measures.main(["nll", str(tmp_path / "run")]), "run/corpus: ", "anew")

@@ -10,6 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from eval.ask import main
+from model.systems import chat
 from model.systems.chat import TextTokenizer, ask_text, load_text_tokenizer
 from tests.files import read_json, write_json
 from tests.pieces import TEXTS, language_folder
@@ -131,7 +132,7 @@ def test_what_cannot_be_asked_is_refused(both):
     refused(lambda: TextTokenizer(small, tokenizer), "another model")
 
 
-def test_a_language_model_is_asked_without_a_picture(folder, printed):
+def test_a_language_model_is_asked_without_a_picture(folder, printed, monkeypatch):
     """Breaks when a prompt is not continued as the model does it, or --chat asks without the
     turns."""
     model = load_text(folder)
@@ -148,6 +149,9 @@ def test_a_language_model_is_asked_without_a_picture(folder, printed):
         ]
         alone = [ask_text(model, tokenizer, [text], 6, "chat" in flag)[0] for text in ("dog?", "a")]
         assert said == alone
+        monkeypatch.setattr(chat, "generate_texts", lambda *_, also_end, **__: also_end)
+        assert ask_text(model, tokenizer, ["dog?"]) == tokenizer.end_of_turn  # as `decode`
+        monkeypatch.undo()
     assert answers["--json"] != answers["--json --chat"]
     refused(lambda: main(f"--model {folder} --draw a.png --prompt a".split()), "--draw")
     refused(lambda: main("--model embedded --chat --prompt a".split()), "--image")

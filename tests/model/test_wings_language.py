@@ -12,6 +12,7 @@ from PIL import Image
 from eval.open import wording_of
 from model.processor import Processor, processor_for
 from model.source import BUNDLED_FOLDER
+from model.systems.chat import load_text_tokenizer
 from model.systems.wings import route
 from model.tokenizer import load_tokenizer
 from tests.files import draw, write_lines
@@ -95,7 +96,7 @@ def test_the_start_is_the_language_model(parts, dtype):
         assert torch.equal(logits[valid.bool()], text(ids, valid)[valid.bool()])
 
 
-def test_a_conversation_is_laid_out_and_learned_as_released(parts):
+def test_a_conversation_is_laid_out_and_learned_as_released(parts, monkeypatch):
     """Breaks when a picture is elsewhere in a turn, or another token is learned; the turns:
     test_chat.py."""
     model = opened(parts)
@@ -127,6 +128,13 @@ def test_a_conversation_is_laid_out_and_learned_as_released(parts):
         tokenizer.before = before
         ids = processor_for(config, tokenizer).row_of(1, [("Say", "box")])[0]
         assert ids == [*before, *[image] * 16, *theirs("Say\nbox<|im_end|>").input_ids]
+    # and as the language model's own files say
+    known = load_text_tokenizer(parts / "text")
+    known.begin, known.opening = [], bos
+    monkeypatch.setattr(wings, "load_text_tokenizer", lambda source: known)
+    config = replace(opened(parts).config, bos_token_id=bos[0])
+    texts = processor_for(config, load_tokenizer(parts / "text/tokenizer.model")).texts
+    assert (texts.begin, texts.opening) == ([], bos)
 
 
 def test_pictures_are_padded_to_squares(parts):

@@ -94,6 +94,9 @@ def test_controls_are_chosen():
     assert alone.lengthen is None
     assert next(iter(alone.beside.values())) == {"dex": ("fine-tuned",), "v2": ("fine-tuned",)}
     assert study(("fine-tuned", "dex"), "size").lengthen is None
+    assert study(("fine-tuned", "dex"), "time").lengthen[:2] == ("samples", BASE.samples)
+    timed = attention.study_of(replace(BASE, rows=("fine-tuned", "dex"), steps=7))
+    assert timed.lengthen[:2] == ("steps", 7)
 
 
 def write_jsonl(folder, pictures, answer="yes"):
@@ -263,7 +266,7 @@ def test_a_cell_is_asked_without_dropout(processor, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags", "--lr 1|--no-evaluate|--seed 3|--coco x|--data jsonl:x".split("|")
+    "flags", "--lr 1|--no-evaluate|--recipe help|--patience 3|--coco x|--data jsonl:x".split("|")
 )
 def test_mistakes_are_told_before_anything_is_trained(flags, tmp_path, monkeypatch):
     """Breaks when a wrong flag costs a comparison, or is passed over in silence."""
@@ -276,7 +279,11 @@ def test_the_help_names_other_studies(printed):
     """Breaks when a study cannot be found."""
     with pytest.raises(SystemExit):
         compare.main(["--help"])
-    assert " | ".join(compare.STUDIES) in printed()
+    told = printed()
+    assert " | ".join(compare.STUDIES) in told
+    assert "--scalar-lr" in told
+    assert "--patience" not in told  # which is refused
+    assert "here: 3200" in told
 
 
 def test_noise_is_of_its_strength_and_the_same_for_all():

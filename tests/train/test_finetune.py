@@ -212,7 +212,7 @@ def test_examples_of_a_program_are_those_of_a_file(tmp_path):
     refused(lambda: finetune.finetune(**given, **settings, metrics={"AP": max}), "metrics: AP")
 
     def of_light(answers, truths):
-        return truths.count("light") + truths.count(["dim", "dim"]) / 100
+        return truths.count("light") + truths.count(["dim", "dim", "dark"]) / 100
 
     on_log = Mock()
     done = resumed(**given, on_log=on_log, metrics={"of light": of_light})

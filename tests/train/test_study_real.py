@@ -67,6 +67,7 @@ def test_the_study(llama, short, tmp_path, printed):
     """Breaks when a row cannot be trained, a measure is missing, or equal rows are not equal."""
     flags = f"--base {llama} --quick --steps 1 --contexts 2 --jobs 1 --out {tmp_path}".split()
     real.main(flags)
+    refused(lambda: real.main(flags[2:]), "--base")
     assert "twin-small, few" in printed()
     cells = {row: cell["scores"]["test"] for row, (_, cell) in cells_in(tmp_path).items()}
     assert len(cells) == 2 * len(real.ROWS) + 1  # a control that trains longer

@@ -132,6 +132,9 @@ def test_a_run_without_progress_stops_and_is_finished(flags, tmp_path, monkeypat
     refused(lambda: train("--resume", tmp_path / "run"), "the records", "--allow-changed")
     assert newest_progress(tmp_path / "run").stopped == 4
     assert read_json(tmp_path / "run/summary.json")["held_out"]["stopped"] == 4
+    train("--allow-changed --resume", tmp_path / "run")  # what was scored before is scored again
+    told = read_json(tmp_path / "run/summary.json")["held_out"]
+    assert told["before"]["loss"] == told["after"]["loss"]
 
 
 # loss and exact match; then the step and age of the best, and the step of the stop. In the last but

@@ -5,7 +5,7 @@
     python -m train.compare --base google/paligemma-3b-pt-224 --data vqav2:DIR \\
         --coco DIR --captions FILE --rows twin
 
-Every other flag is one of `train.finetune` and holds for all rows. A row stands beside the mean of
+The other flags are of `train.finetune` and hold for all rows. A row stands beside the mean of
 all plain rows, which differ in rank alone; each of these beside the others, which shows what chance
 does (A/A); beside plain LoRA of the smallest rank with at least as many trainable parameters; and
 beside the same trained as long. Needles are answered by the likelier word of those asked for: what
@@ -27,7 +27,8 @@ from eval.vqa_scoring import official
 from train.flags import flag, from_values, several
 from train.model import load_base, open_model
 from train.optim import parameter_count, trainable
-from train.settings import Settings
+from train.recipes import RECIPES
+from train.settings import Settings, is_published_size
 from train.studies import built, report
 from train.studies.cells import Job
 from train.studies.engine import MEAN, Study
@@ -173,7 +174,8 @@ def study_of(options: Options) -> Study:
     beside["plain LoRA with at least as many parameters"] = by_size
     lengthen = None
     if options.is_embedded and "time" in options.controls:
-        lengthen = ("samples", options.samples, TIMES)
+        length = "steps" if options.steps else "samples"
+        lengthen = (length, getattr(options, length), TIMES)
     # 3. what they learn and are asked
     data = " ".join(options.data)
     tasks = {split: tasks_of(options, split) for split in ("validation", "test")}
@@ -196,6 +198,8 @@ def study_of(options: Options) -> Study:
 
 def main(argv: Sequence[str] | None = None) -> None:
     decided = ("attention", "feed_forward", "option", "tasks", "lr")
-    given = read_given(Options, argv, "train.compare", __doc__, QUICK, decided)
-    options = from_values(Options, DEFAULTS | given)
+    given = read_given(Options, argv, "train.compare", __doc__, QUICK, decided, DEFAULTS)
+    if is_published_size(given.get("base", "embedded")):
+        given = RECIPES["one-gpu"] | given
+    options = from_values(Options, given)
     report.publish(study_of(options), options)

@@ -43,6 +43,7 @@ from train.studies.engine import Run, Study, StudyOptions
 from train.studies.rules import Measure
 from train.studies.training import descend, facts_of, open_row, read_given
 from weights.export import export_model
+from weights.fingerprint import exact_fingerprint
 
 CPU = torch.device("cpu")
 CAPS = (None, 2.0, 1.0, 0.5, 0.25)
@@ -243,9 +244,11 @@ def study_of(options: Options, task: str, cap: float | None, times: int) -> Stud
     if task == "built":
         dose["others"] = OTHERS
         measure = Measure(task, [0] * built.TESTS, 100 / built.CLASSES)
+        key = ""
         tuned = ()
     else:
         measure = Measure(task, [0] * TESTS["test"], 100 / 16)
+        key = exact_fingerprint(load_base(Settings(device="cpu"), CPU))
         tuned = tuple(row for row in TUNED if row in options.rows)
     plain = tuple(row for row in options.rows if row in PLAIN)
     variants = [row for row in options.rows if row not in PLAIN]
@@ -263,7 +266,7 @@ def study_of(options: Options, task: str, cap: float | None, times: int) -> Stud
         title="Two attention maps at a dose of noise",
         rows={row: tuple((dose | ROWS[row]).items()) for row in options.rows},
         make=make,
-        key="",
+        key=key,
         measures={task: measure},
         beside={CONTROL: dict.fromkeys(variants, plain), "plain, A/A": chance},
         rates=options.rates or rates,

@@ -175,7 +175,8 @@ def study_of(models: Mapping[str, Options]) -> engine.Study:
     # 1. the rows; a finished run is named by its weights
     marks = {}
     for row, run in base.finished.items():
-        marks[row] = (file_digest(run / adapter.TENSOR_FILE),)
+        names = adapter.CONFIG_FILE, adapter.TENSOR_FILE
+        marks[row] = tuple(file_digest(run / name) for name in names)
     rows = {row: marks.get(row, ()) for row in ("baseline", *base.rows)}
     for row, names in PART_2.items():
         if row == CONTROL and row not in marks and WITH in marks:

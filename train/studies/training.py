@@ -34,8 +34,10 @@ from train.studies.engine import StudyOptions
 from train.studies.measures import Task, training_records
 from weights.fingerprint import exact_fingerprint
 
-# by every study
-DECIDED = ("stage", "full", "seed", "evaluate", "eval_limit", "eval_data", "threads")
+# by every study; nothing is validated while its cells are trained
+DECIDED = (
+    "stage recipe full align seed threads evaluate eval_limit eval_data eval_every patience keep_best"
+).split()
 Tasks = Mapping[str, Mapping[str, Task]]  # by split and name
 
 
@@ -72,13 +74,18 @@ def read_given(
     doc: str | None,
     quick: Mapping,
     decided: Collection[str] = (),
+    defaults: Mapping = {},
 ) -> dict:
-    """The flags on the command line, and with --quick the values of `quick` where they have none.
-    Raises UserError for a setting that the study decides: one of DECIDED or `decided`."""
-    given = given_flags([kind], program, doc, argv, allow_abbrev=False)
-    if refused := given.keys() & {*DECIDED, *decided}:
+    """The flags on the command line, and the study's `defaults`, with --quick the values of
+    `quick`, where they have none. Raises UserError for a setting that the study decides: one of
+    DECIDED or `decided`."""
+    hidden = {*DECIDED, *decided}
+    shown = {"recipes": {"here": defaults}, "hidden": hidden}
+    given = given_flags([kind], program, doc, argv, allow_abbrev=False, **shown)
+    if refused := given.keys() & hidden:
         raise UserError(f"{flag_name(min(refused))}: the study decides that itself: leave it out")
-    return {**quick, **given} if given.get("quick") else given
+    quick = quick if given.get("quick") else {}
+    return {**defaults, **quick, **given}
 
 
 def deciding(settings: LoopSettings, kind: type[LoopSettings] = Settings) -> dict:

@@ -21,8 +21,10 @@ from train.model import learning_rules, load_start, open_processor, rules_of, we
 from train.optim import Rule
 from train.settings import EMBEDDED_DATA, GROUPS, Arguments, Settings, parse, recipe_values
 
-# what stages do not read: of grafts, and of LoRA's own form
-IDLE = set("attention feed_forward diff_in targets alpha dropout".split())
+# what stages do not read: of grafts, of LoRA's own form, and of another way of training
+IDLE = set(
+    "attention feed_forward diff_in targets alpha dropout full align new_tower scalar_lr".split()
+)
 ONE_EPOCH = {
     "epochs": 1,
     "schedule": "cosine",
@@ -135,11 +137,15 @@ def parse_stage(
 
     def defaults(given: dict) -> dict:
         if idle := sorted(given.keys() & IDLE):
-            raise UserError(
-                f"{flag_name(idle[0])}: a stage has neither grafts nor LoRA: leave it out"
-            )
+            raise UserError(f"{flag_name(idle[0])}: a stage does not read it: leave it out")
         of_stage = stage_defaults(kind, given.get("stage", 1), given)
-        return of_stage | recipe_values(given.get("recipe", ""), given)
+        values = of_stage | recipe_values(given.get("recipe", ""), given)
+        return {name: value for name, value in values.items() if name not in IDLE}
 
     groups = {**GROUPS, "model": f"stage {GROUPS['model']}"}
-    return parse(argv, doc, kind, f"train.systems.{kind.NAME}", defaults, groups)
+    recipes = {}
+    for stage, of_stage in kind.STAGES.items():
+        recipes[f"stage {stage}"] = of_stage.defaults
+        recipes[f"stage {stage}, embedded"] = of_stage.embedded
+    shown = {"groups": groups, "recipes": recipes, "hidden": IDLE}
+    return parse(argv, doc, kind, f"train.systems.{kind.NAME}", defaults, **shown)

@@ -3,7 +3,7 @@
     python -m train.systems.wings --stage 1
     python -m train.systems.wings --stage 2 --base runs/wings-stage1-1/model
     python -m train.systems.wings --stage 1 --base google/siglip-so400m-patch14-384 \\
-        --data jsonl:FILE --option language_model=Qwen/Qwen1.5-7B
+        --data jsonl:FILE --option language_model=Qwen/Qwen1.5-7B-Chat
 
 In: flags; in stage 1 `--option NAME=VALUE` sets a field of `Parts`. Out: a run folder with the model
 of the stage, see `model/systems/wings.py`. The base is a PaliGemma or, with a language model, the
@@ -117,6 +117,8 @@ class WingsSettings(StageSettings):
             bos_token_id=text.config.bos_token_id,
             chat=bool(turn_ends),
             system=tokenizer.system,
+            adds_bos=bool(tokenizer.begin),
+            opens_with_bos=bool(tokenizer.opening),
             rank=self.r,
             routed=False,
         )

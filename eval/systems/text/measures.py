@@ -30,7 +30,7 @@ from eval.report import bootstrap, interval_text, markdown_table
 from eval.systems.needles import shares_of
 from eval.systems.text.corpus import Corpus, kept_corpus
 from eval.systems.text.tasks import LETTERS, SHOWN, Document, Tasks
-from model.common import UserError, read_json, shown
+from model.common import UserError, read_bytes, read_json, shown
 from model.device import choose_device
 from model.generate import NonFiniteError, check_finite, finite_rows
 from model.systems.configs import BOS, PAD
@@ -286,7 +286,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"{folder}: no finished run of train.systems.text: give one, or finish it with "
                 "--resume"
             )
-        corpus = kept_corpus(Path(settings["corpus"] or folder / "corpus"))
+        place = Path(settings["corpus"] or folder / "corpus")
+        corpus = kept_corpus(place)
+        its, own = (read_bytes(part / "tokenizer.model") for part in (place, folder / "model"))
+        if its != own:
+            problem = f"is not the corpus of {folder}: another run has made it anew"
+            raise UserError(f"{place}: {problem}: give each text a --corpus of its own")
         model = load_model(folder / "model", device=choose_device(args.device))
         print(f"{shown(folder)}\n")
         for name in MEASURES if args.measure == "all" else [args.measure]:

@@ -23,14 +23,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from eval.systems.needles import Haystack, measure, sentences_of
+from model.common import UserError
 from model.systems.chat import load_text_tokenizer
+from model.systems.language import LanguageModel
 from train.flags import flag, from_values
 from train.settings import Settings
 from train.studies import engine, report
@@ -111,7 +112,7 @@ def row_of(haystack: Haystack, design: str, dice: random.Random) -> tuple[list[i
     return ids, labels
 
 
-def loss_of(model: Any, ids: list[int], labels: list[int]) -> torch.Tensor:
+def loss_of(model: LanguageModel, ids: list[int], labels: list[int]) -> torch.Tensor:
     """Nats a token."""
     logits = model(torch.tensor([ids]))[0, :-1]
     return F.cross_entropy(logits, torch.tensor(labels[1:]))
@@ -157,7 +158,7 @@ def train(
 
 
 @torch.no_grad()
-def asked(model: Any, haystack: Haystack, contexts: range) -> dict[str, list[float]]:
+def asked(model: LanguageModel, haystack: Haystack, contexts: range) -> dict[str, list[float]]:
     """The scores of all measures, on contexts of these numbers."""
     exact = {}
     scores = {"exact": [], "signal": []}
@@ -234,4 +235,6 @@ def study_of(options: Options) -> engine.Study:
 def main(argv: Sequence[str] | None = None) -> None:
     given = read_given(Options, argv, "train.compare --rows real", __doc__, QUICK, ("rates",))
     options = from_values(Options, given)
+    if not options.base:
+        raise UserError("--base: give the folder of a published language model")
     report.publish(study_of(options), options)

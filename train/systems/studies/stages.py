@@ -12,7 +12,7 @@ from train.flags import flag, from_values
 from train.model import make_optimizer, rules_of
 from train.settings import Settings
 from train.studies.training import TuningOptions, read_given, train_cell
-from train.systems.stages import StageSettings, stage_defaults
+from train.systems.stages import IDLE, StageSettings, stage_defaults
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def read_stages(
     quick: Mapping,
 ) -> list:
     """The settings of both stages, of a kind of StagedOptions. Raises UserError."""
-    given = read_given(kind, argv, f"train.reproduce {kind.NAME}", doc, quick)
+    given = read_given(kind, argv, f"train.reproduce {kind.NAME}", doc, quick, IDLE)
     stages = []
     for stage in (1, 2):
         defaults = stage_defaults(kind, stage, given) | {"stage": stage}
