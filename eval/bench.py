@@ -8,6 +8,7 @@ one file like `eval/pope.py`.
 """
 
 import json
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter, defaultdict
@@ -56,7 +57,8 @@ class Row(NamedTuple):
 
 # in files of answers
 ID_KEYS = ("question_id", "questionId", "index", "id", "image")
-ANSWER_KEYS = ("answer", "prediction", "text", "response", "output", "pred", "model_answer")
+ANSWER = "answer$|text$|pred|respon|output|gener"  # keys of an answer
+UNKNOWN_ID = "(^|_)(q?id|idx)$"
 # lines of each table
 AT_LIMIT = "ended at the limit of tokens"  # the share of answers without an end token
 ECE = "expected calibration error"  # of own data
@@ -172,7 +174,9 @@ def read_answers(
     def add(record: dict) -> None:
         ids = [record[name] for name in ID_KEYS if name in record]
         id_ = str(ids[0]) if ids else next(in_order, "one more")
-        said = {name: record[name] for name in ANSWER_KEYS if name in record}
+        strange = [name for name in record if re.search(UNKNOWN_ID, name) and not ids]
+        check(not strange, f"{some(strange)} is no id that is known here: name it question_id")
+        said = {name: record[name] for name in record if re.search(ANSWER, name)}
         answer = next(iter(said.values()), None)
         is_clear = said == dict.fromkeys(said, answer)  # else one may be the truth, or the question
         check(is_clear, f"{some(list(said))} differ, and one alone is the model's")

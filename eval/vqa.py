@@ -171,7 +171,7 @@ class Vqa(Benchmark):
         if self.scoring in TITLES:
             return {}  # see `rows`
         if isinstance(truth, Record):
-            return record_scores(truth, answer)
+            return record_scores(truth, answer) if truth.turns else {}
         is_left_out = self.scoring == "gqa" and not truth.balanced
         if question.wants_log_probs or not truth.answers or is_left_out:
             return {}

@@ -18,6 +18,7 @@ from model.systems.language import LanguageModel
 from weights.export import export_model
 
 CONTROL = "pad eos bos unk".split()
+GEMMA2 = {"sliding_window": 6, "query_pre_attn_scalar": 8}
 TEXTS = [
     "Where is the dog?",
     "  two blanks, then\ttabs\n\n\nand lines \n",
@@ -113,18 +114,11 @@ def language_folder(folder: Path, kind: str, most: int, control: list[str] = (),
     else:
         tokenizer = llama_tokenizer() if kind == "llama" else qwen_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": control})
-    sizes = {
-        "head_dim": 8,
-        "num_key_value_heads": 1,
-        "num_attention_heads": 2,
-        "num_hidden_layers": 2,
-    }
-    gemma = {"sliding_window": 6, "query_pre_attn_scalar": 8}
-    sizes |= (
-        gemma if kind == "gemma2" else {"hidden_activation": "silu", "tie_word_embeddings": False}
-    )
     family = TextConfig if kind == "gemma2" else LlamaConfig
-    text = family(kind, len(tokenizer) + 4, 16, 32, **sizes)
+    own = (
+        GEMMA2 if kind == "gemma2" else {"hidden_activation": "silu", "tie_word_embeddings": False}
+    )
+    text = family(kind, len(tokenizer) + 4, 16, 32, 2, 2, 1, 8, **own)
     ends = (tokenizer.eos_token_id,)
     config = LanguageConfig(text, ends, tokenizer.pad_token_id, tokenizer.bos_token_id, most)
     export_model(initialize(LanguageModel(config), seed), folder)

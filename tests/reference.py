@@ -6,6 +6,7 @@ is no bf16 number, norms and biases are random, and query/key weights are large,
 is far from uniform.
 """
 
+import json
 import tempfile
 from pathlib import Path
 
@@ -19,8 +20,30 @@ from model.paligemma import PaliGemma
 from weights.load import load_model, load_system
 
 IMAGE_TOKEN = 127
+# by model_type; "text" is each language model
+SIZES = json.loads("""{
+    "gemma": {"vocab_size": 128, "hidden_size": 72, "intermediate_size": 96,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "head_dim": 16},
+    "gemma2": {"vocab_size": 128, "hidden_size": 72, "intermediate_size": 96,
+        "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 6},
+    "siglip": {"hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 2,
+        "patch_size": 14, "vision_use_head": false},
+    "paligemma": {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1, "projection_dim": 72,
+        "hidden_size": 72},
+    "text": {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "rms_norm_eps": 3e-6, "max_position_embeddings": 512, "pad_token_id": 0,
+        "eos_token_id": 1, "bos_token_id": 2},
+    "mamba": {"hidden_size": 36, "state_size": 5, "conv_kernel": 3, "num_hidden_layers": 3,
+        "vocab_size": 60, "layer_norm_epsilon": 1e-3, "pad_token_id": 0, "bos_token_id": 2,
+        "eos_token_id": 1}
+}""")
 Tensors = dict[str, torch.Tensor]
 generations = pytest.mark.parametrize("generation", [1, 2])  # of PaliGemma, as `hf_model` takes it
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+backends = pytest.mark.parametrize("backend", ["sdpa", "eager"])
 logging.disable_progress_bar()  # of files that are written and read in milliseconds
 
 
@@ -34,39 +57,13 @@ def hf_model(
 ):
     """A random transformers PaliGemma in fp32: 16 image tokens (patch 14), hidden 72, three or four
     layers."""
-    common = {
-        "vocab_size": 128,
-        "hidden_size": 72,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "head_dim": 16,
-    }
-    if generation == 1:
-        text_config = transformers.GemmaConfig(
-            **({"num_hidden_layers": 3, "num_key_value_heads": 1} | common | text)
-        )
-    else:
-        sizes = {
-            "num_hidden_layers": 4,
-            "num_key_value_heads": 2,
-            "query_pre_attn_scalar": 24,
-            "sliding_window": 6,
-        }
-        text_config = transformers.Gemma2Config(**(common | sizes | text))
-    sizes = {"hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 2, "patch_size": 14}
-    sizes |= {
-        "num_attention_heads": vision_heads,
-        "image_size": image_size,
-        "vision_use_head": False,
-    }
-    parts = {"vision_config": transformers.SiglipVisionConfig(**sizes), "text_config": text_config}
-    ids = {
-        "image_token_index": IMAGE_TOKEN,
-        "pad_token_id": 0,
-        "bos_token_id": 2,
-        "eos_token_id": 1,
-    }
-    config = transformers.PaliGemmaConfig(**parts, **ids, projection_dim=72, hidden_size=72)
+    kind = "gemma" if generation == 1 else "gemma2"
+    decoder = transformers.AutoConfig.for_model(kind, **(SIZES[kind] | text))
+    tower = transformers.SiglipVisionConfig(
+        **SIZES["siglip"], num_attention_heads=vision_heads, image_size=image_size
+    )
+    parts = {"vision_config": tower, "text_config": decoder, "image_token_index": IMAGE_TOKEN}
+    config = transformers.PaliGemmaConfig(**parts, **SIZES["paligemma"])
     config._attn_implementation = backend
     torch.manual_seed(seed)
     model = transformers.PaliGemmaForConditionalGeneration(config).eval()
@@ -76,22 +73,9 @@ def hf_model(
 
 def hf_language(kind: str, **more) -> transformers.PreTrainedModel:
     """A random language model of transformers in fp32, of a model_type."""
-    sizes = {
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 3e-6,
-        "max_position_embeddings": 512,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": 2,
-    }
     if kind.startswith("gemma"):
-        sizes["head_dim"] = 32
-    config = transformers.AutoConfig.for_model(kind, **(sizes | more))
+        more = {"head_dim": 32} | more
+    config = transformers.AutoConfig.for_model(kind, **(SIZES["text"] | more))
     torch.manual_seed(0)
     hf = transformers.AutoModelForCausalLM.from_config(config).eval()
     randomize(hf)
@@ -144,6 +128,11 @@ def twins(generation: int = 1, rows=((5, 4), (3, 6)), seed: int = 1, **sizes):
     return hf, ours(hf), batch(hf, rows, seed)
 
 
+def inputs_of(batch) -> tuple[torch.Tensor, ...]:
+    """What `generate` and a model take of a processor's batch."""
+    return batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
+
+
 def is_valid(inputs: Tensors) -> torch.Tensor:
     """Where there is no padding."""
     return inputs["attention_mask"].bool()
@@ -158,16 +147,7 @@ def error(model, hf, inputs) -> float:
 def hf_mamba(seed: int = 0, **sizes) -> transformers.MambaForCausalLM:
     """A random transformers model whose every parameter matters: three layers, state size and
     kernel not the usual."""
-    sizes = {
-        "hidden_size": 36,
-        "state_size": 5,
-        "conv_kernel": 3,
-        "num_hidden_layers": 3,
-        "vocab_size": 60,
-    } | sizes
-    config = transformers.MambaConfig(
-        **sizes, layer_norm_epsilon=1e-3, pad_token_id=0, bos_token_id=2, eos_token_id=1
-    )
+    config = transformers.MambaConfig(**(SIZES["mamba"] | sizes))
     torch.manual_seed(seed)
     model = transformers.MambaForCausalLM(config).eval()
     randomize(model)

@@ -56,9 +56,14 @@ def refuses(command, flags: str, *parts: str) -> None:
     refused(lambda: command.main(words(flags)), *parts)
 
 
+def train(*arguments) -> None:
+    """The command train.finetune."""
+    finetune.main(words(*arguments))
+
+
 def run(*arguments, out: Path) -> list[dict]:
     """A short run of train.finetune into `out`; its metrics."""
-    finetune.main(words(QUICK, *arguments, "--out", out))
+    train(QUICK, *arguments, "--out", out)
     return metrics(out)
 
 

@@ -117,8 +117,7 @@ def files(tmp_path_factory):
     write_vqav2(root / "vqav2", images=3)
     for name in "npz index pictures masks".split():
         (root / name).mkdir()
-    coder = {name: array.numpy() for name, array in MaskCoder(1, 2).state_dict().items()}
-    np.savez_compressed(root / "masks/coder.npz", **coder)
+    np.savez_compressed(root / "masks/coder.npz", **MaskCoder(1, 2).state_dict())
     np.savez(root / "npz/model.npz", **{"params/a": np.zeros(3, np.float32)})
     part = "model-00001-of-00001.safetensors"
     shutil.copy(BUNDLED_FOLDER / "config.json", root / "index")

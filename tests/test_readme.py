@@ -15,21 +15,12 @@ from eval.data.scenes import sample
 from model.common import UserError
 from tests.house import ROOT
 
-LINES = {
-    "README.md": 180,
-    "BENCHMARKS.md": 60,
-    "CONTRIBUTING.md": 50,
-    "CHANGELOG.md": 45,
-    "docs/differential.md": 100,
-}
-LINES |= {
-    "docs/own-data.md": 125,
-    "docs/evaluation.md": 62,
-    "docs/scaling.md": 70,
-    "docs/systems.md": 60,
-    "docs/real-weights.md": 60,
-    "docs/asked-for.md": 30,
-}
+LINES = json.loads("""{
+    "README.md": 180, "BENCHMARKS.md": 60, "CONTRIBUTING.md": 50, "CHANGELOG.md": 45,
+    "docs/differential.md": 100, "docs/own-data.md": 125, "docs/evaluation.md": 62,
+    "docs/scaling.md": 70, "docs/systems.md": 60, "docs/real-weights.md": 60,
+    "docs/asked-for.md": 30
+}""")
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in LINES}
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 COMMAND = re.compile(r"(?:python|torchrun\b.*) -m ((?:train|eval|weights)\b\S*)(.*)")

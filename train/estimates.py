@@ -40,6 +40,8 @@ def estimate(scores, groups: Sequence[int | str] | None = None) -> Estimate:
     Runs and `groups` of examples (default: each example) are crossed random effects, whose
     components of variance give the standard error. Of one run, examples alone vary."""
     scores = np.atleast_2d(np.asarray(scores, dtype=np.float64))
+    if not np.isfinite(scores).all():
+        raise ValueError("a score is not finite, and decides nothing")
     runs, examples = scores.shape
     mean = float(scores.mean())
     group = np.arange(examples)

@@ -67,6 +67,7 @@ def summary_of(
         summary["text_only_guess"] = guess_accuracy(embedded(settings.eval_limit))
     summary["held_out"] = {
         "examples": len(held_out.records),
+        "asked": len(held_out.asked),  # a long answer has a loss alone
         **{name: result.scores for name, result in results.items()},
         "best_step": progress.best and progress.best.step,
         "stopped": progress.stopped,
@@ -236,7 +237,11 @@ def print_accuracies(summary: dict, results: Results, settings: Settings) -> Non
     # 2. the lines
     print(f"\n{'':<34}" + "".join(f"{name:>9}" for name in columns))
     if "held_out" in summary:
-        print(f"held-out, {summary['held_out']['examples']} examples")
+        held_out = summary["held_out"]
+        counted = f"held-out, {held_out['examples']} examples"
+        if held_out["asked"] < held_out["examples"]:
+            counted += f", {held_out['asked']} of them asked"
+        print(counted)
     for title in columns["after"]:
         is_metric = title.strip() in results["after"].scores  # of `finetune`
         decimals = 3 if is_metric or "loss" in title else 1

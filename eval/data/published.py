@@ -125,8 +125,10 @@ def annotation(record: dict) -> Annotation:
     counts = Counter(text_at(answer, "answer") for answer in answers)
     most = counts.most_common(1)[0][0]
     answer = text_at({"multiple_choice_answer": most} | record, "multiple_choice_answer")
-    named = [name for name in ("answer_type", "question_type") if name in record]
-    types = {name: text_at(record, name) for name in named}
+    types = {}
+    for name in ("answer_type", "question_type"):
+        if name in record and not isinstance(record[name], list):  # InfographicVQA's are lists
+            types[name] = text_at(record, name)
     answerable = record.get("answerable")
     check(answerable in (None, 0, 1), "answerable is neither 0 nor 1")
     return Annotation(

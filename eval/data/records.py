@@ -10,6 +10,7 @@ import itertools
 import math
 import random
 import re
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -68,7 +69,7 @@ FILE_NAME = re.compile(
     r"^data:image/|<PIL\.",
     re.IGNORECASE,
 )
-NUMBERED = "(image|img|picture|photo)[ _]?([0-9]|[ab]$)"  # keys of one picture of several
+NUMBERED = "(image|img|picture|photo)[ _.-]?([0-9]|[ab]$)"  # keys of one picture of several
 LAYOUTS = (
     '{"image", "prefix", "suffix"}, '
     '{"image", "conversations": [{"from": "human", "value"}, {"from": "gpt", …}]} or '
@@ -214,6 +215,11 @@ def read_examples(
     for a file without any usable entry."""
     is_table = kind == "csv" or Path(path).suffix == ".csv"
     places = table_rows(path) if is_table else files.records_in(path)
+    splits = {str(row.get("split")) for _, row in places if isinstance(row, dict)}
+    if len(splits) > 1:
+        raise UserError(
+            f"{shown(path)}: has the splits {some(sorted(splits))}: give a file for each"
+        )
     folder = images or Path(path).parent
     return read_records(path, partial(record_of, folder=folder), places)
 
@@ -293,7 +299,12 @@ def picture_names(record: Mapping) -> list[Any]:
     """A record's pictures in order: under "image" or "images", one or a list, under "video" a list
     of frames, or in parts of its messages. Raises ValueError, also for a key of nearly this name:
     the record would be asked without its picture."""
-    named = [key for key in ("image", "images") if record.get(key) is not None]
+    # an empty list is none, as tables of one schema have it
+    named = [
+        key
+        for key in ("image", "images")
+        if record.get(key) is not None and str(record[key]) != "[]"
+    ]
     others = dict(record)
     frames = record.get("video")
     if isinstance(frames, list) and frames:
@@ -440,8 +451,7 @@ def read_coco(
         for entry in value["annotations"]:
             objects[entry["image_id"]].append(entry)
         lost = objects.keys() - {entry["id"] for entry in value["images"]}
-        problem = f"annotations are of pictures that are not listed: {some([*lost])}"
-        check(not lost, problem)
+        check(not lost, f"annotations are of pictures that are not listed: {some([*lost])}")
         for place, entry in files.placed(value["images"], ":images"):
             asked = defaultdict(list)
             for annotated in objects[entry["id"]]:
@@ -464,6 +474,7 @@ def read_coco(
         return Record("", "", (file,), (turn,), detection=truth)
 
     # 2. the records
+    tell_of_crowds(path, value["annotations"])
     records = read_records(path, detection, places)
     check_unit(path, [record.detection for record in records if record.detection])
     return records
@@ -489,6 +500,14 @@ def box_of(
     is_crowd = annotated.get("iscrowd") or False
     outline = annotated["segmentation"] if has_mask else None
     return Box(labels[category], x, y, across, down, area, is_crowd, outline)
+
+
+def tell_of_crowds(path: str | Path, annotations: Sequence[dict]) -> None:
+    """Say how many objects are crowds: of COCO 1 %, of CVAT's masks all."""
+    crowds = [annotated for annotated in annotations if annotated.get("iscrowd")]
+    if crowds:
+        counted = f"{len(crowds)} of {len(annotations)} objects are crowds (iscrowd 1)"
+        print(f"{shown(path)}: {counted}, which are not learned", file=sys.stderr)
 
 
 def mask_text(box: Box, coder: Any, width: int, height: int) -> str:

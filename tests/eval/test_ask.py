@@ -24,7 +24,7 @@ from model import generate
 from model.confidence import Certainty
 from model.images import load_image
 from model.masks import MaskCoder
-from tests.files import draw, write_json, write_lines
+from tests.files import draw, write_json
 from tests.runs import refuses
 
 pytestmark = pytest.mark.long
@@ -58,7 +58,7 @@ def test_masks_are_drawn_in_their_boxes(workplace, monkeypatch, told):
     coder = MaskCoder(1, 2)
     torch.nn.init.zeros_(coder.decoder[-1].weight)
     torch.nn.init.ones_(coder.decoder[-1].bias)  # all of a box
-    np.savez("coder.npz", **{name: array.numpy() for name, array in coder.state_dict().items()})
+    np.savez("coder.npz", **coder.state_dict())
     draw("black.png", size=(448, 448))
     place = "<loc0256><loc0512><loc0767><loc1023>"
     codes = list(range(100, 116))
@@ -103,10 +103,11 @@ def test_the_toy_s_questions_are_for_the_toy(workplace):
     """Breaks when the newest run is asked about the scenes, whatever it has learned, or the page
     shows other examples than it has held out."""
     draw("red.png", "red")
-    answers = [{"images": ["gone.png"], "question": "a"}, {"images": ["red.png"], "question": "b"}]
+    answers = """{"images": ["gone.png"], "question": "a"}
+{"images": ["red.png"], "question": "b"}"""
     for name, data in (("toy", "embedded"), ("own", "csv:a")):
         add_run(name, "embedded", data)
-        write_lines(Path("runs", name, "answers.jsonl"), answers)
+        Path("runs", name, "answers.jsonl").write_text(answers)
     os.utime("runs/toy/summary.json", (0, 1))
     flags = {"model": None, "adapter": None, "quantize": None}
     for asked, run in (({}, "toy"), ({"data": "embedded"}, "toy"), ({"data": "csv:b"}, "own")):

@@ -22,7 +22,7 @@ from model.systems.language import new_model
 from tests.eval.conftest import TOKENIZER
 from tests.files import draw, json_lines, read_json, write_json, write_lines
 from tests.pieces import language_folder
-from tests.runs import refused, refuses
+from tests.runs import refuses
 from tests.runs import words as words_of
 from weights.export import export_model
 
@@ -90,13 +90,10 @@ def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, warned):
         ({"question": text, "choices": of, "answer": 0} for text, of in asked.items()),
     )
     flags = f"--task jsonl --data {own} --model {tmp_path}/{kind} --out {tmp_path}/out"
-    flags = words_of(flags, "--prompt {question} --dtype fp32")
-    refused(
-        lambda: choices.main([*flags, "--blind"]),
-        "none of 3 questions could be asked",
-        "reads text alone",
-    )
-    choices.main(flags)
+    flags += " --prompt {question} --dtype fp32"
+    blind = f"{flags} --blind"
+    refuses(choices, blind, "none of 3 questions could be asked", "reads text alone")
+    choices.main(words_of(flags))
     rows = read_json(tmp_path / "out/results.json")
     start = [2] if kind == "gemma2" else []
     for (text, options), row in zip(asked.items(), rows, strict=True):
@@ -106,7 +103,7 @@ def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, warned):
             said = words.encode(f"{text} {option}", add_special_tokens=False)[len(known) :]
             logits = hf(torch.tensor([prompt + said])).logits
             assert likelihood == pytest.approx(log_p(logits, prompt, said), abs=1e-5)
-    choices.main([*flags, "--max-length", "40", "--no-resume"])
+    choices.main(words_of(flags, "--max-length 40 --no-resume"))
     assert len(read_json(tmp_path / "out/results.json")) == 2
     assert "tokens with the longest choice, more than 40" in warned()
 
@@ -199,7 +196,7 @@ MMLU_HEAD = "The following are multiple choice questions (with answers) about ab
 
 
 def questions_of(flags, template="answer {question}"):
-    args = parser_of(choices.Choices()).parse_args(flags)
+    args = parser_of(choices.Choices()).parse_args(flags.split())
     return choices.Choices().questions(Namespace(**vars(args), template=template))
 
 
@@ -207,10 +204,10 @@ def test_prompts_by_hand(files):
     """Breaks when a space or a newline is not where the harness has it, or a shot is not the dev
     file's first."""
 
-    def asked(task, data, *flags):
-        return questions_of(["--task", task, "--data", str(files / data), *flags])
+    def asked(task, data, flags=""):
+        return questions_of(f"--task {task} --data {files}/{data} {flags}")
 
-    mmlu = asked("mmlu", "mmlu", "--shots", "1")
+    mmlu = asked("mmlu", "mmlu", "--shots 1")
     shot = '0 + 1 =\nA. 0\nB. 1\nC. three\nor four\nD. "\nAnswer: B\n\n'
     question = "what is it?\nA. a\nB. b\nC. c\nD. d\nAnswer:"
     first = mmlu[0]
@@ -218,9 +215,9 @@ def test_prompts_by_hand(files):
     assert (first.choices, first.truth) == (tuple("ABCD"), 3)
     assert (first.pictures, first.wants_log_probs) == ([], True)
     assert [q.kind for q in mmlu] == ["abstract_algebra"] * 2 + ["anatomy"] * 2
-    assert asked("mmlu", "mmlu", "--shots", "0")[0].prefix == MMLU_HEAD + question
+    assert asked("mmlu", "mmlu", "--shots 0")[0].prefix == MMLU_HEAD + question
     law = "水是\nA. 冰\nB. 气\nC. 液\nD. 火\n答案："
-    cmmlu = asked("cmmlu", "cmmlu", "--shots", "1")[0]
+    cmmlu = asked("cmmlu", "cmmlu", "--shots 1")[0]
     head = "以下是关于大学法律的单项选择题，请直接给出正确答案的选项。\n\n"
     assert (cmmlu.prefix, cmmlu.truth) == (f"{head}{law} C\n\n{law}", 2)
     assert len(choices.CMMLU_NAMES) == 67
@@ -259,13 +256,13 @@ def test_results_are_read_back(files, source, workplace, told):
     wrong = [[written[0] | change] for change in json.loads(changes)]
     for rows in ([*written, written[0]], *wrong):
         write_json(workplace / "wrong.json", rows)
-        refused(lambda: choices.main(["--results", "wrong.json"]), "wrong.json")
+        refuses(choices, "--results wrong.json", "wrong.json")
 
 
 def test_names_are_printed_without_control(workplace, printed):
     """Breaks when the name of a file or of a subject moves the cursor, or clears the terminal."""
-    row = {"id": 1, "subject": "\x1b[31mred\x9b", "picture": "", "answer": 0}
-    row |= {"choices": ["a", "b"], "log_likelihoods": [-1.0, -2.0]}
+    row = json.loads(r"""{"id": 1, "subject": "\u001b[31mred\u009b", "picture": "", "answer": 0,
+        "choices": ["a", "b"], "log_likelihoods": [-1.0, -2.0]}""")
     names = ("one\x1b[2J", "two\x9b31m")
     write_json(workplace / names[0], [row])
     write_json(workplace / names[1], [row, row | {"id": 2}])
@@ -278,7 +275,7 @@ def test_names_are_printed_without_control(workplace, printed):
 
 RACE = '{"article": "a", "questions": ["b", "c"], "options": [%s], "answers": "%s"}'
 ARC = '{"id": 1, "question": {"stem": "s", "choices": [%s]}, "answerKey": "B"}'
-OWN = {"question": "q", "choices": ["a", "b"], "answer": 0}
+OWN = json.loads('{"question": "q", "choices": ["a", "b"], "answer": 0}')
 FOUR = '["a", "b", "c", "d"]'
 THREE = '["a", "b", "c"]'
 BAD = [
@@ -318,13 +315,13 @@ def test_bad_files_are_named(files, name, content):
     task = {"own.jsonl": "jsonl", "none": "mmlu"}.get(name, name.split("/")[0])
     data = files / (task if "/" in name else name)
     shots = {"mmlu": 3, "cmmlu": 1}.get(task, 5)
-    flags = words_of(f"--task {task} --data {data} --shots {shots} --model embedded")
-    refused(lambda: choices.main(flags), str(files / name))
+    flags = f"--task {task} --data {data} --shots {shots} --model embedded"
+    refuses(choices, flags, str(files / name))
 
 
 def test_embedded_questions_are_fair():
     """Breaks when a choice is there twice, or the right one has a place of its own."""
-    questions = questions_of(["--limit", "400"])
+    questions = questions_of("--limit 400")
     assert len({q.kind for q in questions}) == 3
     assert len(questions) == 400
     assert all(len(set(q.choices)) == len(q.choices) for q in questions)
@@ -332,4 +329,4 @@ def test_embedded_questions_are_fair():
     shares = [places.count(place) / len(places) for place in range(4)]
     assert min(shares) > 0.15
     assert max(shares) < 0.35
-    assert len(questions_of(["--limit", "1"])[0].choices) > 1
+    assert len(questions_of("--limit 1")[0].choices) > 1

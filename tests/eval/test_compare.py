@@ -55,10 +55,12 @@ def test_differences_are_paired():
     head, _, *table = comparison_table(values_of(Benchmark(), results))
     assert head.startswith("40 questions, ")
     assert "b has answered 20 of them" in table
-    assert "+50.00" in table[3]
+    assert "+50.00 [+50.00, +50.00] *" in table[3]
     assert comparison_table(values_of(Benchmark(), {"a": rows(half)})) == []  # nothing to score
     results["b"] = rows({n: 1.0 for n in range(30, 70)}, "exact")
+    results["b, blind"] = rows({n: float(n != 30) for n in range(30, 70)}, "exact")
     table = comparison_table(values_of(Benchmark(), results))
+    assert "b, blind: not shown to use the picture: exact" in table
     assert "b: its difference is of 10 of 40 questions" in table
     for number, row in enumerate(results["b"]):  # other questions of the same names
         asked = replace(row.question, choices=("x",))

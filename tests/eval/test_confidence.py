@@ -19,7 +19,8 @@ from tests.eval.conftest import random_model
 from tests.eval.test_detection import by_pycocotools
 from tests.eval.test_eval_commands import FAST, noise
 from tests.files import read_json, read_lines, write_json, write_lines
-from tests.runs import refused, refuses
+from tests.reference import inputs_of
+from tests.runs import refused, refuses, words
 
 # --- one answer ---
 
@@ -49,8 +50,7 @@ def alone(model, processor, question):
     """The tokens of an answer that is decoded alone, and its confidence, from one uncached forward
     pass in fp64."""
     batch = processor([question.images()[0]], [question.prefix])
-    inputs = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
-    (ids,) = generate(model, *inputs, 6)
+    (ids,) = generate(model, *inputs_of(batch), 6)
     whole = torch.cat((batch.input_ids, ids[None]), dim=1)
     types = torch.cat((batch.token_type_ids, torch.ones_like(ids[None])), dim=1)
     logits = model(whole, batch.pixel_values, types, torch.ones_like(whole))[0].double()
@@ -134,7 +134,7 @@ def test_own_data_has_a_table_of_calibration(source, workplace, printed, told_of
         noise(90 + number).save(f"{number}.png")
         lines.append({"image": f"{number}.png", "prefix": "count cat", "suffix": "?"})
     write_lines(workplace / "own.jsonl", lines)
-    asked = ["--model", source, *FAST, *"--data jsonl:own.jsonl --out out".split()]
+    asked = words("--model", source, FAST, "--data jsonl:own.jsonl --out out")
     vqa.main(asked)
     first = read_json(workplace / "out/results.json")[:3]
     for line, said in zip(lines, first, strict=False):
@@ -175,7 +175,7 @@ def test_every_table_says_how_many_answers_were_cut_off(command, source, workpla
     """Breaks when a benchmark's line is missing, or counts other than the answers that were
     decoded."""
     more = "--probability" if command is pope else "--blind"
-    command.main(["--model", source, *FAST, "--limit", "6", more])
+    command.main(words("--model", source, FAST, "--limit 6", more))
     assert f"| {AT_LIMIT} " in printed()
     folder = next(Path("runs/eval/random").iterdir())
     logged = read_lines(folder / "answers.jsonl")

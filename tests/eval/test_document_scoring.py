@@ -15,7 +15,7 @@ from eval.data.records import read_data
 from eval.document_scoring import anls, edit_distance, metric, relaxed
 from eval.question import Question
 from tests.files import read_json, table, write_json, write_lines
-from tests.runs import refused
+from tests.runs import refused, refuses
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def test_without_the_package_captions_are_refused_first(workplace, monkeypatch):
     monkeypatch.setitem(sys.modules, "pycocoevalcap.cider.cider", None)
     monkeypatch.setattr(vqa, "read_data", None)  # nothing is read before
     flags = "--data jsonl:own.jsonl --scoring cider --results R"
-    refused(lambda: vqa.main(flags.split()), "pip install pycocoevalcap")
+    refuses(vqa, flags, "pip install pycocoevalcap")
 
 
 # as published
@@ -224,7 +224,7 @@ FILES = json.loads("""{
             "image": "documents/6.png", "docId": 1, "answers": ["0.28"]}]},
     "infovqa": {"dataset_name": "infographicVQA", "data": [
         {"questionId": 11, "question": "How many?", "image_local_name": "20471.jpeg",
-            "answers": ["5"]},
+            "answers": ["5"], "answer_type": ["single span"]},
         {"questionId": 12, "question": "How many?", "image_local_name": "20471.jpeg",
             "answers": ["5"]}]},
     "chartqa": [
@@ -284,9 +284,8 @@ def test_documents_are_learned(name, tmp_path):
 
 def test_own_data_by_anls(scores, workplace):
     """--scoring is refused for own data, or a scorer of VQA that needs ten people is taken."""
-    rows = [{"prefix": "a", "suffix": "abcd", "type": "overall"}]
-    rows.append({"prefix": "b", "answers": ["x", "y"], "type": 0})
-    write_lines(workplace / "own.jsonl", rows)
+    (workplace / "own.jsonl").write_text("""{"prefix": "a", "suffix": "abcd", "type": "overall"}
+{"prefix": "b", "answers": ["x", "y"], "type": 0}""")
     said = {"own.jsonl:1": "abcx", "own.jsonl:2": "y"}
     own = "--data jsonl:own.jsonl --scoring"
     assert scores(f"{own} anls", said) == {

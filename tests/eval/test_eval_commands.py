@@ -1,6 +1,7 @@
 """Asking random tiny models about drawn pictures: answers in batches, choices, the log, and the
 models of flags."""
 
+import os
 from argparse import ArgumentParser
 from copy import copy
 from dataclasses import replace
@@ -24,9 +25,10 @@ from model.differential import graft
 from model.generate import generate
 from tests.eval.conftest import random_model
 from tests.files import read_json, read_lines, table, write_json, write_lines
-from tests.runs import refused, refuses
+from tests.reference import inputs_of
+from tests.runs import refused, refuses, words
 
-FAST = "--max-new-tokens 3 --batch-size 8".split()
+FAST = "--max-new-tokens 3 --batch-size 8"
 
 
 def noise(seed):
@@ -40,14 +42,7 @@ def one_by_one(model, processor, questions, max_new_tokens=6):
     for question in questions:
         images = question.images()
         batch = processor.pad([answer.layout(processor, question, len(images))], images)
-        tokens = generate(
-            model,
-            batch.input_ids,
-            batch.pixel_values,
-            batch.token_type_ids,
-            batch.attention_mask,
-            max_new_tokens,
-        )
+        tokens = generate(model, *inputs_of(batch), max_new_tokens)
         said.append(processor.decode(tokens[0]))
     return said
 
@@ -118,7 +113,7 @@ def test_a_picture_is_encoded_once_for_all_its_questions(model, processor, monke
 def likelihood_by_hand(model, processor, picture, prefix, choice):
     """log p of a whole answer from one uncached forward pass, token by token."""
     batch = processor([picture], [prefix], [choice])
-    logits = model(batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask)
+    logits = model(*inputs_of(batch))
     each = logits[0].double().log_softmax(-1)
     labels = batch.labels[0].tolist()
     return sum(float(each[n, label]) for n, label in enumerate(labels[1:]) if label != -100)
@@ -174,18 +169,18 @@ def count_asked(monkeypatch, batches=99):
 def test_an_interrupted_run_goes_on(source, workplace, printed, monkeypatch):
     """A resumed evaluation asks all again, or gives other answers than an uninterrupted one;
     --no-resume keeps some."""
-    flags = ["--model", source, "--limit", "30", *FAST, "--json"]
-    vqa.main([*flags, "--out", "whole"])
+    flags = f"--model {source} --limit 30 {FAST} --json"
+    vqa.main(words(flags, "--out whole"))
     whole = printed()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         count_asked(patch, 2)
-        vqa.main([*flags, "--out", "parts"])
+        vqa.main(words(flags, "--out parts"))
     log = workplace / "parts/answers.jsonl"
     assert len(read_lines(log)) == 16
     log.write_bytes(log.read_bytes()[:-7])  # the process was killed while it wrote
     sizes = count_asked(monkeypatch)
-    for more, asked in (([], 15), ([], 15), (["--no-resume"], 45)):
-        vqa.main([*flags, "--out", "parts", *more])
+    for more, asked in (("", 15), ("", 15), ("--no-resume", 45)):
+        vqa.main(words(flags, "--out parts", more))
         assert sum(sizes) == asked
     assert printed() == 3 * whole
     results = [(workplace / out / "results.json").read_bytes() for out in ("whole", "parts")]
@@ -213,13 +208,15 @@ def test_answers_of_another_model_prompt_or_picture_are_not_taken(
         torch.manual_seed(0)
         models.append(random_model())
         adapter.inject(models[-1], adapter.DECODER_TARGETS, 2, alpha)
+    models.append(random_model())  # of equal weights, computed otherwise
+    models[-1].config = replace(model.config, text=replace(model.config.text, rope_theta=5e3))
     calls = [(of, processor, asked) for of in models]
     calls += [(model, processor, longer), (model, reverse, asked)]
     for number, given in enumerate(calls * 2, start=1):
         answer.ask_all(*given, max_new_tokens=2, log=log)
         assert sum(sizes) == 3 * min(number, len(calls))
     answer.ask_all(*calls[0], max_new_tokens=3, log=log)
-    noise(7).save(file)
+    os.utime(file, (0, 0))  # another picture may have the same size
     answer.ask_all(*calls[0], max_new_tokens=2, log=log)
     assert sum(sizes) == 3 * len(calls) + 6
     changes = [{}, {"choices": ("a", "b")}, {"choices": ("a",)}, {"before": (("a", "b"),)}]
@@ -290,7 +287,7 @@ def test_default_is_the_newest_run_or_the_embedded_base(source, workplace, monke
     assert subjects("--adapter full") == [open.Subject("full/model", None, "full")]
     assert subjects("--model full/model")[0].title == "full"
     refused(lambda: subjects("--adapter full --model embedded"), "full is a whole model", "--model")
-    pope.main(["--limit", "6", *FAST])
+    pope.main(words("--limit 6", FAST))
     printed = capsys.readouterr()
     newest = "runs/old on embedded (the newest run in ./runs; --adapter takes another)"
     assert printed.out.startswith(f"pope: {newest}\n")
@@ -302,7 +299,7 @@ def test_default_is_the_newest_run_or_the_embedded_base(source, workplace, monke
 
 def test_bad_input_is_one_line(source, workplace):
     """A mistake ends in a traceback, or in a line that names neither the file nor the remedy."""
-    write_json(workplace / "Q", [{"question_id": 1, "image": "gone.jpg", "question": "Is it?"}])
+    (workplace / "Q").write_text('[{"question_id": 1, "image": "gone.jpg", "question": "Is it?"}]')
     wrong = """--questions Q | --images go together
         --questions Q --images . | 'gone.jpg' is not in .
         --prompt answer --limit 1 | 'answer'

@@ -17,7 +17,7 @@ from eval.explore.record import Case, Maps, TokenizedAnswer, answer, maps_of
 from model.attention import attention_modules
 from model.differential import graft
 from tests.eval.conftest import random_model
-from tests.files import write_lines
+from tests.files import json_lines, write_lines
 from tests.runs import refused, words
 
 PROMPT = "answer en Where is the dog?"
@@ -25,10 +25,14 @@ HOSTILE = "</script><script>alert(1)</script><!-- %%css%% & \u2028 \" '"
 PICTURE = scenes.sample("vqa", "test", 192).image
 
 
+KINDS = """["twin", {}]
+["v2", {}]
+["split", {"norm": false}]
+["softmax", {}]"""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "kind, options", [("twin", {}), ("v2", {}), ("split", {"norm": False}), ("softmax", {})]
-)
+@pytest.mark.parametrize("kind, options", json_lines(KINDS))
 def test_maps_are_what_the_model_computes(processor, kind, options, seeded):
     """Breaks when a map is of another query, head or layer, what multiplies the values is not the
     difference, or the values of patches are compared wrongly."""

@@ -13,6 +13,7 @@ from eval.systems import shift
 from eval.systems.text import measures
 from model.generate import NonFiniteError, generate
 from model.systems.language import new_model
+from tests.reference import inputs_of
 from tests.runs import refused, refuses
 from weights.export import companions, export_model
 from weights.load import load_model
@@ -55,7 +56,7 @@ def test_a_later_token_counts_and_none_after_the_end(processor):
     stops a whole batch."""
     model = load_model("embedded").eval()
     batch = processor([PICTURE, PICTURE.copy()], ["count dog", "caption en"])
-    inputs = batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask, 8
+    inputs = *inputs_of(batch), 8
     first, second = generate(model, *inputs)
     assert len(first) < len(second)
     assert len(second) > 2

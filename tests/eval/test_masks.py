@@ -21,7 +21,7 @@ from eval.data.records import read_coco, read_data
 from eval.masks import FoundMask, mask_overlaps, masks_of
 from eval.question import Question
 from model.masks import MaskCoder, crop
-from tests.eval.test_detection import STATS, by_pycocotools, sides
+from tests.eval.test_detection import RESULT, STATS, by_pycocotools, sides
 from tests.eval.test_detection import drawn_case as drawn_boxes
 from tests.files import draw, table, write_json, write_lines
 from tests.runs import refused, refuses
@@ -195,6 +195,8 @@ def test_objects_at_the_edge_have_masks(coder):
     mask = np.ones((30, 40), bool)
     for box in ((39.6, 29.6, 40, 30), (10.2, 5.1, 10.4, 5.2), (-3, -3, 50, 50), (0, 29, 40, 30)):
         assert len(re.findall(r"<seg\d{3}>", coder.to_text(mask, box))) == 16
+    half = np.random.default_rng(0).random((30, 40)) < 0.5
+    assert coder.to_text(half, (1.6, 2.7, 30.8, 25.9)) == coder.to_text(half, (2, 3, 31, 26))
     thin = Box("cat", 5, 5, 30, 0.1, 3, False, [[5, 5, 35, 5, 35, 5.1]])  # has no pixel's middle
     assert not checked_mask(thin, 30, 40).any()
 
@@ -332,7 +334,7 @@ def data(workplace, coder):
     masks = [ellipse((4, 3, 24, 20), (40, 30)), ellipse((22, 12, 38, 28), (40, 30))]
     value = layout(workplace, *map(written, masks), names=("cat", "dog"))
     write_json(workplace / "a.json", value)
-    np.savez("coder.npz", **{name: array.numpy() for name, array in coder.state_dict().items()})
+    np.savez("coder.npz", **coder.state_dict())
     return "--data coco-masks:a.json --masks coder.npz"
 
 
@@ -382,11 +384,9 @@ def test_masks_that_cannot_be_scored_are_refused(data, source, workplace):
     """Breaks when boxes are scored as masks, or a results file with another mask is."""
     refuses(detect, f"--model {source} --masks coder.npz", "--masks", "boxes")
     refuses(detect, f"--model {source} --data coco-masks:a.json", "a.json", "--masks FILE")
-    box = {"label": "cat", "x": 1, "y": 2, "width": 3, "height": 4, "area": 12}
-    result = {"question_id": "a", "question": "segment cat", "answer": "", "scores": []}
-    result |= {"width": 20, "height": 10}
+    result = RESULT | {"question": "segment cat"}
     for segmentation, part in ((None, "segmentation is None"), ([[1, 2]], "2 numbers")):
-        boxes = [box | {"segmentation": segmentation}]
+        boxes = [RESULT["boxes"][0] | {"segmentation": segmentation}]
         write_json(workplace / "R", [result | {"boxes": boxes}])
         refuses(detect, "--results R", "R[0]: ", part)
 

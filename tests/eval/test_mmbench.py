@@ -144,9 +144,12 @@ def test_a_file_of_answers_in_words(workplace, scored):
     said[1]["question"] = "answer en  what, 1? choose from: A dog \t A cat"
     write_json(workplace / "R", said)
     refuses(mmbench, "--tsv T --results R", "R[1]: ", "--wording")
-    said[0]["response"] = said[0]["prediction"] + "."  # one of both is the model's
+    said[0]["generated_text"] = said[0]["prediction"] + "."  # one of both is the model's
     write_json(workplace / "R", said)
-    refuses(mmbench, "--tsv T --results R", "R[0]: ", "'prediction', 'response' differ")
+    refuses(mmbench, "--tsv T --results R", "R[0]: ", "'prediction', 'generated_text' differ")
+    said[0]["doc_id"] = said[0].pop("index")
+    write_json(workplace / "R", said)
+    refuses(mmbench, "--tsv T --results R", "R[0]: ", "'doc_id' is no id")
 
 
 def test_questions_on_one_picture_belong_together(workplace):

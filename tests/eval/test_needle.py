@@ -42,10 +42,18 @@ def test_embedded_trials_ask_what_is_trained(kind, needles, absent):
 
 @pytest.mark.long
 @pytest.mark.parametrize("protocol", needle.PROTOCOLS)
-def test_needle_command(source, workplace, told_of_one, protocol):
+def test_needle_command(source, workplace, told_of_one, protocol, monkeypatch):
     """The response file scores otherwise than the command printed, or a figure is missing."""
+    framed, drawn = Mock(wraps=needle.draw_boxes), Mock(wraps=needle.heatmaps)
+    monkeypatch.setattr(needle, "draw_boxes", framed)
+    monkeypatch.setattr(needle, "heatmaps", drawn)
     flags = f"--model {source} --protocol {protocol} --limit 8 --kind n2o1 n4o1"
     printed = told_of_one(needle, flags, FAST)
+    ((left, top, *_),) = framed.call_args_list[-2].args[1]  # of 4×4: the seventh, 2nd row
+    grid = np.array(drawn.call_args.args[0][haystacks.NEEDLE_TITLES["n4o1"]])
+    if protocol == "paper":  # all are misses, in their order
+        assert (left, top) == (256, 128)
+    assert np.isnan(grid).all(1).tolist() == [False, False, True, True]
     # eight tests leave places without a needle, and JSON has no NaN
     assert "nan" not in str(printed)
     out = workplace / "runs/eval/random/needle"

@@ -19,7 +19,7 @@ from model.tokenizer import load_tokenizer
 from tests.eval.test_explore import data_of
 from tests.files import read_json
 from tests.pieces import train_pieces
-from tests.runs import refused
+from tests.runs import refused, refuses, words
 from weights.load import load_text
 
 
@@ -132,8 +132,8 @@ def test_replies_are_those_of_one_pass(kind, llama, haystacks, seeded):
 @pytest.mark.long
 def test_the_command(llama, haystacks, tmp_path, printed, monkeypatch):
     """Breaks when a rung, a measure or a file is missing, or a mistake is no line."""
-    flags = f"--model {llama} --contexts 3 --asked 2 --lengths 500 --facts 1 4".split()
-    needles.main([*flags, "--out", str(tmp_path)])
+    flags = f"--model {llama} --contexts 3 --asked 2 --lengths 500 --facts 1 4"
+    needles.main(words(flags, "--out", tmp_path))
     assert "| 500, 4 " in printed()
     rungs = read_json(tmp_path / "needles.json")
     assert [len(rung["questions"]) for rung in rungs] == [3, 6]
@@ -141,17 +141,17 @@ def test_the_command(llama, haystacks, tmp_path, printed, monkeypatch):
     assert (tmp_path / "needles.png").stat().st_size > 1000
     book = tmp_path / "book.txt"
     book.write_text("Too short to be prose.\n\nIt has two lines, and that is not enough.")
-    refused(lambda: needles.main([*flags, "--text", str(book)]), "book.txt", "1 sentences of prose")
+    refuses(needles, f"{flags} --text {book}", "book.txt", "1 sentences of prose")
     said = [f"Это первая фраза, её номер {n}. Это вторая, её номер {n}." for n in range(200)]
     book.write_text("\n\n".join(said), encoding="utf-8")
     assert len(sentences_of(book)) == 400  # of another script
-    refused(lambda: needles.main([*flags, "--facts", "2", "60"]), "60 facts fill 500 tokens")
-    refused(lambda: needles.main([*flags, "--facts", "99"]), "--facts 99", "64 of a form")
-    refused(lambda: needles.main(["--model", "embedded"]), "no published language model")
+    refuses(needles, f"{flags} --facts 2 60", "60 facts fill 500 tokens")
+    refuses(needles, f"{flags} --facts 99", "--facts 99", "64 of a form")
+    refuses(needles, "--model embedded", "no published language model")
     monkeypatch.setattr(needles, "ask", None)  # nothing is asked before all contexts fit
     lengths = [context.longest for _, context in haystacks["test"].contexts(500, 4, range(3), 2)]
     limit = 499 + max(lengths)
-    refused(lambda: needles.main([*flags, "--max-length", str(limit)]), f"the model reads {limit}")
+    refuses(needles, f"{flags} --max-length {limit}", f"the model reads {limit}")
 
 
 def test_the_explorer_shows_a_text(llama, tmp_path):

@@ -104,9 +104,10 @@ def test_a_file_is_scored_without_torch(score):
     without = (
         "import sys; sys.modules['torch'] = None; from eval import mmbench, pope, vqa; pope.main()"
     )
-    flags = "--questions Q --results A".split()
     root = os.environ | {"PYTHONPATH": str(Path(pope.__file__).parents[1])}
-    subprocess.run([sys.executable, "-c", without, *flags], env=root, check=True)
+    subprocess.run(
+        [sys.executable, "-c", without, *words("--questions Q --results A")], env=root, check=True
+    )
     choices = {action.dest: action.choices for action in parser_of(pope.Pope())._actions}
     assert choices["quantize"] == ["none", *KINDS]
     assert choices["dtype"] == [*DTYPES]

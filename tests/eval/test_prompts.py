@@ -22,7 +22,7 @@ RUNS = """
     | {"prompt": "say {question}"} | say {question}
     | {"prompt": 7} | | refused
     | {} | answer en {question}"""
-FAST = "--limit 1 --max-new-tokens 1 --json".split()
+FAST = "--limit 1 --max-new-tokens 1 --json"
 
 
 def test_templates_are_filled_literally(processor):
@@ -59,22 +59,21 @@ def test_a_run_is_asked_as_it_was_trained(case, workplace, monkeypatch):
         settings = {"base": "embedded", "data": [data], "prompt": "answer {question}"}
         write_json(run / "config.json", settings)
     write_json(file, read_json(file) | json.loads(stored))
-    flags = ["--adapter", "run"]
     question = vqa.embedded(1, template="{question}")[0].prefix
     if not prompt:
         refuses(vqa, "--adapter run", "prompt")
         return
-    vqa.main([*flags, *FAST])
+    vqa.main(words("--adapter run", FAST))
     assert asked == {fill_prompt(prompt, question)}
-    vqa.main([*flags, *FAST, "--prompt", "{question}"])
+    vqa.main(words("--adapter run", FAST, "--prompt {question}"))
     assert question in asked
     draw("p.png", size=(9, 9))
     ask.main(words("--adapter run --image p.png --question Really? --prompt caption"))
     assert asked >= {"caption", fill_prompt(prompt, "Really?")}
     asked.clear()
     export_model(load_model("embedded"), run / "model", companions=companions("embedded"))
-    vqa.main(["--model", "run/model", *FAST])
+    vqa.main(words("--model run/model", FAST))
     assert asked == {fill_prompt(prompt, question)}
     (run / "model").rename(run / "best")
-    vqa.main(["--model", "run/best", *FAST])
+    vqa.main(words("--model run/best", FAST))
     assert asked == {fill_prompt(prompt, question)}

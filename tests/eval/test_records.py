@@ -26,7 +26,7 @@ from eval.data.records import (
 from eval.question import question_of
 from model.processor import processor_for
 from model.systems.configs import MambaConfig, ProjectorConfig, QMambaConfig, WingsConfig
-from tests.files import table, write_json, write_lines
+from tests.files import json_lines, table, write_json, write_lines
 from tests.runs import refused
 from train.data.batches import collate
 from train.data.sources import example_records
@@ -195,6 +195,7 @@ MALFORMED = r"""
 {"messages": ["a", {"role": "assistant", "content": "b", "loss": false}]}
 {"messages": ["a", {"role": "assistant", "content": "b", "weight": 0}]}
 {"messages": ["a", {"role": "assistant", "content": "b", "train": 0.5}]}
+{"messages": ["a", {"role": "assistant", "content": "b", "training": false}]}
 {"messages": ["a", {"role": "assistant", "content": "b", "loss_scale": "last"}]}
 {"messages": ["a", {"role": "assistant", "content": "b", "tool_calls": [{"name": "b"}]}]}
 {"conversations": [{"from": "human", "value": "a", "train": true}, {"from": "gpt", "value": "b"}]}
@@ -222,6 +223,10 @@ MALFORMED = r"""
 {"image": null, "img": "a.png", "prefix": "a", "suffix": "b"}
 {"image": "a.png", "image2": "a.png", "prefix": "a", "suffix": "b"}
 {"image": "a.png", "img_b": "a.png", "prefix": "a", "suffix": "b"}
+{"image": "a.png", "image.1": "a.png", "prefix": "a", "suffix": "b"}
+{"images": [], "image_path": "a.png", "prefix": "a", "suffix": "b"}
+{"image": [], "file_name": "a.png", "prefix": "a", "suffix": "b"}
+{"images": [], "conversations": ["Picture 1: <img>a.png</img>\na", "b"]}
 {"path": "a.jp2 ", "prefix": "a", "suffix": "b"}
 {"url": "https://a/b.jpg?w=9", "prefix": "a", "suffix": "b"}
 {"screenshot": "data:image/png;base64,eA==", "prefix": "a", "suffix": "b"}
@@ -380,11 +385,14 @@ def test_several_answers(tmp_path):
 {"prefix": "q", "suffix": "two", "answers": ["2", "2"]}
 {"prefix": "q", "suffix": "two"}""")
     made = read_data(f"jsonl:{file}")
-    assert [(r.name, r.suffix, r.answers, r.truth) for r in made] == [
-        ("own.jsonl:1", "2", ("two", "2", "2"), ["two", "2", "2"]),
-        ("own.jsonl:2", "two", ("2", "2"), ["2", "2", "two"]),
-        ("own.jsonl:3", "two", (), "two"),
-    ]
+    expected = """["own.jsonl:1", "2", ["two", "2", "2"], ["two", "2", "2"]]
+["own.jsonl:2", "two", ["2", "2"], ["2", "2", "two"]]
+["own.jsonl:3", "two", [], "two"]"""
+    marked = '{"prefix": "q", "suffix": "a", "split": "test"}'
+    own = write(tmp_path, "own.json", [json.loads(marked), {"prefix": "q", "suffix": "b"}])
+    refused(lambda: read_data(f"jsonl:{own}"), "the splits", "'test'")
+    found = [[r.name, r.suffix, list(r.answers), r.truth] for r in made]
+    assert found == json_lines(expected)
 
 
 COCO = """{
@@ -408,11 +416,12 @@ def coco(folder):
     return json.loads(COCO)
 
 
-def test_coco_s_boxes_are_paligemma_s(tmp_path, processor):
+def test_coco_s_boxes_are_paligemma_s(tmp_path, processor, warned):
     """Breaks when a box has another order or rounding, a crowd is to be answered, or the truth for
     scoring is lost."""
     file = write(tmp_path, "instances.json", coco(tmp_path))
     (record,) = read_data(f"coco:{file}")  # of the others, one has a crowd only, and one nothing
+    assert "2 of 5 objects are crowds" in warned()  # as masks of CVAT are
     assert record.prefix == "detect dog ; traffic light"
     assert record.pictures == (tmp_path / "a.png",)
     # 1023 · (10/480, 500.5/640, 30/480, 1), 1023 · (0.1, 0.1, 0.6, 0.6), 1023 · (0.5, 0.5, 1, 1):

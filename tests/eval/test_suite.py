@@ -7,6 +7,8 @@ import shutil
 import pytest
 
 from eval import suite
+from eval.bench import parser_of
+from eval.vqa import Vqa
 from eval.vqa_scoring import answerability
 from model.config import PRESETS
 from model.systems.configs import WingsConfig
@@ -35,7 +37,7 @@ pope/coco_pope_KIND | [
     {"text": "Is it KIND?", "question_id": 1, "image": "COCO_val2014_000000000001.jpg",
         "label": "yes"},
     {"text": "Is it KIND?", "question_id": 2, "image": "COCO_val2014_000000000001.jpg",
-        "label": "yes"}]
+        "label": "no"}]
 """
 
 
@@ -70,6 +72,9 @@ def test_the_rows_of_two_models(root, source, twin, workplace, printed, told):
     assert [*found["random"]] == TABLE.split(",")
     assert None not in found["random"].values()
     assert found == read_json(folder / "suite.json")
+    named = found["random"]
+    assert (named["POPE"], named["POPE F1"], named["unanswerable F1"]) == (50, 200 / 3, 0)
+    assert read_json(folder / "vizwiz/answerability.json")[0]["answerable"] > 0.9
     rows = read_json(folder / "gqa/results.json")
     assert [set(row) for row in rows] == 2 * [{"questionId", "prediction", "confidence", "ended"}]
     suite.main(words(flags, "--adapter", twin, "--tasks gqa,pope --blind --out two"))
@@ -96,6 +101,10 @@ def test_prompts_of_the_families_and_what_is_missing(root, source, printed, monk
         rows = printed().splitlines()[2:]
         for row, prompt in zip(rows, prompts.split("|"), strict=True):
             assert prompt in row
+    flags = f"--questions {root}/vizwiz/val.json --images {root}/vizwiz/val --answerability"
+    args = parser_of(Vqa()).parse_args(flags.split())
+    args.template = suite.UNSURE
+    assert Vqa().questions(args)[-1].choices == ("Unanswerable",)  # as the prompt spells it
     assert [path.name for path in workplace.iterdir()] == ["wings"]
     (workplace / "gqa").symlink_to(root / "gqa")
     missing = "3 of 5 ", ": textvqa/TextVQA_0.5.1_val.json, textvqa"

@@ -30,7 +30,7 @@ from eval.systems.text.tasks import CITIES, LETTERS, RECORDS, SHOWN, SYMBOLS, Do
 from model.attention import keep_positions, tapped
 from model.systems.language import TextModel, new_model
 from tests.files import prose
-from tests.runs import refused
+from tests.runs import refused, refuses
 from train.systems import text as training
 
 RECORD = r"«(\w+)=(\w)»"
@@ -185,6 +185,7 @@ def test_likelihood_by_context(corpus):
     starts = corpus.starts["test"].tolist()
     ids = corpus.ids["test"].long()
     assert all(starts[n] <= place and place + 64 <= starts[n + 1] for place, n in places)
+    assert windows(corpus, starts[1], 99)[0] == (0, 0)  # as long as its document
     assert all(b - a >= 64 for (a, _), (b, _) in itertools.pairwise(places))
     assert windows(corpus, 64, 10) == places[:: math.ceil(len(places) / 10)]
     rows = (ids[place : place + 64][None] for place, _ in places)
@@ -260,10 +261,10 @@ def test_the_command_measures_runs(text_folder, tmp_path, printed):
     flags = "--preset nano --length 256 --batch-size 1 --tokens 400 --attention plain"
     training.main(f"{flags} --text {text_folder} --out {tmp_path}/run".split())
     printed()
-    measures.main(["all", str(tmp_path / "run"), "--limit", "5"])
+    measures.main(f"all {tmp_path}/run --limit 5".split())
     told = printed()
     panels = "nll recall needle needle-map attention attention-noise examples examples-margin"
     assert re.findall(r"^\| ([a-z-]+) +\| chance", told, re.MULTILINE) == panels.split()
     assert 6 < float(re.search(r"^\| all +\| +\| ([\d.]+)", told, re.MULTILINE)[1]) < 8
     open_corpus(tmp_path / "run/corpus", [text_folder], 400)
-    refused(lambda: measures.main(["nll", str(tmp_path / "run")]), "run/corpus: ", "anew")
+    refuses(measures, f"nll {tmp_path}/run", "run/corpus: ", "anew")

@@ -2,11 +2,12 @@
 asked blind."""
 
 from eval import answer, vqa
+from eval.bench import parser_of
 from eval.data.records import read_data
 from eval.question import question_of
 from tests.eval.test_eval_commands import FAST, count_asked, noise
-from tests.files import read_json, read_lines, table, write_json, write_lines
-from tests.runs import refuses
+from tests.files import read_json, read_lines, table, write_json, write_lines, write_vqav2
+from tests.runs import refuses, words
 
 
 def test_an_empty_answer_is_never_right(tmp_path):
@@ -31,8 +32,8 @@ def test_own_examples(source, workplace, monkeypatch, told):
     (workplace / "link.png").symlink_to("2.png")
     own = workplace / "own.jsonl"
     write_lines(own, (line | {"suffix": "?"} for line in lines))
-    flags = f"--model {source} --data jsonl:own.jsonl --blind", *FAST
-    printed = told(vqa, *flags)
+    flags = f"--model {source} --data jsonl:own.jsonl --blind {FAST}"
+    printed = told(vqa, flags)
     out = workplace / "runs/eval/random/vqa"
     results = read_json(out / "results.json")
     assert [r["question"] for r in results] == [line["prefix"] for line in lines]
@@ -48,8 +49,8 @@ def test_own_examples(source, workplace, monkeypatch, told):
     right = [f" {result['answer'].upper()}\n" for result in results]
     write_lines(own, (line | {"suffix": said} for line, said in zip(lines, right, strict=True)))
     monkeypatch.setattr(answer, "generate_texts", None)  # all is in the log
-    assert told(vqa, *flags)["random"]["measures"]["exact_match"]["mean"] == 100
-    (of_four,) = told(vqa, *flags, "--limit 4")["random"]["measures"].values()
+    assert told(vqa, flags)["random"]["measures"]["exact_match"]["mean"] == 100
+    (of_four,) = told(vqa, flags, "--limit 4")["random"]["measures"].values()
     assert of_four["questions"] == 4
     write_lines(own, (line | {"suffix": "?"} for line in lines))
     again = f"--data jsonl:own.jsonl --results {out}/results.json"
@@ -72,12 +73,12 @@ def test_official_files_without_annotations_and_with_a_broken_picture(
     ]
     write_json(tmp_path / "Q", {"data_subtype": "val2014", "questions": asked})
     out = tmp_path / "out"
-    flags = f"--model {source} --questions {tmp_path}/Q --images {tmp_path} --out {out}".split()
+    flags = f"--model {source} --questions {tmp_path}/Q --images {tmp_path} --out {out} {FAST}"
 
     def ids():
         return [r["question_id"] for r in read_json(out / "results.json")]
 
-    vqa.main([*flags, *FAST])
+    vqa.main(words(flags))
     printed, report = capsys.readouterr()
     assert "nothing is scored" in printed
     assert "left out 2 of 6 questions" in report
@@ -86,16 +87,21 @@ def test_official_files_without_annotations_and_with_a_broken_picture(
     assert ids() == [0, 1, 4, 5]
     paths[1].write_bytes(whole)
     sizes = count_asked(monkeypatch)
-    vqa.main([*flags, *FAST])
+    vqa.main(words(flags))
     assert sum(sizes) == 2
     assert len(ids()) == 6
     for path in paths:
         path.write_bytes(whole[:300])
-    refuses(vqa, " ".join(flags), "none of 6 questions could be asked", "COCO_val2014")
+    refuses(vqa, flags, "none of 6 questions could be asked", "COCO_val2014")
 
 
 def test_what_cannot_be_asked(workplace):
     """A mistake is reported after the model was read, or guessed at."""
+    for subset in ("train2014", "val2014"):
+        write_vqav2(workplace / "V", 2, subset)
+    args = parser_of(vqa.Vqa()).parse_args(["--data", "vqav2:V"])
+    args.template = vqa.PROMPT
+    assert {q.key[:7] for q in vqa.Vqa().questions(args)} == {"val2014"}  # not those of training
     wrong = """--data own.jsonl | does not say what kind
         --data jsonl:own.jsonl --questions Q | leave --data out
         --data jsonl:own.jsonl --prompt {question} | no --prompt

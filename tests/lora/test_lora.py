@@ -322,6 +322,7 @@ def test_targets_are_matched_as_in_peft(model):
         (r".*\.layers\.\d+\.self", 2, "match no free"),  # a beginning
     ):
         refused(lambda targets=targets, r=r: inject(model, targets, r, 4), says)
+    refused(lambda: inject(model, ["q_proj"], 2, 0), "alpha 0")
     inject(model, DECODER_TARGETS, 2, 4)
     # neither a base nor LoRA's own
     refused(lambda: inject(model, r"language_model\..*", 2, 4), "match no free")
@@ -337,7 +338,7 @@ def test_merge_and_unmerge(hf, inputs, dtype):
     randomize(model)
 
     def state():
-        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        return copy.deepcopy(model.state_dict())
 
     before = state()
     logits = model(**inputs)
@@ -559,6 +560,10 @@ def test_what_is_no_adapter(tmp_path, hf, model):
     write_json(path, config | {"quantized": "fp3"})
     refused(load_copy, "fp3")
     write_json(path, config)
+    write_json(path, {key: value for key, value in config.items() if key != "lora_alpha"})
+    again = copy.deepcopy(model)
+    load(again, tmp_path)
+    assert {layer.alpha for layer in lora_layers(again).values()} == {8}  # PEFT's default
     (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
     refused(load_copy, "adapter_model.safetensors: not found")
     refused(lambda: save(model, tmp_path), "no adapter to save")

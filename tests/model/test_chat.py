@@ -9,12 +9,12 @@ from functools import partial
 import pytest
 from transformers import AutoTokenizer
 
-from eval.ask import main
+from eval import ask
 from model.systems import chat
 from model.systems.chat import TextTokenizer, ask_text, load_text_tokenizer
 from tests.files import read_json, write_json
 from tests.pieces import TEXTS, language_folder
-from tests.runs import refused
+from tests.runs import refused, refuses
 from weights.load import load_text
 
 # as published with gemma-2-2b-it and Qwen2-7B-Instruct, without checks of the roles
@@ -139,7 +139,7 @@ def test_a_language_model_is_asked_without_a_picture(folder, printed, monkeypatc
     tokenizer = load_text_tokenizer(folder)
     answers = {}
     for flag in ("--json", "--json --chat"):
-        main(f"--model {folder} --prompt dog? a --max-new-tokens 6 {flag}".split())
+        ask.main(f"--model {folder} --prompt dog? a --max-new-tokens 6 {flag}".split())
         answers[flag] = json.loads(printed())
         sure = []
         said = ask_text(model, tokenizer, ["dog?", "a"], 6, "chat" in flag, sure=sure)
@@ -153,5 +153,5 @@ def test_a_language_model_is_asked_without_a_picture(folder, printed, monkeypatc
         assert ask_text(model, tokenizer, ["dog?"]) == tokenizer.end_of_turn  # as `decode`
         monkeypatch.undo()
     assert answers["--json"] != answers["--json --chat"]
-    refused(lambda: main(f"--model {folder} --draw a.png --prompt a".split()), "--draw")
-    refused(lambda: main("--model embedded --chat --prompt a".split()), "--image")
+    refuses(ask, f"--model {folder} --draw a.png --prompt a", "--draw")
+    refuses(ask, "--model embedded --chat --prompt a", "--image")

@@ -15,7 +15,7 @@ from model.config import GEMMA2_ONLY, PRESETS, PaliGemmaConfig, TextConfig, Visi
 from model.linear import ACTIVATIONS
 from model.registry import read_config
 from model.systems import configs
-from tests.files import write_json
+from tests.files import table, write_json
 from tests.runs import refused
 
 # what the hub's files hold, shortened to what matters; both leave out whatever equalled the
@@ -47,6 +47,14 @@ def test_published_files_are_the_presets():
     trained with."""
     assert PaliGemmaConfig.from_dict(PUBLISHED_1) == PRESETS["paligemma-3b-224"]
     assert PaliGemmaConfig.from_dict(PUBLISHED_2) == PRESETS["paligemma2-3b-224"]
+    text = GEMMA | {"pad_token_id": 3}
+    few = PaliGemmaConfig.from_dict(
+        {"model_type": "paligemma", "pad_token_id": 9, "text_config": text}
+    )
+    assert (few.image_token_id, few.pad_token_id) == (
+        256000,
+        9,
+    )  # transformers' default; the outer one
 
 
 FAMILY = vars(PRESETS["tiny"].text) | {"hidden_activation": "silu", "tie_word_embeddings": False}
@@ -227,11 +235,10 @@ REFUSED = REFUSED.replace("LINEAR", '{"rope_type": "linear", "factor": 2.0}')
 REFUSED = REFUSED.replace("FULL", ", ".join(['"full_attention"'] * 26))
 
 
-@pytest.mark.parametrize("line", REFUSED.splitlines())
-def test_other_architectures_and_contradictions_are_refused(line, tmp_path):
+@pytest.mark.parametrize("name, change, word", table(REFUSED))
+def test_other_architectures_and_contradictions_are_refused(name, change, word, tmp_path):
     """Breaks when a file that this code cannot honour is read as if it could, or ends in a
     traceback."""
-    name, change, word = line.strip().split(" | ")
     raw = {"1": PUBLISHED_1, "2": PUBLISHED_2}.get(name) or CONFIGS[name].to_dict()
     for key, value in json.loads(change).items():
         # an empty part stays empty
@@ -242,18 +249,19 @@ def test_other_architectures_and_contradictions_are_refused(line, tmp_path):
     assert re.match(f"{file}: .*{word}", refused(lambda: read_config(file)))
 
 
-GENERATION = {
-    '{"eos_token_id": 1, "suppress_tokens": [257152]}': "",
-    '{"eos_token_id": [1], "stop_strings": null}': "",
-    '{"eos_token_id": [1, 107]}': "eos_token_id",
-    '{"eos_token_id": 107}': "eos_token_id",
-    '{"suppress_tokens": [257152, 5]}': "suppress_tokens",
-    '{"forced_eos_token_id": 1}': "forced_eos_token_id",
-    '{"stop_strings": ["."]}': "stop_strings",
-}
+# generation_config.json | a word of the message
+GENERATION = """
+    {"eos_token_id": 1, "suppress_tokens": [257152]} |
+    {"eos_token_id": [1], "stop_strings": null} |
+    {"eos_token_id": [1, 107]} | eos_token_id
+    {"eos_token_id": 107} | eos_token_id
+    {"num_beams": 4} | num_beams
+    {"suppress_tokens": [257152, 5]} | suppress_tokens
+    {"forced_eos_token_id": 1} | forced_eos_token_id
+    {"stop_strings": ["."]} | stop_strings"""
 
 
-@pytest.mark.parametrize("given, word", GENERATION.items())
+@pytest.mark.parametrize("given, word", table(GENERATION))
 def test_what_generation_config_says_otherwise_is_refused(given, word, tmp_path):
     """Breaks when answers end elsewhere than transformers', which reads generation_config.json, or
     a file that says the same is refused."""

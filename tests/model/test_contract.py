@@ -17,6 +17,7 @@ from model.generate import generate
 from model.paligemma import PaliGemma
 from model.systems import configs
 from model.systems.mamba import MambaLM
+from tests.files import json_lines
 from tests.reference import is_valid, left_padded, randomize, relative_error, right_padded
 from weights.load import kind_of
 
@@ -210,9 +211,14 @@ def test_positions_to_keep_are_rows_of_all_logits(model, monkeypatch):
             assert found.item() == pytest.approx(loss.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "rows, n, side", [((3, 5), 2, 28), ((4, 4), 1, 28), ((4, 0), 2, 28), ((4, 4), 2, 42)]
-)
+# image tokens of each row, pictures, and their side
+MISFITS = """[[3, 5], 2, 28]
+[[4, 4], 1, 28]
+[[4, 0], 2, 28]
+[[4, 4], 2, 42]"""
+
+
+@pytest.mark.parametrize("rows, n, side", json_lines(MISFITS))
 def test_image_tokens_that_do_not_fit_the_pictures_are_refused(rows, n, side):
     """Breaks when a picture is read at a part of its slots, by the next row, or not at all, exit
     code 0."""

@@ -23,7 +23,15 @@ from model.attention import Attention, Rope, attention_mask, tapped
 from model.config import PaliGemmaConfig, TextConfig, VisionConfig
 from model.differential import KINDS, fold, graft, lambdas, map_distance, new_parameters
 from model.paligemma import PaliGemma, initialize
-from tests.reference import generations, left_padded, relative_error, set_attention_backend
+from tests.files import json_lines
+from tests.reference import (
+    backends,
+    dtypes,
+    generations,
+    left_padded,
+    relative_error,
+    set_attention_backend,
+)
 from tests.runs import assert_same_tensors, refused
 from train.optim import SCALARS, trainable
 
@@ -61,6 +69,11 @@ VARIANTS = {variant: (kind, parsed(options)) for variant, kind, *options in LINE
 EXACT = "softmax twin v2 dex dex-heads mean gate temperature".split()
 THETA = 10000.0
 IMAGE = 127
+# of `plain_attention`
+SIZES = """{"k": 1}
+{"k": 2}
+{"k": 4, "d": 20, "bias": true}
+{"k": 2, "softcap": 2.0}"""
 TARGETS = r"language_model\..*\.(self_attn|mlp)\.\w+_proj"
 
 
@@ -253,10 +266,8 @@ def heads_by_equation(module, variant, x, positions, mask):  # noqa: C901  # eve
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
-@pytest.mark.parametrize(
-    "sizes", [{"k": 1}, {"k": 2}, {"k": 4, "d": 20, "bias": True}, {"k": 2, "softcap": 2.0}]
-)
+@backends
+@pytest.mark.parametrize("sizes", json_lines(SIZES))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_each_variant_is_its_equation(variant, sizes, backend):
     """Breaks when a variant computes something else, pairs a query half with another head's key, or
@@ -272,8 +283,8 @@ def test_each_variant_is_its_equation(variant, sizes, backend):
 
 @pytest.mark.long
 @generations
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@backends
+@dtypes
 @pytest.mark.parametrize("variant", EXACT)
 def test_exact_variants_start_at_the_base_to_the_bit(variant, dtype, backend, generation):
     """Breaks when a graft shifts the pretrained model before the first step, LoRA beside it or
@@ -471,7 +482,8 @@ def test_gate_and_sink_are_those_of_transformers():
     assert relative_error(sink.mix(x, q, k, v, mask).transpose(1, 2), heads) < 1e-6
 
     _, gate = sibling("gate")
-    sizes = {"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes = json.loads("""{"hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16}""")
     config = Qwen3NextConfig(**sizes, attn_implementation="eager")
     attention = modeling_qwen3_next.Qwen3NextAttention(config, 0)
     attention.q_norm = attention.k_norm = nn.Identity()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import model.cpu as cpu
 from tests.reference import (
+    backends,
     batch,
     error,
     generations,
@@ -113,7 +114,7 @@ def test_gradients(path, generation, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+@backends
 @generations
 def test_bf16_is_equal_to_the_bit(generation, backend, monkeypatch):
     """Breaks when an operation is reordered or a cast moves: fp32 islands, the √H factor, the RoPE

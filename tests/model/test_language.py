@@ -1,6 +1,7 @@
 """Gemma, Gemma 2, Llama, Qwen1.5 and Qwen2 as language models for text alone equal transformers'
 `*ForCausalLM`."""
 
+import json
 import re
 import shutil
 from functools import partial
@@ -36,8 +37,8 @@ from weights.load import INDEX_FILE, SINGLE_FILE, load_model, load_siglip, load_
 GATE = 1e-6
 SIZES = {"hidden_size": 72, "num_hidden_layers": 3}
 # of the nine waves of a head the first stays, the second is between, the others are stretched
-STRETCH = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
-STRETCH |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 40}
+STRETCH = json.loads("""{"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 40}""")
 THETA = {"rope_theta": 1e6, "rope_type": "default"}
 WINDOW = {"sliding_window": 6}
 KINDS = {
@@ -245,7 +246,7 @@ def test_an_export_is_opened_by_transformers(hf, folder, tmp_path):
     """Breaks when the way back loses a tensor, a size, the head, an end token or the companions."""
     inputs = batch()
     model = load_text(folder)
-    main([str(folder), str(tmp_path), "--max-shard-gb", "0.0001"])
+    main(f"{folder} {tmp_path} --max-shard-gb 0.0001".split())
     assert (tmp_path / INDEX_FILE).exists()
     assert load_text(tmp_path).config == model.config
     again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()

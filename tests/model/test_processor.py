@@ -122,6 +122,9 @@ def test_layout_by_hand(processor):
     )
     parted = processor.row_of(2, [("a b", None)])
     assert processor.row_of(2, [("<image>a<image>b", None)]) == parted
+    assert processor.row_of(1, [("is (<image>it)", None)]) == processor.row_of(
+        1, [("is (it)", None)]
+    )
     first = [config.image_token_id] * 2 * TOKENS + [2, *encode("one two\n")]
     later = encode("caption en\n")
     assert ids == first + answer + later

@@ -20,7 +20,14 @@ from model.systems.qmamba import (
     initialize_qmamba,
     local_mask,
 )
-from tests.reference import dice, left_padded, randomize, relative_error, set_attention_backend
+from tests.reference import (
+    backends,
+    dice,
+    left_padded,
+    randomize,
+    relative_error,
+    set_attention_backend,
+)
 from train.optim import parameter_names
 
 IMAGE = 59
@@ -122,7 +129,7 @@ CHANGES = [{}, {"local_attention": False}, {"scan_order": "forward"}, {"scan_ord
 
 @pytest.mark.long
 @pytest.mark.parametrize("changes", CHANGES, ids=str)
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@backends
 def test_projector_equals_the_equations(changes, backend):
     """Breaks when connector, mask, cross-attention, fusion or feed-forward depart from the paper's
     description."""

@@ -16,7 +16,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from model.processor import Processor
 from model.source import BUNDLED_FOLDER
 from model.tokenizer import LOCATIONS, SPECIAL, find_tokenizer, load_tokenizer
-from tests.files import read_json, write_json
+from tests.files import json_lines, read_json, write_json
 from tests.pieces import SENTENCES, gemma_tokenizer, texts, train_pieces
 from tests.runs import refused
 
@@ -135,18 +135,17 @@ def test_a_token_that_tokenizer_model_lacks_is_not_lost(is_renamed, tmp_path):
         assert ours.decode(ids) == theirs.decode(ids)
 
 
+# a file; what it may say, and what it may not
+BESIDE = """["added_tokens.json", {"<image>": 1722, "<loc0000>": 6}, {"<brand>": 1723}]
+["tokenizer_config.json", {"added_tokens_decoder": {"6": {"content": "<loc0000>"}}, "bos_token": "<bos>"}, \
+{"added_tokens_decoder": {"7": {"content": "<loc0000>"}}}]"""
+
+
 def test_tokens_that_only_a_file_beside_names_are_refused(tmp_path):
     """Breaks when added_tokens.json or tokenizer_config.json name a token that the tokenizer has
     not, or at another id, and nothing is said; or one is missed that all have."""
-    beside = {
-        "added_tokens.json": ({"<image>": 1722, "<loc0000>": 6}, {"<brand>": 1723}),
-        "tokenizer_config.json": (
-            {"added_tokens_decoder": {"6": {"content": "<loc0000>"}}, "bos_token": "<bos>"},
-            {"added_tokens_decoder": {"7": {"content": "<loc0000>"}}},
-        ),
-    }
     for name in ("tokenizer.model", "tokenizer.json"):
-        for file, (agreeing, other) in beside.items():
+        for file, agreeing, other in json_lines(BESIDE):
             shutil.copy(BUNDLED_FOLDER / name, tmp_path)
             write_json(tmp_path / file, agreeing)
             assert load_tokenizer(tmp_path / name).encode("dog")

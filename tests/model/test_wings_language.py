@@ -1,6 +1,7 @@
 """WINGS on a language model that has read text alone: a random Qwen2 or Llama and a random SigLIP
 of transformers."""
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -17,18 +18,14 @@ from model.systems.wings import route
 from model.tokenizer import load_tokenizer
 from tests.files import draw, write_lines
 from tests.pieces import qwen_tokenizer
-from tests.reference import hf_language, set_attention_backend
-from tests.runs import stage_settings
+from tests.reference import dtypes, hf_language, set_attention_backend
+from tests.runs import stage_settings, words
 from train.model import open_model
 from train.systems import wings
 from weights.load import load_model, load_text
 
-SIZES = {
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-}
+SIZES = json.loads("""{"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3,
+    "num_attention_heads": 2}""")
 
 
 TURNS = """{% for one in messages %}<|im_start|>{{ one.role }}
@@ -68,11 +65,11 @@ def parts(request, tmp_path_factory):
 def flags(parts, more=""):
     """The flags of stage 1."""
     base = f"--stage 1 --r 4 --base {parts}/siglip --option language_model={parts}/text"
-    return f"{base} --data jsonl:{parts}/own.jsonl {more}".split()
+    return f"{base} --data jsonl:{parts}/own.jsonl {more}"
 
 
 def opened(parts, more=""):
-    return open_model(stage_settings("wings", *flags(parts, more)), torch.device("cpu"))[0].eval()
+    return open_model(stage_settings("wings", flags(parts, more)), torch.device("cpu"))[0].eval()
 
 
 def reader(parts, model):
@@ -80,7 +77,7 @@ def reader(parts, model):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@dtypes
 def test_the_start_is_the_language_model(parts, dtype):
     """Breaks when a picture's parts move a logit of text alone before they have learned anything,
     in either stage."""
@@ -149,8 +146,8 @@ def test_pictures_are_padded_to_squares(parts):
 def test_both_stages_are_trained_and_opened_elsewhere(parts, tmp_path):
     """Breaks when stage 1 changes the language model, or RUN/model needs other folders to go on or
     to answer."""
-    small = "--steps 2 --step-batch 2 --batch-size 2 --device cpu --lr 0.01 --eval-every 0".split()
-    wings.main([*flags(parts), *small, "--no-evaluate", "--out", str(tmp_path / "1")])
+    small = "--steps 2 --step-batch 2 --batch-size 2 --device cpu --lr 0.01 --eval-every 0"
+    wings.main(words(flags(parts), small, f"--no-evaluate --out {tmp_path}/1"))
     model = load_model(tmp_path / "1/model")
     moved = tmp_path / "moved"
     for name, tensor in load_text(parts / "text").state_dict().items():
@@ -159,8 +156,8 @@ def test_both_stages_are_trained_and_opened_elsewhere(parts, tmp_path):
     shutil.move(tmp_path / "1/model", moved)
     assert {path.suffix for path in moved.glob("tokenizer.*")} == {".json", ".model"}
     assert wording_of(str(moved)) == "llava"
-    second = f"--stage 2 --base {moved} --data jsonl:{parts}/own.jsonl --out {tmp_path}/2".split()
-    wings.main([*second, *small, "--evaluate", "--eval-data", f"jsonl:{parts}/own.jsonl"])
+    second = f"--stage 2 --base {moved} --data jsonl:{parts}/own.jsonl --out {tmp_path}/2"
+    wings.main(words(second, small, f"--evaluate --eval-data jsonl:{parts}/own.jsonl"))
     again = load_model(tmp_path / "2/model")
     assert again.config.routed
     assert again.config.chat

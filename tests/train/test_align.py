@@ -17,9 +17,8 @@ from eval.data.records import Record, Refusal
 from model.images import to_pixels
 from model.paligemma import initialize
 from tests.files import draw, write_lines
-from tests.runs import WORLD, assert_same_tensors, metrics, refused, settings_of, words
+from tests.runs import WORLD, assert_same_tensors, metrics, refused, settings_of, train
 from train import align as alignment
-from train import finetune
 from train import model as systems
 from train.checkpoint import Progress
 from train.data.batches import collate
@@ -230,7 +229,7 @@ def test_an_interrupted_alignment_goes_on_to_the_bit(workplace, monkeypatch, war
     )
     flags = "--base tiny --data jsonl:data.jsonl --recipe own --align 6 --steps 2 --batch-size 4"
     flags += " --validation 0 --no-evaluate --device cpu --checkpoint-every 4 --out"
-    finetune.main(words(flags, "whole"))
+    train(flags, "whole")
     shifted = alignment.shifted
     pixels = []
 
@@ -244,18 +243,18 @@ def test_an_interrupted_alignment_goes_on_to_the_bit(workplace, monkeypatch, war
 
     monkeypatch.setattr(alignment, "shifted", stopped)
     with pytest.raises(SystemExit) as ended:
-        finetune.main(words(flags, "cut"))
+        train(flags, "cut")
     assert ended.value.code == 128 + signal.SIGTERM
     assert len(pixels) == 3
     assert "--resume cut" in warned()
     with pytest.raises(KeyboardInterrupt):
-        finetune.main(["--resume", "cut"])
-    finetune.main(["--resume", "cut"])
+        train("--resume cut")
+    train("--resume cut")
     assert "cut: goes on from step-0" in warned()
     assert len(pixels) == 8
     assert metrics(Path("cut")) == metrics(Path("whole"))
     assert_same_tensors(*(load_file(f"{run}/model/model.safetensors") for run in ("cut", "whole")))
     monkeypatch.setattr(alignment, "shifted", Mock(side_effect=[*pixels[:2], KeyboardInterrupt]))
     with pytest.raises(KeyboardInterrupt):  # as a second Ctrl-C: what is saved stays
-        finetune.main(words(flags.replace("every 4", "every 2"), "new"))
+        train(flags.replace("every 4", "every 2"), "new")
     assert Path("new/checkpoints/step-0").exists()

@@ -4,6 +4,7 @@ once."""
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ import torch
 from eval.data.records import read_examples
 from model.images import load_image
 from tests.files import draw, read_json, write_lines, write_mmneedle, write_vqav2
-from tests.runs import read_cells, refused, words
+from tests.runs import read_cells, refused, refuses, words
 from train import compare
+from train.loop import Diverged
 from train.model import load_base, open_model
 from train.optim import parameter_count, trainable
 from train.studies import attention, training
@@ -31,14 +33,14 @@ from train.systems.studies import qmamba, wings
 CPU = torch.device("cpu")
 GIVEN = {"samples": 32, "batch_size": 16, "limit": 32, "tasks": "vqa,n2o1,n2o2,n4o1"}
 BASE = attention.Options(base="tiny", device="cpu", **GIVEN, **PLAIN)
-FLAGS = "--seeds 2 --samples 32 --batch-size 16 --limit 8 --rates 1e-2 --no-positive --jobs 1 --warmup 0".split()
+FLAGS = "--seeds 2 --samples 32 --batch-size 16 --limit 8 --rates 1e-2 --no-positive --jobs 1 --warmup 0"
 
 
 @pytest.mark.long
 def test_the_command_from_end_to_end(tmp_path, monkeypatch, printed):
     """Breaks when a table, a control, a seed or an interval is missing, or a finished cell is
     trained again."""
-    command = ["--rows", "fine-tuned", "dex", "--device", "cpu", *FLAGS, "--out", str(tmp_path)]
+    command = words("--rows fine-tuned dex --device cpu", FLAGS, "--out", tmp_path)
     compare.main(command)
     text = printed()
     assert "## Minus the mean of all plain rows" in text
@@ -159,6 +161,12 @@ def test_data_on_disk_are_part_of_a_cell(tmp_path):
     keys = {key(), *(key(**change) for change in changes)}
     model.config = replace(model.config, pad_token_id=3)
     assert len({*keys, key()}) == 6
+    assert training.deciding(BASE)["device"] == "cpu"  # on which dtypes depend
+    options = wings.Options(data=(write_jsonl(tmp_path, 10),), validation=0.3)
+    seen, of_seed_1 = (wings.looked_at(replace(options, seed=seed)) for seed in (0, 1))
+    assert seen == of_seed_1  # held out from all seeds
+    with pytest.raises(Diverged):
+        training.descend(model, Mock(), [torch.tensor(torch.nan)], 1)
 
 
 def test_own_examples_are_asked_and_scored_in_full(tmp_path):
@@ -271,8 +279,8 @@ def test_a_cell_is_asked_without_dropout(processor, tmp_path):
 def test_mistakes_are_told_before_anything_is_trained(flags, tmp_path, monkeypatch):
     """Breaks when a wrong flag costs a comparison, or is passed over in silence."""
     monkeypatch.setattr(training, "train_on", None)
-    command = words("--base tiny --device cpu --out", tmp_path, flags)
-    refused(lambda: compare.main(command), "x" if flags.endswith(":x") else "--")
+    command = f"--base tiny --device cpu --out {tmp_path} {flags}"
+    refuses(compare, command, "x" if flags.endswith(":x") else "--")
 
 
 def test_the_help_names_other_studies(printed):

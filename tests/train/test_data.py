@@ -187,6 +187,8 @@ def test_sampled_answers_follow_the_annotators_and_the_seed(tmp_path, processor)
     assert answers(0) == answers(0) != answers(1)
     assert 66 < sum(answers(epoch).count("no") for epoch in range(5)) < 114  # 90 expected of 300
     assert {*answers(0, [replace(record, sampled=False) for record in made])} == {"yes"}
+    blank = [replace(record, answers=("", "yes", " ")) for record in made]
+    assert {*answers(0, blank)} == {"yes"}  # what is empty is not learned
     said = [{}, {}]  # by a run of two epochs of three steps, on each record
     order = Order(made, processor, Settings(batch_size=20, epochs=2), WORLD)
     for number, (micro,) in enumerate(order.steps(0)):

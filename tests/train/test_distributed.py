@@ -15,7 +15,7 @@ from eval.data.records import embedded_records
 from eval.question import Question
 from model.processor import Processor
 from tests.files import read_json, write_vqav2
-from tests.runs import WORLD, assert_same_tensors, metrics, refused, settings_of, torchrun
+from tests.runs import WORLD, assert_same_tensors, metrics, refused, refuses, settings_of, torchrun
 from train import finetune
 from train.data.batches import Order
 from train.distributed import World, ask_together, joined_world
@@ -49,7 +49,7 @@ def test_a_spread_run_goes_on_with_as_many_processes(spread_run, tmp_path):
     shutil.copytree(
         spread_run, cut, ignore=shutil.ignore_patterns("step-4", "model", "summary.json")
     )
-    refused(lambda: finetune.main(["--resume", str(cut)]), "2 processes, this call 1")
+    refuses(finetune, f"--resume {cut}", "2 processes, this call 1")
     torchrun(2, "--resume", cut)
     resumed = metrics(cut)
     assert resumed[:2] == whole[:2]

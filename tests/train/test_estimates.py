@@ -64,6 +64,8 @@ def test_components_of_variance_by_hand():
     assert (found.shared_error, found.shared_freedom) == pytest.approx(((22 / 6) ** 0.5, 2))
     # a group of three and one of one: the mean is that of the examples
     assert estimate([[1.0, 1.0, 1.0, 5.0]], "a a a b".split()).mean == 2
+    with pytest.raises(ValueError, match="not finite"):
+        estimate([[1.0, np.nan]])
 
 
 def test_few_runs_that_are_alike_by_chance_decide_nothing():

@@ -1,6 +1,7 @@
 """The main job: what it learns, that it can be interrupted anywhere, and that many processes do the
 work of one."""
 
+import json
 import os
 import re
 import signal
@@ -19,7 +20,8 @@ from eval.data.records import embedded_records
 from lora import adapter
 from model.differential import KINDS, graft
 from model.generate import ask
-from tests.files import draw, read_json, read_lines, write_json, write_lines, write_vqav2
+from model.lowrank import LowRank
+from tests.files import draw, read_json, read_lines, table, write_json, write_lines, write_vqav2
 from tests.killed_runs import kill_often
 from tests.runs import (
     QUICK,
@@ -28,9 +30,11 @@ from tests.runs import (
     assert_same_tensors,
     metrics,
     refused,
+    refuses,
     run,
     settings_of,
     torchrun,
+    train,
 )
 from train import finetune
 from train import model as systems
@@ -81,6 +85,7 @@ def test_the_trainable_set_by_name(flags, linears, names, processor):
     model, optimizer = open_model(settings_of(QUICK, flags), WORLD.device)
     learned = trainable(model).keys()
     lora = {name for name in learned if ".lora.lora_" in name}
+    assert {part.dropout for part in model.modules() if isinstance(part, LowRank)} == {0.1}
     assert len(lora) == 4 * linears * 2  # layers, linears, A and B
     rest = {re.split(r"self_attn\.|mlp\.", name)[-1] for name in learned - lora}
     assert rest == set(names.split())
@@ -104,7 +109,7 @@ def test_full_fine_tuning_writes_a_model(tmp_path, monkeypatch):
             finetune, "summary_of", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
         )
         run("--recipe own --steps 2", out=tmp_path / "run")
-    finetune.main(["--resume", str(tmp_path / "run")])
+    train("--resume", tmp_path / "run")
     assert (tmp_path / "run/summary.json").exists()
     before = load_model("tiny").state_dict()
     after = load_model(tmp_path / "run/model").state_dict()
@@ -186,26 +191,18 @@ def test_examples_of_a_program_are_those_of_a_file(tmp_path):
         "out": tmp_path / "command",
     }
     given = {"data": Shades(), "eval_data": [shade(number) for number in range(7)]}
-    settings = {
-        "base": "tiny",
-        "batch_size": 2,
-        "device": "cpu",
-        "recipe": "lora",
-        "steps": 6,
-        "lr": 0.02,
-        "eval_every": 3,
-        "checkpoint_every": 2,
-    }
+    settings = json.loads("""{"base": "tiny", "batch_size": 2, "device": "cpu", "recipe": "lora",
+        "steps": 6, "lr": 0.02, "eval_every": 3, "checkpoint_every": 2}""")
     flags = []
     for name, value in (settings | files).items():
-        flags += [flag_name(name), str(value)]
-    finetune.main(flags)
+        flags += [flag_name(name), value]
+    train(*flags)
     call = tmp_path / "call"
     with pytest.raises(KeyboardInterrupt):
         stops = Mock(side_effect=[None] * 4 + [KeyboardInterrupt])
         finetune.finetune(**given, **settings, out=str(call), resume=None, on_log=stops)
     resumed = partial(finetune.finetune, resume=call)
-    refused(lambda: finetune.main(["--resume", str(call)]), "python:eval_data", "finetune(resume=")
+    refuses(finetune, f"--resume {call}", "python:eval_data", "finetune(resume=")
     changed = [shade(number) | {"image": shade(max(1, number))["image"]} for number in range(20)]
     refused(lambda: resumed(**given | {"data": changed}), "the records")
     refused(lambda: resumed(data=given["data"], resume=tmp_path / "command"), "from files")
@@ -277,7 +274,7 @@ def test_resumed_metrics_are_equal_to_the_bit(number, whole, tmp_path, monkeypat
         assert f"--resume {tmp_path}" in warned()
         saved += ["step-7"]
     assert sorted(path.name for path in (cut / "checkpoints").iterdir()) == saved
-    finetune.main(["--resume", str(cut)])
+    train("--resume", cut)
     assert metrics(cut) == metrics(whole)
     file = "adapter_model.safetensors"
     assert_same_tensors(load_file(cut / file), load_file(whole / file))
@@ -352,19 +349,17 @@ def test_a_step_without_a_usable_record_changes_nothing(flags, tmp_path, printed
         assert_same_tensors(before, after)
 
 
+# with --dtype bf16 most updates would be lost
+MISTAKES = """--data imagenet | imagenet
+--option mew=1 | mew
+--targets nothing | nothing
+--full --attention twin | softmax
+--full --attention softmax --dtype bf16 | --autocast
+--prompt answer | {question}"""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "flags, named",
-    [
-        ("--data imagenet", "imagenet"),
-        ("--option mew=1", "mew"),
-        ("--targets nothing", "nothing"),
-        ("--full --attention twin", "softmax"),
-        # most updates would be lost
-        ("--full --attention softmax --dtype bf16", "--autocast"),
-        ("--prompt answer", "{question}"),
-    ],
-)
+@pytest.mark.parametrize("flags, named", table(MISTAKES))
 def test_mistakes_are_one_line(flags, named, tmp_path):
     """Breaks when a user's mistake ends in a traceback, or leaves a folder that refuses the mended
     command."""

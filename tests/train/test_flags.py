@@ -10,8 +10,8 @@ import pytest
 
 from eval import ask
 from model.config import PRESETS
-from tests.files import write_json
-from tests.runs import refused, settings_of
+from tests.files import json_lines, write_json
+from tests.runs import refused, refuses, settings_of
 from train import finetune
 from train.flags import flag_name, from_values
 from train.settings import GROUPS, RECIPES, Settings
@@ -36,17 +36,19 @@ def test_patience_needs_evaluations():
     refused(lambda: settings_of("--patience 2 --eval-every 0"), "--patience 2")
 
 
-@pytest.mark.parametrize(
-    "change, named",
-    [({"r": "16"}, "--r"), ({"option": [1]}, "--option"), ({"rate": 1}, "config.json")],
-)
+EDITS = """[{"r": "16"}, "--r"]
+[{"option": [1]}, "--option"]
+[{"rate": 1}, "config.json"]"""
+
+
+@pytest.mark.parametrize("change, named", json_lines(EDITS))
 def test_a_run_s_config_is_checked_field_by_field(change, named, tmp_path):
     """Breaks when an edited config.json ends in a traceback, or in a run with other settings than
     it says."""
     write_json(tmp_path / "config.json", dataclasses.asdict(Settings()) | change)
-    refused(lambda: finetune.main(["--resume", str(tmp_path)]), str(tmp_path), named)
+    refuses(finetune, f"--resume {tmp_path}", str(tmp_path), named)
     (tmp_path / "config.json").write_text("{")
-    refused(lambda: finetune.main(["--resume", str(tmp_path)]), str(tmp_path))
+    refuses(finetune, f"--resume {tmp_path}", str(tmp_path))
 
 
 def test_a_base_of_published_size_has_defaults_of_its_own(tmp_path, printed):

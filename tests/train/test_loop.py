@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.files import read_lines
 from tests.runs import WORLD, metrics, refused
 from train.checkpoint import checkpoints
 from train.distributed import World
@@ -22,14 +23,8 @@ STEPS = json.loads("""[
     [[5, ""], [1, ""]]
 ]""")
 RATES = [1 / 3, 2 / 3, 1, 2 / 3, 1 / 3]  # two steps of warm-up, then linear
-FLAGS = {
-    "warmup": 2,
-    "schedule": "linear",
-    "clip": 0.5,
-    "checkpoint_every": 2,
-    "keep": 9,
-    "device": "cpu",
-}
+FLAGS = json.loads("""{"warmup": 2, "schedule": "linear", "clip": 0.5, "checkpoint_every": 2,
+    "keep": 9, "device": "cpu"}""")
 
 
 def order(most_bad=2):
@@ -91,6 +86,8 @@ def test_the_updates_are_those_of_a_transcription(tmp_path):
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-5)
     assert (progress.step, progress.samples) == (5, 13)
+    second = read_lines(tmp_path / "metrics.jsonl")[1]  # two samples of four tokens
+    assert second["tokens_per_second"] / second["samples_per_second"] == pytest.approx(2, rel=1e-2)
     assert (progress.bad, progress.empty_steps) == (["a", "b"], 1)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-2", "step-4", "step-5"]
 

@@ -9,8 +9,8 @@ from eval.data.pictures import Dice
 from eval.data.records import read_coco
 from model.masks import SIDE
 from tests.eval.test_masks import ellipse, has_color, layout, written
-from tests.files import draw, read_json, write_json
-from tests.runs import metrics, refused, settings_of, words
+from tests.files import draw, json_lines, read_json, write_json
+from tests.runs import metrics, refuses, settings_of, train, words
 from train import finetune, masks, validation
 from weights.masks import BUNDLED_CODER, load_mask_coder
 
@@ -79,7 +79,7 @@ def test_shapes_fill_their_box():
 def test_masks_are_learned_scored_and_drawn(tmp_path, monkeypatch, printed):
     """Breaks when a run on masks learns boxes alone, reports no mIoU, draws no mask, or points to a
     command without the coder."""
-    value = {"images": [], "annotations": [], "categories": [{"id": 0, "name": "cat"}]}
+    value = {"images": [], "annotations": []}
     for number in range(8):
         mask = ellipse((4 + number, 6, 24, 38), (40, 60))
         one = layout(tmp_path, written(mask), size=(40, 60))
@@ -87,6 +87,7 @@ def test_masks_are_learned_scored_and_drawn(tmp_path, monkeypatch, printed):
         draw(tmp_path / name, (number, 0, 0), size=(40, 60))
         value["images"].append(one["images"][0] | {"id": number, "file_name": name})
         value["annotations"].append(one["annotations"][0] | {"image_id": number})
+    value["categories"] = one["categories"]
     data = f"coco-masks:{write_json(tmp_path / 'b.json', value)}"
     coder = load_mask_coder("embedded")
     records = {r.name: r for r in read_coco(tmp_path / "b.json", coder=coder)}
@@ -97,28 +98,29 @@ def test_masks_are_learned_scored_and_drawn(tmp_path, monkeypatch, printed):
     )
     monkeypatch.setattr(validation, "LONGEST_BOXES", 999)
     flags = f"--data {data} --base tiny --validation 0.5 --batch-size 2 --device cpu"
-    refused(lambda: finetune.main(words(flags, "--steps 1")), "b.json", "--masks FILE")
+    refuses(finetune, f"{flags} --steps 1", "b.json", "--masks FILE")
     run = tmp_path / "run"
     flags += " --masks embedded"
-    finetune.main(words(flags, "--steps 1 --eval-every 1 --out", run))
+    train(flags, "--steps 1 --eval-every 1 --out", run)
     assert f"eval.detect --data coco-masks:TEST --masks embedded --adapter {run}" in printed()
     assert metrics(run)[0]["mIoU"] > 80
     assert read_json(run / "summary.json")["held_out"]["after"]["mIoU"] > 80
     assert has_color(run / "answers.png", figures.MISS, figures.HIT)  # over a true mask
-    finetune.main(words(flags, f"--show-batch {tmp_path}/sheet.png"))
+    train(flags, f"--show-batch {tmp_path}/sheet.png")
     assert "<seg" in printed()
     assert has_color(tmp_path / "sheet.png", figures.SERIES[0])
 
 
+CODERS = """["coco-masks:a.json", "embedded"]
+["coco-masks:a.json --masks b.npz", "b.npz"]
+["coco-masks:a.json --base google/paligemma-3b-pt-224", null]
+["coco:a.json", null]
+["coco:a.json --eval-data coco-masks:a.json", "embedded"]"""
+
+
 def test_the_coder_of_a_run():
     """Breaks when a published base learns codes of the toy's coder without being asked to."""
-    for flags, expected in (
-        ("--data coco-masks:a.json", "embedded"),
-        ("--data coco-masks:a.json --masks b.npz", "b.npz"),
-        ("--data coco-masks:a.json --base google/paligemma-3b-pt-224", None),
-        ("--data coco:a.json", None),
-        ("--data coco:a.json --eval-data coco-masks:a.json", "embedded"),
-    ):
-        settings = settings_of(flags)
+    for flags, expected in json_lines(CODERS):
+        settings = settings_of("--data", flags)
         assert settings.masks_file == expected
         assert settings.recipe != "own"

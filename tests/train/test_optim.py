@@ -32,6 +32,8 @@ def test_rates_and_decay_reach_only_their_group():
     model = small_model()
     assert parameter_names(model, r".*\.(mu|w)") == ["scale.mu"]  # whole names
     assert optim.is_inner_matrix("a.multi.weight", model["head"].weight)
+    for name in "mu lambda_mean gate.weight temperature sinks".split():
+        assert re.fullmatch(optim.SCALARS, f"a.{name}")
     rules = [
         Rule(parameter_names(model, r".*\.mu"), 0.5),
         Rule(parameter_names(model, r"(head|scale).*"), 0.1, 0.5),
@@ -107,14 +109,16 @@ def test_muon_moves_the_matrices_and_adamw_the_rest(seeded):
         name: parameter.detach().clone().requires_grad_()
         for name, parameter in model.named_parameters()
     }
-    optimizer = MuonAdamW(parameter_groups(model, [Rule([*alone], 0.02)]), (0.9, 0.98), ratio=0.05)
+    optimizer = MuonAdamW(
+        parameter_groups(model, [Rule([*alone], 0.02, 0.1)]), (0.9, 0.98), ratio=0.05
+    )
     assert [group["names"] for group in optimizer.param_groups] == [
         ["inner.bias", "embed.weight"],
         ["inner.weight"],
     ]
-    muon = torch.optim.Muon([alone["inner.weight"]], 0.01, weight_decay=0.0, momentum=0.95)
+    muon = torch.optim.Muon([alone["inner.weight"]], 0.01, weight_decay=0.1, momentum=0.95)
     adamw = torch.optim.AdamW(
-        [alone["inner.bias"], alone["embed.weight"]], 5e-4, (0.9, 0.98), weight_decay=0.0
+        [alone["inner.bias"], alone["embed.weight"]], 5e-4, (0.9, 0.98), weight_decay=0.1
     )
     for _ in range(3):
         set_rates(optimizer, 0.5)

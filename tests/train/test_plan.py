@@ -2,6 +2,7 @@
 nothing is trained."""
 
 import gc
+import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,8 @@ from model.attention import attention_modules
 from model.config import PRESETS
 from model.systems import mamba, scan
 from model.systems.configs import QMAMBA_PRESETS, MambaConfig, QMambaConfig
-from tests.files import draw, write_vqav2
-from tests.runs import refused, settings_of, stage_settings
-from train import finetune
+from tests.files import draw, table, write_vqav2
+from tests.runs import refused, settings_of, stage_settings, train
 from train.data.batches import Order
 from train.data.sources import read_split
 from train.distributed import World
@@ -47,12 +47,6 @@ SMALL = replace(
     vision=replace(PRESETS["tiny"].vision, num_hidden_layers=1, image_size=56),
     text=replace(PRESETS["tiny"].text, num_hidden_layers=2),
 )
-GEMMA2 = {
-    "model_type": "gemma2",
-    "attn_logit_softcapping": 50.0,
-    "final_logit_softcapping": 30.0,
-    "sliding_window": 12,
-}
 MAMBA = MambaConfig(1728, 32, 1, 4, eos_token_id=1, bos_token_id=2)
 QMAMBA = QMambaConfig(SMALL.vision, replace(TINY, num_blocks=1, queries=4), MAMBA, 1727)
 
@@ -94,31 +88,25 @@ def measured_peak(settings):
     return peak + sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
+# sizes of the decoder | flags
+RUNS = """
+    {} | --attention twin --dropout 0.1
+    {"hidden_size": 512, "intermediate_size": 2048, "model_type": "gemma2", "attn_logit_softcapping": 50.0, \
+        "final_logit_softcapping": 30.0, "sliding_window": 12} \
+        | --attention softmax --full --autocast bf16 --checkpointing
+    {"num_attention_heads": 6} | --attention shared --feed-forward swiglu-new --step-batch 16
+    {"hidden_size": 256} | --attention softmax --full --optimizer muon --batch-size 1 --label-smoothing 0.3
+    {} | qmamba --stage 2 --base small --step-batch 8
+    {} | qmamba --stage 2 --base small --step-batch 8 --checkpointing"""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "sizes, flags",
-    [
-        ({}, "--attention twin --dropout 0.1"),
-        (
-            {"hidden_size": 512, "intermediate_size": 2048, **GEMMA2},
-            "--attention softmax --full --autocast bf16 --checkpointing",
-        ),
-        (
-            {"num_attention_heads": 6},
-            "--attention shared --feed-forward swiglu-new --step-batch 16",
-        ),
-        (
-            {"hidden_size": 256},
-            "--attention softmax --full --optimizer muon --batch-size 1 --label-smoothing 0.3",
-        ),
-        ({}, "qmamba --stage 2 --base small --step-batch 8"),
-        ({}, "qmamba --stage 2 --base small --step-batch 8 --checkpointing"),
-    ],
-)
+@pytest.mark.parametrize("sizes, flags", table(RUNS))
 def test_memory_is_what_steps_allocate(sizes, flags, monkeypatch):
     """Breaks when the memory that a plan promises is not that of a step, a part of it is counted
     twice, or a scan is not planned as a GPU computes it."""
-    monkeypatch.setitem(PRESETS, "tiny", replace(SMALL, text=replace(SMALL.text, **sizes)))
+    text = replace(SMALL.text, **json.loads(sizes))
+    monkeypatch.setitem(PRESETS, "tiny", replace(SMALL, text=text))
     monkeypatch.setitem(QMAMBA_PRESETS, "small", QMAMBA)
     monkeypatch.setattr(
         cpu, "ways", frozenset()
@@ -174,12 +162,19 @@ def test_a_plan_opens_headers_and_a_sample_and_trains_nothing(workplace, monkeyp
     write_vqav2(Path("vqav2"))
     flags = "--base embedded --data vqav2:vqav2 --recipe paper-1 --validation 0 --fraction 1"
     Path("vqav2/train2014/COCO_train2014_000000000003.jpg").unlink()
-    finetune.main([*flags.split(), "--plan", "--gpu", "A100"])
+    train(flags, "--plan --gpu A100")
     table = "".join(printed().split(" "))
     assert "|embedded-softmax|344,064|4|60|15|" in table
     assert "1×A100" in table
     assert {path.name for path in Path().iterdir()} == {"vqav2"}
     refused(lambda: plan(settings_of(f"{flags} --max-bad 2")), "3 of the first")
+    row = plan(settings_of(f"{flags} --steps 17 --checkpointing"))
+    # fp32: weights and two moments in each of three checkpoints, and the adapter twice
+    assert (row.samples, row.disk) == (60 + 2 * 4, (3 * 3 + 2) * 4 * 344_064)
+    of_plan = plan(settings_of(f"{flags} --steps 17"))
+    assert row.flops / of_plan.flops == row.checkpointed.flops / row.plain.flops
+    hours = row._replace(gpus=2, flops=312e12 * 2 * 3600).hours("A100")
+    assert hours == "2.00 – 3.33"
 
 
 def test_where_a_run_fits(monkeypatch, printed):
@@ -203,7 +198,7 @@ def test_where_a_run_fits(monkeypatch, printed):
     monkeypatch.setattr("train.plan.plan", planned)
 
     def verdict(flags):
-        finetune.main(f"--base mini --batch-size 16 --plan {flags}".split())
+        train(f"--base mini --batch-size 16 --plan {flags}")
         return printed().splitlines()[-1]
 
     assert verdict("") == "fits on 16 GB with --batch-size 4 --step-batch 16 (14.0 GB of 16)"
@@ -252,6 +247,11 @@ def test_the_paper_s_model_has_611_million_parameters_to_train():
     cost = spread_cost(alone, 8, model, True, torch.bfloat16)
     assert 2 * layer + 2 * 257216 * 2048 < cost.weights - 80 / 8 < 2.1 * layer + 2.1 * 257216 * 2048
     assert cost == StepCost(cost.weights, 1.0, 2.0, 5.0, 1e12)
+    plain, _ = open_model(settings_of("--base tiny --attention softmax"), META)
+    half, whole = (
+        spread_cost(alone, 8, plain, True, d).weights - 10 for d in (torch.bfloat16, None)
+    )
+    assert whole == 2 * half
     assert spread_cost(alone, 8, model, False, torch.bfloat16) == StepCost(
         80.0, 16.0, 16.0, 5.0, 1e12
     )

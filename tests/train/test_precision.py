@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.runs import WORLD, metrics, refused, settings_of, stage_settings, torchrun, words
-from train import finetune
+from tests.runs import WORLD, metrics, refused, settings_of, stage_settings, torchrun, train
 from train import model as systems
 from train.checkpoint import newest_progress
 from train.distributed import set_gradient_sync
@@ -45,7 +44,7 @@ def test_a_sharded_model_reads_bf16_and_keeps_fp32(tmp_path):
     flags = (
         f"{flags} --step-batch 4 --samples 60 --steps 4 --warmup 0 --device cpu --out {tmp_path}"
     )
-    finetune.main(words(f"{flags}/alone"))
+    train(f"{flags}/alone")
     torchrun(2, f"{flags}/pair --shard")
     start = load_model("tiny").state_dict()
     alone, pair = (load_model(tmp_path / name / "model").state_dict() for name in ("alone", "pair"))

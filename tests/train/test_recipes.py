@@ -6,7 +6,7 @@ import torch
 
 from model.config import PRESETS
 from tests.files import table, write_json
-from tests.runs import metrics, refused, run, settings_of, words
+from tests.runs import metrics, refused, run, settings_of, train, words
 from train import finetune
 from train.recipes import ROWS, TASKS
 from train.settings import parse
@@ -21,6 +21,9 @@ PUBLISHED = """
     textvqa 896     | 10 3e-6 0.0 256 0.0  | answer en {question}
     vizwizvqa 448   | 10 1e-5 0.0 256 0.0  | answer en {question}
     gqa 224         | 1 1e-5 0.0 256 0.0   | answer en {question}
+    vizwizvqa 224   | 10 1e-5 0.0 256 0.0  | answer en {question}
+    docvqa 224      | 10 1e-5 1e-6 256 0.0 | {question}
+    docvqa 448      | 10 1e-5 1e-6 256 0.0 | {question}
     docvqa 896      | 10 1e-5 1e-6 256 0.0 | {question}
     chartqa 448     | 30 1e-5 1e-6 256 0.2 | {question}
     infovqa 224     | 3 1e-5 1e-6 256 0.4  | answer en {question}
@@ -67,7 +70,7 @@ def test_the_side_of_the_base_chooses_the_row(tmp_path):
 def test_help_prints_every_row(printed):
     """Breaks when `--recipe help` starts a run, or hides a row or what is not done here."""
     with pytest.raises(SystemExit) as caught:
-        finetune.main(words("--recipe help"))
+        train("--recipe help")
     assert not caught.value.code
     text = printed()
     lines = [line.split() for line in text.splitlines()]

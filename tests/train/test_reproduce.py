@@ -15,12 +15,12 @@ from train.studies import paper
 from train.studies.paper import CONTROL, PART_2, VQA_SCORES, main, on_share, read_models
 from train.studies.rules import Measure
 
-SMALL = "--samples 20 --vqa-limit 12 --needle-limit 6 --device cpu --jobs 1".split()
+SMALL = "--samples 20 --vqa-limit 12 --needle-limit 6 --device cpu --jobs 1"
 
 
 def run(out, *flags):
     """The cells by row, with their folders."""
-    main([*flags, "--out", str(out)])
+    main(words(*flags, "--out", out))
     return cells_in(out)
 
 
@@ -36,7 +36,7 @@ def steps(folder):
 def test_the_plan_in_miniature(tmp_path):
     """Breaks when a part or a published figure is missing, Part 2 is not the best of Part 1 on all
     data, its control has another attention than plain, or a finished run is trained again."""
-    cells = run(tmp_path, *SMALL)
+    cells = run(tmp_path, SMALL)
     assert cells.keys() == {"baseline", *VQA_SCORES, *PART_2}
     for name in VQA_SCORES:
         assert steps(cells[name][0]) == 2  # 8 of 20 samples, four rows a step
@@ -58,7 +58,7 @@ def test_the_plan_in_miniature(tmp_path):
     assert f"{100 * np.mean(cells['baseline'][1]['scores']['test']['needle']):.2f}" in table_2
     assert (tmp_path / "figure-2.png").exists()
     times = times_in(tmp_path)
-    run(tmp_path, *SMALL)
+    run(tmp_path, SMALL)
     assert times == times_in(tmp_path)
 
 
@@ -144,5 +144,5 @@ def test_a_flag_overrides_a_recipe(tmp_path):
 )
 def test_mistakes_are_told_before_anything_is_trained(flags, tmp_path):
     """Breaks when a wrong flag costs hours, or leaves a folder."""
-    refused(lambda: run(tmp_path / "out", *words(flags, "--device cpu")), flags.split()[0])
+    refused(lambda: run(tmp_path / "out", flags, "--device cpu"), flags.split()[0])
     assert not (tmp_path / "out").exists()

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from eval.data.records import Record
 from model.source import BUNDLED_FOLDER
 from tests.files import draw, write_lines
-from tests.runs import SERVER, assert_same_tensors, metrics, refused, words
+from tests.runs import SERVER, assert_same_tensors, metrics, refused, refuses, train
 from train import finetune
 from train.checkpoint import file_digest
 from train.run import data_fingerprints, lock_folder
@@ -26,10 +26,6 @@ pytestmark = pytest.mark.long
 
 FLAGS = "--base base --data jsonl:data.jsonl --validation 0 --epochs 2 --no-evaluate --batch-size 2 --device cpu"
 FLAGS = f"{FLAGS} --checkpoint-every 2 --keep 3"
-
-
-def train(*arguments):
-    finetune.main(words(*arguments))
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +77,7 @@ CHANGES = {
     "pictures": lambda: draw("3.bmp", (140, 0, 0)),  # of the same size in bytes
     "base": zero_base,
     "--lr": lambda: edit("run/config.json", '"lr": 0.0015', '"lr": 0.5'),
+    "--seed": lambda: edit("run/config.json", '"seed": 0', '"seed": 1'),
 }
 
 
@@ -156,7 +153,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_goes_on(name, run, tem
     file, damage = DAMAGES[name]
     damage(STEP_4 / file)
     before = contents(run)
-    refused(lambda: train("--resume run"), "step-4", file, "step-2")
+    refuses(finetune, "--resume run", "step-4", file, "step-2")
     assert contents(run) == before
     shutil.rmtree(STEP_4)
     (STEP_2 / ".nfs0001").touch()  # as a network drive leaves
@@ -188,7 +185,7 @@ def test_damaged_metrics_are_named_before_training(damage, run, monkeypatch):
     file.write_text("".join(damaged[damage]))
     before = contents(run)
     monkeypatch.setattr("train.loop.count_records", None)
-    refused(lambda: train("--resume run"), "metrics.jsonl", "step 4")
+    refuses(finetune, "--resume run", "metrics.jsonl", "step 4")
     assert contents(run) == before
 
 
@@ -206,10 +203,10 @@ def test_a_folder_in_use_or_not_empty_is_refused(run):
     holder.start()
     assert pipe.recv() == "held"
     before = contents(run)
-    refused(lambda: train("--resume run"), "run: another process")
+    refuses(finetune, "--resume run", "run: another process")
     pipe.send("let go")
     holder.join()
-    refused(lambda: train(FLAGS, "--out run"), "--out run")
+    refuses(finetune, f"{FLAGS} --out run", "--out run")
     assert contents(run) == before
 
 
@@ -219,22 +216,23 @@ def test_a_link_in_a_run_is_refused(name, run):
     folder."""
     (run / name).symlink_to((run / name).rename("elsewhere").absolute())
     before = contents(Path())
-    refused(lambda: train("--resume run"), name, "link")
+    refuses(finetune, "--resume run", name, "link")
     assert contents(Path()) == before
 
 
 def test_a_run_that_learns_nothing_leaves_no_folder(run, monkeypatch):
     """Breaks when an untrained adapter is written, exit code 0, or the corrected command finds its
     folder taken."""
-    refused(lambda: train(FLAGS, "--step-batch 50 --out deep/new"), "--step-batch")
+    refuses(finetune, f"{FLAGS} --step-batch 50 --out deep/new", "--step-batch")
     for error in (OSError(errno.EIO, "I/O"), MemoryError(), KeyboardInterrupt()):
         with monkeypatch.context() as patch, pytest.raises(type(error)):
             patch.setattr(finetune, "load_start", Mock(side_effect=error))
             train(FLAGS, "--out deep/new")
     for number in range(6):
         Path(f"{number}.bmp").write_bytes(b"broken")
-    refused(lambda: train(FLAGS, "--epochs 1 --out deep/new"), "2 records", "more than 1", ".bmp")
-    refused(lambda: train(FLAGS, "--max-bad 3 --out deep/new"), "4 records", "more than 3", ".bmp")
+    new = f"{FLAGS} --out deep/new"
+    refuses(finetune, f"{new} --epochs 1", "2 records", "more than 1", ".bmp")
+    refuses(finetune, f"{new} --max-bad 3", "4 records", "more than 3", ".bmp")
     assert not Path("deep/new").exists()
 
 
@@ -262,7 +260,7 @@ def test_a_signal_before_or_after_the_steps_is_said(
 
 def test_a_path_that_is_not_utf_8_is_refused_before_training(run):
     """Breaks when the weights of a finished training cannot be written."""
-    refused(lambda: finetune.main([*words(FLAGS), "--out", "caf\udce9"]), "udce9", "UTF-8")
+    refuses(finetune, f"{FLAGS} --out caf\udce9", "udce9", "UTF-8")
     assert not Path("caf\udce9").exists()
 
 
@@ -272,16 +270,11 @@ def test_a_run_with_too_many_known_bad_records_does_not_start(run, monkeypatch):
     Path("3.bmp").unlink()
     with monkeypatch.context() as patch:
         patch.setattr(finetune, "load_start", None)
-        refused(
-            lambda: train(FLAGS, "--max-bad 0 --out new"),
-            "1 of 6 records",
-            "--max-bad",
-            "data.jsonl:4",
-            "3.bmp",
-        )
+        flags = f"{FLAGS} --max-bad 0 --out new"
+        refuses(finetune, flags, "1 of 6 records", "--max-bad", "data.jsonl:4", "3.bmp")
     assert not Path("new").exists()
     edit("run/config.json", '"max_bad": null', '"max_bad": 0')
-    refused(lambda: train("--resume run --allow-changed"), "1 of 6 records")
+    refuses(finetune, "--resume run --allow-changed", "1 of 6 records")
     train("--resume run --allow-changed --max-bad 1")
     assert metrics(run)[-1]["step"] == 5
 
@@ -292,7 +285,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(victim, run, template, mon
     traceback."""
     with monkeypatch.context() as patch:
         patch.setattr(victim, Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
-        refused(lambda: train("--resume run"), "run", "no space left")
+        refuses(finetune, "--resume run", "run", "no space left")
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-2", "step-4"]
     train("--resume run")
     assert metrics(run) == metrics(template / "run")

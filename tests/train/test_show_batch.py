@@ -3,26 +3,23 @@
 import pytest
 from PIL import Image
 
-from tests.files import draw, write_json
+from tests.files import draw
 from train import finetune
 from train.systems import qmamba, wings
+
+OWN = r"""[
+    {"image": "a.png", "conversations": [
+        {"from": "human", "value": "Where is <image>\nthe dog?"}, {"from": "gpt", "value": "top left"},
+        {"from": "human", "value": "count cat"}, {"from": "gpt", "value": "2"}]},
+    {"image": "gone.png", "prefix": "a", "suffix": "b"}
+]"""
 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
     draw(folder / "a.png", (200, 0, 0), size=(9, 9))
-    turns = [
-        ("human", "Where is <image>\nthe dog?"),
-        ("gpt", "top left"),
-        ("human", "count cat"),
-        ("gpt", "2"),
-    ]
-    talk = {
-        "image": "a.png",
-        "conversations": [{"from": role, "value": text} for role, text in turns],
-    }
-    write_json(folder / "own.json", [talk, {"image": "gone.png", "prefix": "a", "suffix": "b"}])
+    (folder / "own.json").write_text(OWN)
     return folder / "own.json"
 
 

@@ -38,8 +38,8 @@ def settings(folder, *sources, **more):
     for source in sources:
         flags += ["--data", source.replace(":", f":{folder}/", 1)]
     for name, value in more.items():
-        flags += [flag_name(name), str(value)]
-    return parse(flags)[0]
+        flags += [flag_name(name), value]
+    return settings_of(*flags)
 
 
 def test_weights_are_shares_of_the_samples(folder, processor, monkeypatch):
@@ -49,6 +49,8 @@ def test_weights_are_shares_of_the_samples(folder, processor, monkeypatch):
         batches, "collate", lambda records, *_: SimpleNamespace(names=[r.name for r in records])
     )
     made = read_split(settings(folder, "jsonl:few.jsonl@3", "jsonl:many.jsonl@1", validation=0))
+    none = settings(folder, "jsonl:few.jsonl@0.001", "jsonl:many.jsonl@1")
+    refused(lambda: read_split(none), "weights [0.001, 1.0]")
     order = Order(made, processor, Settings(batch_size=6, epochs=4, seed=1), WORLD)
 
     def names(first):

@@ -136,6 +136,7 @@ def test_a_folder_has_one_call_whose_cells_name_what_made_them(tmp_path, monkeyp
             refused(pool.submit(lock_folder, tmp_path).result, "another process")
         made.lock.close()
     assert "commit new, p, PyTorch t; commit old, p, PyTorch t" in text
+    assert "2 seed(s): fewer than 5 decide nothing" in text
     lines = read_cells(tmp_path / "comparison.csv")
     assert {line.commit for line in lines if line.seed == 1} == {"new"}
 
@@ -180,6 +181,7 @@ def test_a_margin_may_be_relative_and_a_ladder_has_to_fall(tmp_path):
     known = [made.validation(made.cells[row])["first"] for row in plain]
     margin = made.with_margins(plain)["first"].margin
     assert margin == pytest.approx((np.mean(known) - 25) / 10)
+    assert made.with_margins(plain)[MEAN].margin == margin  # what is out of range has no part
     assert list(made.tried) == ["plain"]
     chosen = made.rates["plain"]
     assert made.rates["better"] == chosen
@@ -193,6 +195,9 @@ def test_rates_are_chosen_in_the_unit_of_the_score(tmp_path):
     made = run(tmp_path, main="loss", rates=(0.005, 0.01, 0.02, 0.04), seeds=3)
     assert set(made.rates.values()) == {0.02}
     assert max(made.tried["better"].values()) < 0
+    assert "at the edge" not in report.rate_table(made)[-1]
+    made.rates["better"] = 0.04
+    assert "at the edge" in report.rate_table(made)[-1]
     assert set(run(tmp_path / "one", rates=(0.01,), seeds=3).rates.values()) == {0.01}
     for rates in ((1e-3, 0.0), (float("nan"),), (-1.0,)):
         refused(lambda rates=rates: run(tmp_path, rates=rates), "--rates")

@@ -8,15 +8,15 @@ import torch
 
 from tests.files import read_json, write_vqav2
 from tests.reference import dice
-from tests.runs import cells_in, stage_settings, times_in
+from tests.runs import cells_in, stage_settings, times_in, words
 from train.studies.cells import Job
 from train.systems.studies import qmamba
 from train.systems.studies.qmamba import ROWS, needs, open_row
 from weights.export import export_model
 from weights.load import load_model
 
-SMALL = "--option hidden_size=16 --option num_blocks=1 --device cpu".split()
-FIRST = stage_settings("qmamba", "--stage 1", *SMALL)
+SMALL = "--option hidden_size=16 --option num_blocks=1 --device cpu"
+FIRST = stage_settings("qmamba", "--stage 1", SMALL)
 
 
 def test_rows_differ_in_what_they_name_alone():
@@ -67,10 +67,10 @@ cached_sample = cache(qmamba.scenes.sample)
 
 def study_folder(out, *flags):
     """Run a study of one seed; its cells by row."""
-    small = "--steps 1 --batch-size 4 --step-batch 4 --seeds 1 --rates 1 --jobs 1 --limit 4 --samples 40".split()
+    small = "--steps 1 --batch-size 4 --step-batch 4 --seeds 1 --rates 1 --jobs 1 --limit 4 --samples 40"
     with pytest.MonkeyPatch.context() as patch:  # thousands of training scenes are read again
         patch.setattr(qmamba.scenes, "sample", cached_sample)
-        qmamba.main([*SMALL, *small, "--out", str(out), *flags])
+        qmamba.main(words(SMALL, small, "--out", out, *flags))
     return cells_in(out)
 
 
@@ -107,7 +107,7 @@ def test_the_study_from_end_to_end_and_again(tmp_path):
 def test_a_table_is_made_of_data_on_disk(tmp_path):
     """Breaks when a table needs the embedded scenes, or trains rows of others."""
     write_vqav2(tmp_path / "data")
-    flags = f"--data vqav2:{tmp_path}/data --validation 0.5 --tables 2".split()
-    cells = study_folder(tmp_path / "study", *flags)
+    flags = f"--data vqav2:{tmp_path}/data --validation 0.5 --tables 2"
+    cells = study_folder(tmp_path / "study", flags)
     assert set(cells) == {"local", "global", "connector"}  # whose connector the others start from
     assert set(cells["global"][1]["scores"]["test"]) == {"VQA"}

@@ -8,7 +8,7 @@ import torch
 
 from eval.systems.needles import Haystack, measure
 from tests.files import read_json, write_json
-from tests.runs import cells_in, refused
+from tests.runs import cells_in, refuses, words
 from train.systems.studies import real
 
 
@@ -44,7 +44,7 @@ def test_a_cell_is_of_its_configuration(llama, tmp_path):
     write_json(tmp_path / "config.json", config | {"rms_norm_eps": 0.1})
     keys = {real.study_of(real.Options(base=str(base))).key for base in (llama, llama, tmp_path)}
     assert len(keys) == 2
-    refused(lambda: real.main(["--base", str(llama), "--rates", "1"]), "--rates")
+    refuses(real, f"--base {llama} --rates 1", "--rates")
 
 
 def test_each_seed_has_its_own_contexts(llama, short, monkeypatch):
@@ -65,9 +65,9 @@ def test_each_seed_has_its_own_contexts(llama, short, monkeypatch):
 @pytest.mark.long
 def test_the_study(llama, short, tmp_path, printed):
     """Breaks when a row cannot be trained, a measure is missing, or equal rows are not equal."""
-    flags = f"--base {llama} --quick --steps 1 --contexts 2 --jobs 1 --out {tmp_path}".split()
-    real.main(flags)
-    refused(lambda: real.main(flags[2:]), "--base")
+    flags = f"--quick --steps 1 --contexts 2 --jobs 1 --out {tmp_path}"
+    real.main(words("--base", llama, flags))
+    refuses(real, flags, "--base")
     assert "twin-small, few" in printed()
     cells = {row: cell["scores"]["test"] for row, (_, cell) in cells_in(tmp_path).items()}
     assert len(cells) == 2 * len(real.ROWS) + 1  # a control that trains longer

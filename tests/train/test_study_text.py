@@ -8,6 +8,7 @@ from eval.systems.text.corpus import kept_corpus
 from eval.systems.text.measures import Scores, examples, nll, recall
 from model.common import UserError
 from tests.files import read_json
+from tests.runs import words
 from train.systems.studies.text import Options, hardest, main, study_of, window_losses
 from weights.load import load_model
 
@@ -15,7 +16,7 @@ FLAGS = "--sizes nano --length 128 --batch-size 2 --rates 1e-3 --tokens 1280 --l
 
 
 def run(text_folder, out, *more):
-    main([*FLAGS.split(), "--text", str(text_folder), "--out", str(out), "--no-positive", *more])
+    main(words(FLAGS, f"--text {text_folder} --out {out} --no-positive", *more))
     return read_json(out / "comparison.json")
 
 
@@ -77,4 +78,4 @@ def test_a_run_that_diverges_knows_nothing(corpus):
 def test_mistakes_are_told_in_a_line(text_folder, tmp_path, more):
     """Breaks when a wrong flag costs a run or ends in a traceback."""
     with pytest.raises(UserError, match=more.split()[0]):
-        run(text_folder, tmp_path, *more.split())
+        run(text_folder, tmp_path, more)

@@ -96,7 +96,7 @@ def test_a_run_resumes_to_the_bit(tmp_path, kind):
         "step-6"
     ]  # 2000 tokens are 8 steps of 256
     (text / "0.txt").write_text(prose(1000))
-    main(["--resume", str(cut)])
+    main(f"--resume {cut}".split())
     assert_same_tensors(*(load_model(run / "model").state_dict() for run in (cut, whole)))
     assert metrics(cut) == metrics(whole)
 

@@ -11,7 +11,7 @@ from model.source import BUNDLED_FOLDER
 from model.systems.configs import MambaConfig
 from model.systems.mamba import MambaLM, initialize_mamba
 from tests.reference import hf_mamba
-from tests.runs import assert_same_tensors, refused, stage_settings
+from tests.runs import assert_same_tensors, refused, stage_settings, words
 from train.model import open_model
 from train.systems import qmamba
 from weights.export import export_model
@@ -31,13 +31,13 @@ def language(tmp_path_factory):
 
 
 def flags(stage, *options):
-    return ["--stage", str(stage), *(word for option in options for word in ("--option", option))]
+    return f"--stage {stage}" + "".join(f" --option {option}" for option in options)
 
 
 def open_first(language, *options):
     """The model of stage 1; a later option overrides an earlier one."""
     argv = flags(1, f"language_model={language}", *SMALL, *options)
-    return stage_settings("qmamba", *argv).open_stage(torch.float32, CPU)
+    return stage_settings("qmamba", argv).open_stage(torch.float32, CPU)
 
 
 def test_the_parts_come_from_where_they_are_said_to(language):
@@ -70,11 +70,11 @@ def test_trained_blocks_are_taken_over(language, tmp_path):
 def test_the_defaults_are_those_of_the_paper(stage, rate, rows):
     """Breaks when a run without further flags is not the published recipe, or the embedded one
     shadows it."""
-    s = stage_settings("qmamba", *flags(stage), "--data jsonl:x --base y")
+    s = stage_settings("qmamba", flags(stage), "--data jsonl:x --base y")
     recipe = s.lr, s.step_batch, s.optimizer, s.warmup, s.dtype
     assert recipe == (rate, rows, "radam", 0.03, "fp32")
-    assert stage_settings("qmamba", *flags(stage)).lr != rate
-    given = stage_settings("qmamba", *flags(1), "--lr 0.5 --weight-decay 0.25")
+    assert stage_settings("qmamba", flags(stage)).lr != rate
+    given = stage_settings("qmamba", flags(1), "--lr 0.5 --weight-decay 0.25")
     _, optimizer = open_model(given, CPU)
     assert isinstance(optimizer, torch.optim.RAdam)
     (group,) = optimizer.param_groups
@@ -85,13 +85,11 @@ def test_the_defaults_are_those_of_the_paper(stage, rate, rows):
 def test_both_stages_run_end_to_end(tmp_path):
     """Breaks when a stage trains other parts than the paper's, or does not go on from what was
     written."""
-    small = "--samples 64 --eval-limit 4 --checkpoint-every 9".split()
-    start, _ = open_model(stage_settings("qmamba", *flags(1)), CPU)
-    qmamba.main([*flags(1), *small, "--out", str(tmp_path / "1")])
+    small = "--samples 64 --eval-limit 4 --checkpoint-every 9"
+    start, _ = open_model(stage_settings("qmamba", flags(1)), CPU)
+    qmamba.main(words(flags(1), small, f"--out {tmp_path}/1"))
     first = load_model(tmp_path / "1/model")
-    qmamba.main(
-        [*flags(2), *small, "--base", str(tmp_path / "1/model"), "--out", str(tmp_path / "2")]
-    )
+    qmamba.main(words(flags(2), small, f"--base {tmp_path}/1/model --out {tmp_path}/2"))
     second = load_model(tmp_path / "2/model")
     parts = ["multi_modal_projector"]
     for before, after in ((start, first), (first, second)):

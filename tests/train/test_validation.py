@@ -19,14 +19,14 @@ from lora import adapter
 from model.config import PRESETS
 from model.processor import Processor
 from tests.files import draw, json_lines, read_json, write_json, write_lines
-from tests.runs import WORLD, assert_same_tensors, metrics, refused, settings_of, words
-from train import finetune, validation
+from tests.runs import WORLD, assert_same_tensors, metrics, refused, settings_of, train
 from train import model as systems
+from train import validation
 from train.checkpoint import Progress, Result, newest_progress
 from train.data.batches import collate
 from train.data.sources import read_split
 from train.settings import Settings
-from train.summary import gain_over_blind, print_summary, recommended
+from train.summary import gain_over_blind, print_accuracies, print_summary, recommended
 from train.validation import HeldOut, draw_numbers, is_better, open_held_out
 from weights.load import load_model
 
@@ -36,13 +36,8 @@ SMALL = replace(
     vision=replace(TINY.vision, num_hidden_layers=1),
     text=replace(TINY.text, num_hidden_layers=2),
 )
-SUMMARY = {"left_out": [], "empty_steps": 0, "samples": 60, "seconds": 1.0}
-COLORS = {
-    "red": (220, 30, 30),
-    "green": (30, 160, 40),
-    "blue": (40, 60, 220),
-    "yellow": (230, 210, 40),
-}
+SUMMARY = json.loads('{"left_out": [], "empty_steps": 0, "samples": 60, "seconds": 1.0}')
+COLORS = {"red": "#dc1e1e", "green": "#1ea028", "blue": "#283cdc", "yellow": "#e6d228"}
 
 
 def write_colors(folder, count):
@@ -66,10 +61,6 @@ def flags(tmp_path_factory):
         data = write_colors(tmp_path_factory.mktemp("colors"), 30)
         flags = "--base tiny --validation 0.4 --batch-size 3 --steps 8 --epochs 9 --dropout 0.1 --attention twin"
         yield f"{data} {flags} --checkpoint-every 3 --device cpu"
-
-
-def train(*arguments):
-    finetune.main(words(*arguments))
 
 
 @pytest.mark.long
@@ -103,7 +94,7 @@ def test_training_is_the_same_with_open_eyes(flags, tmp_path, monkeypatch):
     summary = read_json(tmp_path / "open/summary.json")["held_out"]
     assert read_json(tmp_path / "cut/summary.json")["held_out"] == summary
     answers = (tmp_path / "open/answers.jsonl").read_text().splitlines()
-    assert len(answers) == 12
+    assert len(answers) == summary["asked"] == 12
     asked = "question truth before after blind right"
     assert {*asked.split()} <= json.loads(answers[0]).keys()
     assert (tmp_path / "open/answers.png").exists()
@@ -169,7 +160,8 @@ def test_the_best_is_kept(tmp_path, monkeypatch):
     assert recommended({"after": high, "best": low}) is low  # which the run recommends
     assert recommended({"after": low, "best": high}) is low
     assert recommended({"after": low}) is low
-    none, one = {"exact_match": 0.0, "loss": 2.0}, {"exact_match": 0.5, "loss": 5.0}
+    none, one = json_lines("""{"exact_match": 0.0, "loss": 2.0}
+{"exact_match": 0.5, "loss": 5.0}""")
     for lucky, other in ((none, one), (one, none)):  # of 200 answers, one more is noise
         assert is_better(lucky, other, 200) == (lucky is none)
 
@@ -244,12 +236,22 @@ def test_a_run_that_still_learns_says_what_to_try(losses, is_rising, tmp_path, p
         settings = Settings(data=("jsonl:a b.jsonl",), base=base)
         print_summary(SUMMARY, {}, settings, tmp_path)
         assert (advice in printed()) is is_rising
+        solved = {"held_out": {"after": {"exact_match": 95.0}}}
+        print_summary(SUMMARY | solved, {}, settings, tmp_path)
+        assert advice not in printed()
+
+
+def test_the_chance_of_a_needle_is_a_place_of_all(printed):
+    summary, tests = json_lines("""{"before": {"needle": null}, "text_only_guess": {"overall": 3.0}}
+{"vqa": 1.0, "vqa_details": {"per_answer_type": {}}, "needle_details": {"n4o1": 9.0}}""")
+    print_accuracies(summary, {"after": Result(tests=tests)}, Settings())
+    assert printed().split()[-2:] == ["9.0", "6.2"]
 
 
 def test_boxes_are_scored_and_drawn(tmp_path, monkeypatch):
     """Breaks when a run on boxes reports no AP, or another than of its answers, or a sheet shows
     pictures alone."""
-    boxes = {"cat": [4.0, 6, 20, 18], "dog": [22.0, 20, 12, 16]}
+    boxes = json.loads('{"cat": [4.0, 6, 20, 18], "dog": [22.0, 20, 12, 16]}')
     layout = {"categories": [{"id": name, "name": name} for name in boxes]}
     layout |= {"images": [], "annotations": []}
     for n in range(8):

@@ -26,6 +26,7 @@ from model.source import BUNDLED_FOLDER
 from model.tokenizer import load_tokenizer
 from tests.files import read_json, table, write_json
 from tests.pieces import texts
+from tests.reference import inputs_of
 from tests.runs import refused, words
 from weights.card import model_card
 from weights.export import Origin, companions, export_model, locate, plain_tensors
@@ -39,7 +40,7 @@ SUMMARY = """{
     "before": {"vqa": 12.5, "needle": null, "vqa_details": {"per_answer_type": {"number": 7.5}}},
     "start": {"vqa": 12.5, "vqa_details": {"per_answer_type": {"number": 7.5}}},
     "held_out": {"examples": 40, "before": {"loss": 2.25}, "start": {"loss": 2.25},
-        "best": {"loss": 0.5}, "over_blind": {"low": 3.0}}
+        "after": {"loss": 0.75}, "best": {"loss": 0.5}, "over_blind": {"low": 3.0}}
 }"""
 ANSWERS = r"""{"question": "What is\n it?", "right": false}
 {"question": "Is it \"red\"?<image>", "right": true}
@@ -62,10 +63,6 @@ def learned(model, folder, kind):
     (folder / "answers.jsonl").write_text(ANSWERS)
     (folder / "summary.json").write_text(SUMMARY)
     return folder
-
-
-def inputs_of(batch):
-    return batch.input_ids, batch.pixel_values, batch.token_type_ids, batch.attention_mask
 
 
 def random_base(folder, **text):
@@ -165,6 +162,7 @@ def test_the_best_step_of_whole_weights_has_its_run(tmp_path):
 LINES = r"""license: apache-2.0
 | before | vqa | 12.5 |
 | before | vqa_details per_answer_type number | 7.5 |
+| after | held-out loss | 0.75 |
 | best | held-out loss | 0.5 |
 | over_blind | held-out low | 3 |
 | r | 4 |
@@ -186,15 +184,17 @@ def test_the_card_says_what_it_was_made_of(tmp_path):
     assert "to its best step" in card
     assert "Trained from embedded on jsonl:a\\|b.jsonl to" in card
     assert not re.search(r"home|tasks|workers|dog|\| start", card)
-    assert "base_model: google/x\n" in model_card(model.config, 7, "x", "google/x")
+    card = model_card(PRESETS["paligemma2-3b-224"], 7, "x", "google/paligemma2-x")
+    assert "base_model: google/paligemma2-x\nlicense: gemma\n---\n\n# x\n\nPaliGemma 2, 7" in card
     adapter.merge(model)  # in fp32, although the base is stored in bf16
     merged = load_model(tmp_path / "out").state_dict()
     path = "language_model.layers.1.self_attn.q_proj"
     assert torch.equal(merged[f"{path}.weight"], model.state_dict()[f"{path}.base_layer.weight"])
-    settings = {"data": ["vqa:train.json"], "prompt": "{question}"}
-    write_json(tmp_path / "run/config.json", settings)
+    settings = '{"data": ["vqa:train.json"], "prompt": "{question}", "full": true, "r": 4}'
+    (tmp_path / "run/config.json").write_text(settings)
     card = model_card(model.config, 7, "x", "embedded", tmp_path / "run")
     assert "\n| prompt | {question} |\n" in card
+    assert "| r |" not in card
 
 
 EVIL = "a`b\n# head|[x](//y)<script>\u2028license: mit\x85---\r- x\u202e"

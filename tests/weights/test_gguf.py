@@ -265,16 +265,24 @@ def test_whether_a_text_begins_with_bos(adds_bos, bpe, tmp_path):
 
 def test_a_file_of_pieces_that_names_no_bos(bpe, tmp_path, monkeypatch):
     """Breaks when its texts begin with nothing: llama.cpp then takes piece 1."""
-    monkeypatch.setattr(gguf.GGUFWriter, "add_bos_token_id", lambda *_: None)
+    for lost in ("add_bos_token_id", "add_add_space_prefix"):
+        monkeypatch.setattr(gguf.GGUFWriter, lost, lambda *_: None)
+    monkeypatch.setattr("weights.gguf.GEMMA2_27B", 2)  # layers
     write_file(tmp_path / "a.gguf", hf_language("gemma2", vocab_size=1722), bpe)
-    assert load_text_tokenizer(converted_in(tmp_path)).begin == [1]
+    out = converted_in(tmp_path)
+    read = load_text_tokenizer(out)
+    assert read.begin == [1]
+    assert (
+        read.tokenizer.id_to_piece(read.encode("a")[0])[0] == "\u2581"
+    )  # by default, as llama.cpp
+    assert read_json(out / "config.json")["query_pre_attn_scalar"] == 64 / 4
 
 
 def test_a_llama_3(bpe, tmp_path):
     """Breaks when the stretched RoPE of Llama 3.1, which a file has as factors, is another one, or
     a text, or each of two, does not begin with bos."""
-    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
-    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    rope = json.loads("""{"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0,
+        "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}""")
     hf = hf_language("llama", vocab_size=rows_of("llama", bpe), rope_parameters=rope, head_dim=64)
     plain = 10000.0 ** -(torch.arange(0, 64, 2) / 64)
     factors = (plain / hf.model.rotary_emb.inv_freq).numpy().round(5)

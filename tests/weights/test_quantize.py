@@ -16,7 +16,7 @@ from model.differential import graft
 from model.linear import Linear
 from model.systems.qmamba import QMamba
 from tests.model.test_qmamba import CONFIG as QMAMBA
-from tests.reference import batch, dice, hf_forward, hf_model, ours, relative_error
+from tests.reference import batch, dice, dtypes, hf_forward, hf_model, ours, relative_error
 from tests.runs import assert_same_tensors, refused, run
 from train.optim import trainable
 from train.settings import parse
@@ -45,7 +45,7 @@ def move(model):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@dtypes
 @pytest.mark.parametrize("rows, columns", [(96, 200), (1, 7), (300, 2048), (64, 63)])
 def test_nf4_is_that_of_bitsandbytes(rows, columns, dtype, seeded):
     """Breaks when a code, a nibble, a block, a scale or the table of scales is another than
@@ -75,7 +75,7 @@ def test_nf4_is_that_of_bitsandbytes(rows, columns, dtype, seeded):
 
 
 @pytest.mark.parametrize("kind", packing.KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@dtypes
 def test_products_are_those_of_the_stored_weights(kind, dtype, monkeypatch, seeded):
     """Breaks when few rows, many rows, a block of the weight, the plain way or a cast computes by
     other numbers, a scale belongs to another channel, or a value wraps around."""

@@ -25,7 +25,7 @@ from model.differential import graft
 from tests.files import read_json, write_json
 from tests.peak_memory import in_own_process, load_peak
 from tests.reference import batch, hf_forward, hf_model, relative_error, set_attention_backend
-from tests.runs import assert_same_tensors, refused, words
+from tests.runs import assert_same_tensors, refused, refuses, words
 from train.optim import parameter_count
 from weights.export import export_model
 from weights.load import INDEX_FILE, SINGLE_FILE, empty_model, examine, load_model, load_siglip
@@ -537,10 +537,10 @@ def test_the_commands(hf1, tmp_path, printed):
     refused(lambda: export(more, "--merge"), "--adapter and --merge")
     for size in "0 -1 nan inf".split():  # each tensor would get a file of its own
         refused(lambda size=size: export(more, "--max-shard-gb", size), "--max-shard-gb")
-    weights.inspect.main([str(folder)])
+    weights.inspect.main(words(folder))
     text = printed()
     total = sum(parameter.numel() for parameter in hf1.parameters())
     assert "PaliGemma, 56 px, dialect C" in text
     assert re.search(f"total +{total:,}", text)
     (folder / SHARD2).write_bytes((folder / SHARD2).read_bytes()[:-1])
-    refused(lambda: weights.inspect.main([str(folder)]), SHARD2)
+    refuses(weights.inspect, str(folder), SHARD2)

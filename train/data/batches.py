@@ -100,8 +100,8 @@ class MicroBatches(Dataset):
     def __getitem__(self, numbers: Sequence[int]) -> MicroBatch:
         records = [self.records[number] for number in numbers]
         for place, record in enumerate(records):
-            if record.sampled and record.answers:
-                answer = Random(f"{self.epoch_seed}/{record.name}").choice(record.answers)
+            if record.sampled and record.truths:  # an empty answer is not learned
+                answer = Random(f"{self.epoch_seed}/{record.name}").choice(record.truths)
                 turns = (*record.turns[:-1], (record.prefix, answer))
                 records[place] = replace(record, turns=turns)
         return collate(records, self.processor)
@@ -195,6 +195,10 @@ class Weighted(list):
         bounds = [round(len(self) * share / sum(weights)) for share in shares]
         # samples of each source in an epoch
         self.counts = [end - start for start, end in pairwise(bounds)]
+        if 0 in self.counts:
+            raise UserError(
+                f"--data: of weights {weights} one gives no sample to an epoch: raise it"
+            )
 
     def numbers(self, seed: int, epoch: int) -> list[int]:
         """The numbers of an epoch's records: each source goes on where it ended in the epoch

@@ -10,7 +10,7 @@ included. So an interrupted study goes on, and a change computes only the cells 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO
 
@@ -296,7 +296,8 @@ class Run:
         for name in known[0]:
             chance = self.study.measures[name].chance or 0.0
             above[name] = np.mean([means[name] for means in known]) - chance
-        above[MEAN] = np.mean([above[name] for name in self.study.averaged])
+        averaged = self.averaged(self.in_range(controls))
+        above[MEAN] = np.mean([above[name] for name in averaged])
         columns = {}
         for name, column in self.study.columns.items():
             margin = max(0.0, self.study.relative_margin * above[name])
@@ -306,7 +307,7 @@ class Run:
     def table(self, beside: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str], dict]:
         """The judged differences, paired by seed and example, by (row, column); in MEAN each
         measure in range weighs the same. The main ones are a family of their own."""
-        all_controls = [control for controls in beside.values() for control in controls]
+        all_controls = dict.fromkeys(chain(*beside.values()))
         columns = self.with_margins(all_controls)
         # 1. the differences
         differences, inside = {}, set()
@@ -314,11 +315,8 @@ class Run:
             usable = self.in_range(controls)
             inside |= {(row, column) for column in usable}
             gaps = self.gaps(row, controls)
-            averaged = [name for name in self.study.averaged if name in usable]
             for column in columns:
-                names = [column]
-                if column == MEAN:
-                    names = averaged or self.study.averaged
+                names = self.averaged(usable) if column == MEAN else [column]
                 differences[row, column] = self.difference(gaps, names)
         # 2. their verdicts, those of the main column apart
         table = {}
@@ -332,6 +330,11 @@ class Run:
                 if self.seeds == 1:  # which says nothing of other runs
                     table[place]["verdict"] = "one seed"
         return table
+
+    def averaged(self, usable: Sequence[str]) -> list[str]:
+        """The measures of MEAN: of those that are in it the `usable` ones, or else all."""
+        names = [name for name in self.study.averaged if name in usable]
+        return names or self.study.averaged
 
     def gaps(self, row: str, controls: Sequence[str]) -> Scores:
         """The scores of a row minus the mean of its controls'."""

@@ -178,9 +178,11 @@ def write(run: Run) -> str:
     limits = limits_of(run)
     if limits:
         blocks += ["## Limits", limits]
-    cells = [cell for part in (run, *run.parts) for cell in part.used.values()]
-    seconds = round(sum(cell["cpu_seconds"] for cell in cells))
-    made_by = sorted({ORIGIN.format_map(cell) for cell in cells})
+    cells = {}  # several parts may need one
+    for part in (run, *run.parts):
+        cells |= {part.file(job): cell for job, cell in part.used.items()}
+    seconds = round(sum(cell["cpu_seconds"] for cell in cells.values()))
+    made_by = sorted({ORIGIN.format_map(cell) for cell in cells.values()})
     origins = "; ".join(made_by)
     cost = f"{seconds:,} CPU seconds, {run.seeds} seed(s)"
     blocks.append(f"Cells were made by {origins}: {cost}.")

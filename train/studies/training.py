@@ -23,7 +23,7 @@ from model.processor import Processor
 from train.data.batches import Order
 from train.distributed import World
 from train.flags import flag, flag_name, given_flags
-from train.loop import LoopSettings
+from train.loop import Diverged, LoopSettings
 from train.model import open_model, open_processor, train_on
 from train.optim import parameter_count, rate_factor, set_rates, trainable
 from train.run import FREE, data_fingerprints
@@ -80,8 +80,15 @@ def read_given(
     `quick`, where they have none. Raises UserError for a setting that the study decides: one of
     DECIDED or `decided`."""
     hidden = {*DECIDED, *decided}
-    shown = {"recipes": {"here": defaults}, "hidden": hidden}
-    given = given_flags([kind], program, doc, argv, allow_abbrev=False, **shown)
+    given = given_flags(
+        [kind],
+        program,
+        doc,
+        argv,
+        recipes={"here": defaults},
+        hidden=hidden,
+        allow_abbrev=False,
+    )
     if refused := given.keys() & hidden:
         raise UserError(f"{flag_name(min(refused))}: the study decides that itself: leave it out")
     quick = quick if given.get("quick") else {}
@@ -91,7 +98,8 @@ def read_given(
 def deciding(settings: LoopSettings, kind: type[LoopSettings] = Settings) -> dict:
     """The settings of `kind` that change what is learned."""
     names = [field.name for field in fields(kind) if field.name not in FREE]
-    return {name: getattr(settings, name) for name in names}
+    device = choose_device(settings.device).type  # which decides what dtypes "auto" stands for
+    return {name: getattr(settings, name) for name in names} | {"device": device}
 
 
 def train_and_ask(settings: Settings, tasks: Tasks, folder: Path) -> dict:
@@ -142,9 +150,11 @@ def descend(
     warmup: float = 0.1,
 ) -> None:
     """A step down each of the losses, which are computed one by one. schedule, warmup: of
-    `rate_factor`."""
+    `rate_factor`. Raises Diverged."""
     learned = trainable(model).values()
     for step, loss in enumerate(losses):
+        if not loss.isfinite():
+            raise Diverged(f"step {step}: the loss is {loss}")
         set_rates(optimizer, rate_factor(step, steps, warmup, schedule))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(learned, 1.0)

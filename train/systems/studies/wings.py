@@ -123,7 +123,7 @@ def make(
         adapter.inject(model, adapter.DECODER_TARGETS, rank, 2.0 * rank)
     second = replace(second, lr=second.lr * job.rate)
     seconds += train_stage(model, processor, pictures_to_learn(second), second, factors, folder)
-    # 3. what it says, and what it looks at
+    # 3. what it says, and what it looks at; those pictures are held out from every seed
     scores = ask_tasks(model, processor, second, tasks, folder)
     looks = [(record.pictures[0], put_slot(record.prefix)) for record in looked_at(second)]
     shift = measure(model, processor, looks)
@@ -180,7 +180,7 @@ def looked_at(settings: Settings) -> list[Record]:
     """Held-out records with a picture each, whose attention is measured."""
     if settings.is_embedded:
         return [scene("test", number) for number in range(LOOKED_AT)]
-    records = read_split(settings, "validation")
+    records = read_split(replace(settings, seed=0), "validation")  # as `training_records`
     return [record for record in records if len(record.pictures) == 1][:LOOKED_AT]
 
 
