@@ -21,17 +21,21 @@ PUBLISHED = """
     textvqa 896     | 10 3e-6 0.0 256 0.0  | answer en {question}
     vizwizvqa 448   | 10 1e-5 0.0 256 0.0  | answer en {question}
     gqa 224         | 1 1e-5 0.0 256 0.0   | answer en {question}
+    gqa 448         | 1 1e-5 0.0 256 0.0   | answer en {question}
     vizwizvqa 224   | 10 1e-5 0.0 256 0.0  | answer en {question}
     docvqa 224      | 10 1e-5 1e-6 256 0.0 | {question}
     docvqa 448      | 10 1e-5 1e-6 256 0.0 | {question}
     docvqa 896      | 10 1e-5 1e-6 256 0.0 | {question}
+    chartqa 224     | 30 1e-5 1e-6 256 0.2 | {question}
     chartqa 448     | 30 1e-5 1e-6 256 0.2 | {question}
     infovqa 224     | 3 1e-5 1e-6 256 0.4  | answer en {question}
     infovqa 448     | 3 1e-5 1e-6 128 0.4  | answer en {question}
     infovqa 896     | 3 3e-6 3e-7 32 0.4   | answer en {question}
     refcoco_seg 224 | 100 3e-5 0.0 256 0.3 | {question}
+    refcoco_seg 448 | 100 1e-5 0.0 256 0.3 | {question}
     refcoco_seg 896 | 100 1e-5 0.0 64 0.3  | {question}
-    cococap 224     | 5 1e-5 1e-6 256 0.0  | answer en {question}"""
+    cococap 224     | 5 1e-5 1e-6 256 0.0  | answer en {question}
+    cococap 448     | 5 1e-5 1e-6 256 0.0  | answer en {question}"""
 
 
 @pytest.mark.parametrize("base, numbers, prompt", table(PUBLISHED))
