@@ -50,11 +50,15 @@ def ask_all(
     compiled: CompiledStep | None = None,
     sure: dict | None = None,
 ) -> list[Answer | None]:
-    """The answers to `questions`, in their order. progress: the title of a progress bar. log: a
-    JSON-lines file that gets the answers; what it has, of the same model, tokenizer, picture and
-    prompt, is not asked again. left_out: gets, by id, why a question cannot be asked (a picture, a
-    long prompt), whose answer is then None; without it that is a UserError. compiled: decodes the
-    full batches. sure: gets, by id, a `Certainty` of each answer that is decoded; a choice has none.
+    """The answers to `questions`, in their order.
+
+    - progress: the title of a progress bar.
+    - log: a JSON-lines file that gets the answers. An answer in it, of the same model, tokenizer,
+      picture and prompt, is not asked for again.
+    - left_out: gets, by id, why a question cannot be asked (a picture, a long prompt); its answer
+      is then None. Without `left_out` that is a UserError.
+    - compiled: decodes the full batches.
+    - sure: gets, by id, a `Certainty` of each answer that is decoded; a choice has none.
     """
     answers = [None] * len(questions)
     with contextlib.ExitStack() as stack:
@@ -165,7 +169,7 @@ def open_log(path: Path, anew: bool = False) -> Iterator[tuple[BinaryIO, dict[st
 
 def from_log(record: Mapping, question: Question, sure: dict | None, log: Path) -> Answer:
     """The answer of a log's record; `sure` gets how sure the model was of it. Raises UserError,
-    also where the log does not say that: it is of an earlier version."""
+    also for the log of an earlier version, which does not say how sure."""
     answer = record["answer"]
     name = f"the answer to {shown(question.id)}"
     try:
@@ -183,29 +187,31 @@ def from_log(record: Mapping, question: Question, sure: dict | None, log: Path) 
 def answers_to(
     model, processor, window, left_out, max_new_tokens, batch_size, compiled, is_sure
 ) -> Iterator[tuple[int, Answer, Certainty | None]]:
-    """Answer the questions of a window, given by number; yields the number, the answer and its
-    certainty. A picture is encoded once. The certainty is None for a choice, and without
-    `is_sure`."""
+    """Answer the questions of a window; yields the number, the answer and its certainty.
+
+    window: {number: question}. left_out, compiled: of `ask_all`. A picture is encoded once. The
+    certainty is None for a choice, and without `is_sure`.
+    """
     # 1. pictures and rows
-    features = encode(model, processor, list(window.values()), batch_size)
-    rows = defaultdict(dict)  # by number of choices: the row of each question, by its number
+    features = encode_pictures(model, processor, list(window.values()), batch_size)
+    rows = defaultdict(dict)  # {how many choices: {number of the question: its row}}
     for number, question in window.items():
         of_key = features[question.key]
         try:
             if isinstance(of_key, UserError):
                 raise of_key
             n_images = 0 if of_key is None else len(of_key)
-            rows[len(question.choices)][number] = layout(processor, question, n_images)
+            rows[len(question.choices)][number] = question_row(processor, question, n_images)
         except UserError as error:
             if left_out is None:
                 raise UserError(f"question {question.id}: {error}") from None
             left_out.setdefault(question.id, str(error))
     # 2. batches of rows with as many choices, and of similar length
-    for choices, of_choices in sorted(rows.items()):
-        by_length = sorted(of_choices, key=lambda number: len(of_choices[number][0]))
-        for numbers in parts_of(by_length, max(1, batch_size // max(1, choices))):
+    for n_choices, row_of in sorted(rows.items()):
+        by_length = sorted(row_of, key=lambda number: len(row_of[number][0]))
+        for numbers in parts_of(by_length, max(1, batch_size // max(1, n_choices))):
             asked = [window[number] for number in numbers]
-            batch = processor.pad([of_choices[number] for number in numbers]).to(model.device)
+            batch = processor.pad([row_of[number] for number in numbers]).to(model.device)
             seen = [features[q.key] for q in asked if features[q.key] is not None]
             pictures = {
                 "image_features": torch.cat(seen) if seen else None,
@@ -213,9 +219,9 @@ def answers_to(
             }
             # another number of rows would compile anew
             step = compiled if len(asked) == batch_size else None
-            sure = [] if is_sure and not choices else None
+            certainties = [] if is_sure and not n_choices else None
             try:
-                if choices:
+                if n_choices:
                     answers = likeliest(model, processor, asked, batch, pictures)
                 else:
                     answers = generate_texts(
@@ -227,15 +233,15 @@ def answers_to(
                         batch.attention_mask,
                         max_new_tokens,
                         compiled=step,
-                        sure=sure,
+                        sure=certainties,
                         **pictures,
                     )
             except NonFiniteError as error:
                 raise NonFiniteError(error.rows, f"question {asked[error.rows[0]].id}") from None
-            yield from zip(numbers, answers, sure or [None] * len(asked), strict=True)
+            yield from zip(numbers, answers, certainties or [None] * len(asked), strict=True)
 
 
-def layout(processor: Processor, question: Question, n_images: int) -> TokenRow:
+def question_row(processor: Processor, question: Question, n_images: int) -> TokenRow:
     """The row of a question, with the turns before it. Raises UserError, also where its longest
     choice is too long."""
     row = processor.row_of(n_images, [*question.before, (question.prefix, None)])
@@ -249,14 +255,15 @@ def layout(processor: Processor, question: Question, n_images: int) -> TokenRow:
     return row
 
 
-def encode(
+def encode_pictures(
     model,
     processor,
     questions: list[Question],
     batch_size: int,
 ) -> dict[str, Any]:
     """The features (pictures, I, H) of each key; None without pictures, or why these cannot be
-    read."""
+    read, a UserError."""
+    # the first question of each key
     first = {question.key: question for question in reversed(questions)}
     device = model.device
     features = {}
@@ -270,10 +277,11 @@ def encode(
 
     with ThreadPoolExecutor() as pool:  # Pillow decodes and scales without Python's global lock
         for part in parts_of(list(first), batch_size):
-            features |= zip(part, pool.map(prepare, part), strict=True)
-            read = [key for key in part if isinstance(features[key], Tensor)]
+            prepared = dict(zip(part, pool.map(prepare, part), strict=True))
+            features |= prepared  # None and errors stay there, pixels do not
+            read = [key for key in part if isinstance(prepared[key], Tensor)]
             if read:
-                pixels = [features[key] for key in read]
+                pixels = [prepared[key] for key in read]
                 chunks = torch.cat(pixels).split(batch_size)
                 encoded = torch.cat([model.encode_images(chunk.to(device)) for chunk in chunks])
                 counts = list(map(len, pixels))

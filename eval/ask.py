@@ -27,7 +27,7 @@ import torch
 from eval import figures
 from eval.command import MASKS_HELP, add_flag, add_limit, add_model_flags, command_parser, whole
 from eval.data.record import fill_prompt
-from eval.open import model_of, open_subject, stored_prompt, toy_note, wording_of
+from eval.open import open_subject, stored_prompt, subject_of, toy_note, wording_of
 from eval.question import parts_of
 from model.boxes import parse_objects
 from model.common import UserError, run_command, shown
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     coder = load_mask_coder(args.masks)
     if coder and not args.draw:
         raise UserError("--masks draws: give --draw OUT.png too")
-    subject = model_of(args)
+    subject = subject_of(args)
     prompts = list(args.prompt)
     for question in args.question:
         prompts.append(fill_prompt(stored_prompt(subject), question))

@@ -61,7 +61,7 @@ ANSWER = "answer$|text$|pred|respon|output|gener"  # keys of an answer
 UNKNOWN_ID = "(^|_)(q?id|idx)$"
 # lines of each table
 AT_LIMIT = "ended at the limit of tokens"  # the share of answers without an end token
-ECE = "expected calibration error"  # of own data
+ECE = "expected calibration error"  # on own data, which are scored by exact match
 BLIND = ", blind"  # the end of a title: the model, asked about gray pictures
 Results = dict[str, list[Row]]  # by the title of a model
 Summary = dict[str, dict[str, float | None]]  # the numbers of a table, by line and measure
@@ -164,14 +164,15 @@ def read_answers(
 ) -> tuple[list[Answer], dict[int | str, Certainty]]:
     """The answer to each question, from {"question_id", "answer"} objects, or GQA's {"questionId",
     "prediction"}, MMBench's {"index", "prediction"} or VizWiz's {"image", "answer"}; without ids,
-    as in POPE's files, in the order of the questions. And by id how sure the model was of those
-    that it has decoded, if the file says that of each. Raises UserError."""
+    as in POPE's files, in the order of the questions. And by id a `Certainty` of each answer that
+    was decoded; none, if the file lacks one of them. Raises UserError."""
     known = {str(question.id): question for question in questions}
     in_order = iter(known)
     answers = {}
     sure = {}
 
     def add(record: dict) -> None:
+        # 1. its question, and the model's answer
         ids = [record[name] for name in ID_KEYS if name in record]
         id_ = str(ids[0]) if ids else next(in_order, "one more")
         strange = [name for name in record if re.search(UNKNOWN_ID, name) and not ids]
@@ -182,6 +183,7 @@ def read_answers(
         check(is_clear, f"{some(list(said))} differ, and one alone is the model's")
         check(id_ in known and id_ not in answers, f"id {shown(id_)} is unknown, or occurs twice")
         check(known[id_].takes(answer), f"answer is {quoted(answer)}")
+        # 2. whether the file is of these questions, and of these right answers
         prompt = known[id_].prefix
         text = str(record.get("question", ""))
         is_asked = text.strip().lower() in prompt.lower()
@@ -190,6 +192,7 @@ def read_answers(
         truths = getattr(known[id_].truth, "truths", None)
         is_other = isinstance(right, list) and right != truths
         check(not is_other, "other answers were right: the data has changed since")
+        # 3. what is kept
         answers[id_] = answer
         if certainty := read_certainty(record):
             sure[known[id_].id] = certainty
@@ -275,9 +278,9 @@ def flags_for(benchmark: Benchmark, args: Namespace, subject) -> Namespace:
 def results_of_models(benchmark: Benchmark, args: Namespace) -> Results:
     """The rows of the models that the flags name, on gray pictures too with --blind, and of the
     baselines; writes the files of each model. Raises UserError."""
-    from eval.open import models_of, out_folder  # here: a file is scored without torch
+    from eval.open import out_folder, subjects_of  # here: a file is scored without torch
 
-    subjects = models_of(args)
+    subjects = subjects_of(args)
     talk = sys.stderr if args.json else sys.stdout
     for subject in subjects:
         note = ""
@@ -416,7 +419,7 @@ def values_of(benchmark: Benchmark, results: Results) -> dict[str, dict]:
                 found["paired"] = len(both)
             measures[measure] = found
         values[title] = {"summary": benchmark.summary(rows), "measures": measures}
-        # 3. how the answers were decoded, and how sure of its own data's the model was
+        # 3. how many answers did not end; on own data, how well confidence predicts a right answer
         ended = [certainty.ended for row in rows for certainty in row.sure]
         if ended:
             values[title][AT_LIMIT] = 100 * ended.count(False) / len(ended)
@@ -432,6 +435,7 @@ def values_of(benchmark: Benchmark, results: Results) -> dict[str, dict]:
 
 def summary_table(values: Mapping[str, Mapping]) -> list[str]:
     """Of `values_of`: a column for each model, or with several measures a table for each model."""
+    # 1. lines and measures of all models
     summaries = {title: of_model["summary"] for title, of_model in values.items()}
     lines = dict.fromkeys(line for summary in summaries.values() for line in summary)
     measures = {}
@@ -443,6 +447,7 @@ def summary_table(values: Mapping[str, Mapping]) -> list[str]:
         for title, of_model in values.items():
             tables += [*summary_table({title: of_model}), ""]
         return tables
+    # 2. one table
     cells = []
     for line in lines:
         row = [line]

@@ -29,7 +29,7 @@ from eval.data import scenes
 from eval.data.files import read
 from eval.explore.page import page
 from eval.explore.record import Case
-from eval.open import Subject, model_of, open_subject, run_file, toy_note
+from eval.open import Subject, open_subject, run_file, subject_of, toy_note
 from model.boxes import parse_objects
 from model.common import UserError, run_command, shown
 from model.confidence import Certainty
@@ -248,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     load_gradio()
     coder = load_mask_coder(args.masks)
-    subject = model_of(args)
+    subject = subject_of(args)
     model, processor = open_subject(args, subject)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with tempfile.TemporaryDirectory(prefix="demo-") as folder:

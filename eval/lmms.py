@@ -22,7 +22,7 @@ from lmms_eval.models.registry_v2 import ModelManifest
 
 from eval.answer import WINDOW, ask_all
 from eval.data.record import check_prompt, fill_prompt
-from eval.open import model_of, open_subject, stored_prompt
+from eval.open import open_subject, stored_prompt, subject_of
 from eval.question import Question, parts_of
 from model.common import UserError
 
@@ -63,7 +63,7 @@ class Model(lmms):
             threads=threads,
             max_length=max_length,
         )
-        subject = model_of(flags)
+        subject = subject_of(flags)
         self.template = check_prompt(prompt or stored_prompt(subject))
         self.model, self.processor = open_subject(flags, subject)
         self.device = self.model.device

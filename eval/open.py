@@ -24,20 +24,20 @@ TOY = (
 
 
 class Subject(NamedTuple):
-    """A model that is asked."""
+    """A model that is asked: how to open it, and its title."""
 
-    source: str
-    run: Path | None  # that of its adapter
+    source: str  # of its weights, or of its adapter's base
+    run: Path | None  # the folder of its adapter
     title: str  # in tables
-    quantize: str | None = None  # None: as --dtype
-    whole: bool = False  # an adapter's base too is not quantized, whatever it was trained on
+    quantize: str | None = None  # the kind of its weights; None: as --dtype
+    whole: bool = False  # the base stays plain, even if the adapter was trained on a packed one
 
     @property
     def name(self) -> str:
         return self.source if self.run is None else f"{self.run} on {self.source}"
 
 
-def model_of(args: Namespace, on_scenes: bool = False) -> Subject:
+def subject_of(args: Namespace, on_scenes: bool = False) -> Subject:
     """The model that the flags name; without flags the newest run, or else the embedded base.
     on_scenes: it is asked about the embedded scenes, see `last_run`. Raises UserError."""
     # 1. the run, and its title
@@ -71,14 +71,14 @@ def model_of(args: Namespace, on_scenes: bool = False) -> Subject:
     return Subject(source or EMBEDDED, run, title, kind, args.quantize == "none")
 
 
-def models_of(args: Namespace) -> list[Subject]:
+def subjects_of(args: Namespace) -> list[Subject]:
     """The models that repeated flags name, each with each. Raises UserError."""
     flags = product(args.model or [None], args.adapter or [None], args.quantize or [None])
     given = [vars(args).get(name) for name in ("data", "questions", "images", "image", "task")]
     on_scenes = all(value in (None, EMBEDDED, "scenes") for value in given)
     subjects = []
     for model, run, kind in flags:
-        subjects.append(model_of(Namespace(model=model, adapter=run, quantize=kind), on_scenes))
+        subjects.append(subject_of(Namespace(model=model, adapter=run, quantize=kind), on_scenes))
     titles = [subject.title for subject in subjects]
     if twice := [title for title in titles if titles.count(title) > 1]:
         raise UserError(

@@ -42,7 +42,7 @@ class Question:
         return [picture() if callable(picture) else picture for picture in self.pictures]
 
     def takes(self, answer: Any) -> bool:
-        """Whether an answer, of a file, has the form of one to this question."""
+        """Whether an answer from a file has the form that this question asks for."""
         if not self.wants_log_probs:
             return isinstance(answer, str)
         is_listed = isinstance(answer, list) and len(answer) == len(self.choices)

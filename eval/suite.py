@@ -28,7 +28,7 @@ from eval.bench import (
 from eval.command import add_flag, command_parser
 from eval.mmbench import MMBench
 from eval.needle import Needle
-from eval.open import models_of
+from eval.open import subjects_of
 from eval.pope import Pope
 from eval.report import markdown_table
 from eval.vqa import Vqa
@@ -168,7 +168,7 @@ def task_flags(args: Namespace) -> dict[str, list[str]]:
 def planned(name: str, flags: Namespace) -> list[list[str]]:
     """A row for each model: how many questions it would be asked. Raises UserError."""
     rows = []
-    for subject in models_of(flags):
+    for subject in subjects_of(flags):
         benchmark, *_ = TASKS[name]
         asked = benchmark.questions(flags_for(benchmark, flags, subject))
         pictures = {question.key for question in asked}

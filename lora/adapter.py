@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from model.common import UserError, atomic_path, quoted, read_json, shown, without_none, write_text
 from model.config import config_errors
-from model.differential import Differential, graft, new_parameters
+from model.differential import Variant, graft, new_parameters
 from model.gemma import Adaptable
 from model.lowrank import LowRank
 from weights.fingerprint import gathered, tensor_fingerprint
@@ -28,12 +28,14 @@ from weights.mapping import dialect_names
 from weights.quantize import Int8Embedding, QuantizedLinear, pack, replaceable
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
-# what the names in a file begin with: PEFT's wrapper, and that of grafts
-PEFT, GRAFT = "base_model.model.", "differential."
+# what the names in a file begin with
+PEFT = "base_model.model."  # of LoRA: PEFT's wrapper
+GRAFT = "differential."  # of a graft's parameters
 OLD = "model."  # before every path of ours, in earlier files of language models
 # The paper's choice: q, k, v, o, gate, up and down of the decoder, and nothing of the vision tower.
 DECODER_TARGETS = r"language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
-# Keys of PEFT that can be loaded. Any other key with a value is a feature that loading would lose.
+# Keys of PEFT that can be loaded, here and in _NUMBERS, _PLAIN and _OTHERS. Any other key with a
+# value is a feature that loading would lose.
 _TEXTS = set("base_model_name_or_path prompt quantized peft_version task_type".split())
 # these may not be null; for other keys null means the default
 _NUMBERS = {"r", "lora_alpha", "lora_dropout"}
@@ -210,7 +212,7 @@ def merge(model: Adaptable) -> None:
     for path in layers:
         parent, _, name = path.rpartition(".")
         attention = model.get_submodule(parent)
-        if isinstance(attention, Differential) and name in attention.read_twice:
+        if isinstance(attention, Variant) and name in attention.read_twice:
             raise UserError(
                 f"{path}: cannot be merged: in attention of kind {attention.kind!r} a second branch "
                 "shares this weight: keep the adapter unmerged"
@@ -319,13 +321,14 @@ def save(
         raise UserError(
             f"{len(other)} parameters outside the adapter are trained ({other[0]}, …): freeze them"
         )
+    # 1. the tensors
     tensors = {}
     for name, parameter in parameters.items():
         whole = gathered(parameter).detach()  # one at a time, and kept only where it is written
         tensors[name] = whole.cpu().contiguous() if write else torch.empty(0)
     # one entry: the package writes several in random order
     metadata = {"base_fingerprint": fingerprint(model)}
-    # an ending would match more layers
+    # 2. the config; targets are whole paths: an ending would match more layers
     layers = published_layers(model)
     sizes = [(layer.lora.r, layer.alpha, layer.lora.dropout) for layer in layers.values()]
     r, alpha, dropout = sizes[0] if sizes else (1, 1, 0.0)
@@ -347,6 +350,7 @@ def save(
         "differential": model.grafts or None,
     }
     config |= without_none(added)
+    # 3. the files
     if write:
         with atomic_path(Path(folder) / TENSOR_FILE) as temporary:
             save_tensors(tensors, temporary, metadata)
@@ -391,6 +395,7 @@ def load(
         raise UserError(
             f"{folder}: the model has an adapter already: load this one onto a plain base"
         )
+    # 1. grafts are repeated
     config, file = read_config(folder), open_tensors(folder / TENSOR_FILE)
     with config_errors(folder):
         for call in config.get("differential", []):
@@ -399,6 +404,7 @@ def load(
             if attention == "v2":
                 call.setdefault("exact", False)  # as files without the option mean
             graft(model, attention, diff_in=diff_in, **call)
+    # 2. the base must be that of training
     expected = (file.metadata() or {}).get("base_fingerprint")  # PEFT leaves none
     actual = fingerprint(model)
     if expected and expected != actual and not force:
@@ -407,6 +413,7 @@ def load(
             f"{folder}: was trained on another base, {base} ({shown(expected, 80)}), this is "
             f"{actual}: load that one, or force the adapter onto this"
         )
+    # 3. LoRA is injected, and every tensor must fit
     with config_errors(folder):
         tensors = _put_lora(model, config, {name: file.get_tensor(name) for name in file.keys()})
     parameters = adapter_parameters(model)
@@ -426,6 +433,7 @@ def load(
             f"{folder / TENSOR_FILE}: does not fit the model, {len(problems)} problems: "
             f"{'; '.join(sorted(problems)[:8])}: load its own base"
         )
+    # 4. the values: written while nothing is trainable, so that autograd does not see it
     model.requires_grad_(False)
     for name, parameter in parameters.items():
         parameter.copy_(tensors[name]).requires_grad_(True)
@@ -465,8 +473,8 @@ def _put_lora(
             in_file.setdefault(path, theirs[path])
 
     def value(patterns: str, default: str, path: str) -> Any:
-        """What the first pattern gives that matches an ending of the path, at a dot as in PEFT;
-        else the default."""
+        """The value of the first key of config[patterns] that matches an ending of the path, at a
+        dot as in PEFT; else config[default], or 8 as in PEFT."""
         for key, given in config.get(patterns, {}).items():
             if not SIMPLE.fullmatch(key):
                 raise UserError(

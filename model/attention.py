@@ -82,8 +82,8 @@ def attention_mask(
                                 1: x x x x .
                                 1: x x x x x
 
-    A sliding `window` W (Gemma 2) limits causal pairs to fewer than W valid tokens from j to i, i
-    not counted; pairs of type 0 are not limited.
+    With a sliding `window` W (Gemma 2), the key of a causal pair is token i itself or one of the
+    W − 1 valid tokens before it; pairs of type 0 are not limited.
     `documents` (B, Sk) numbers the documents packed into a row: positions attend within their own
     document only.
     Every position attends to itself, padding included, so that no row is empty; outputs at padding
@@ -118,7 +118,7 @@ def attention_mask(
 
 
 def keep_positions(x: Tensor, positions: Positions, dim: int = 1) -> Tensor:
-    """The `positions_to_keep` of `PaliGemma.forward` along `dim` of x (B, …, S, …)."""
+    """x (B, …, S, …) at the last n positions of `dim`, at indices (T,) or (B, T), or all of x."""
     if positions is None:
         return x
     if isinstance(positions, int):
@@ -130,8 +130,9 @@ def keep_positions(x: Tensor, positions: Positions, dim: int = 1) -> Tensor:
 
 
 class LayerCache:
-    """Keys and values of one layer, for at most `capacity` positions; memory for `least` of them is
-    taken on first use, and doubled when it is full.
+    """Keys and values of one layer, for at most `capacity` positions.
+
+    When memory is full, it is taken for twice as many positions as needed, at least for `least`.
 
     A compiled step must see constant sizes and constants. When `position` (S,), a tensor, is set, k
     and v are written there and the whole capacity is returned; the mask hides what is not written
@@ -141,7 +142,9 @@ class LayerCache:
     least = 1024
 
     def __init__(self, capacity: int):
-        self.capacity, self.length, self.room = capacity, 0, 0
+        self.capacity = capacity
+        self.length = 0  # positions that are filled
+        self.room = 0  # positions for which memory is taken
         self.position: Tensor | None = None
         self.keys = self.values = torch.empty(0)
 
@@ -153,12 +156,12 @@ class LayerCache:
             return self.keys, self.values
         end = self.length + k.shape[2]
         assert end <= self.capacity, f"{end} positions do not fit into a cache of {self.capacity}"
-        # zeros, not empty: a masked weight of 0 times a NaN left in memory would be NaN
         if end > self.room:
             if self.room == 0:
                 self.keys, self.values = k[:, :, :0], v[:, :, :0]
             room = min(self.capacity, max(2 * end, self.least))
-            more = (0, 0, 0, room - self.room)
+            more = (0, 0, 0, room - self.room)  # behind the last position
+            # zeros, not empty: a masked weight of 0 times a NaN left in memory would be NaN
             self.keys = F.pad(self.keys, more)
             self.values = F.pad(self.values, more)
             self.room = room
@@ -170,8 +173,8 @@ class LayerCache:
 
 # called with the weights (B, N, Sq, Sk) of an attention
 Tap = Callable[[Tensor], None]
-# what an attention has beside its projections
-SIZES = "hidden_size num_heads num_key_value_heads head_dim scale softcap output_name tap".split()
+# what `adopt` takes over beside the projections
+ADOPTED = "hidden_size num_heads num_key_value_heads head_dim scale softcap output_name tap".split()
 
 
 class Attention(nn.Module):
@@ -216,9 +219,9 @@ class Attention(nn.Module):
         return ["q_proj", "k_proj", "v_proj", self.output_name]
 
     def adopt(self, other: "Attention") -> None:
-        """Be of the sizes of `other`, with its projections and its tap; in place of `__init__`."""
+        """Take over the sizes, the projections and the tap of `other`; in place of `__init__`."""
         nn.Module.__init__(self)
-        for name in SIZES:
+        for name in ADOPTED:
             setattr(self, name, getattr(other, name))
         for name in self.projections():
             self.add_module(name, other.get_submodule(name))

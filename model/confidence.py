@@ -12,11 +12,11 @@ from model.boxes import location_scores
 
 
 class Certainty(NamedTuple):
-    """Of an answer. An answer that did not end has no end token in its mean."""
+    """How sure a model is of an answer."""
 
-    confidence: float  # exp of the mean log p of its tokens, the end token included
+    confidence: float  # exp of the mean log p of its tokens, an end token included
     ended: bool  # by an end token; else by the limit of tokens
-    scores: list[float]  # of its parts between semicolons, see `location_scores`
+    scores: list[float]  # one for each part between semicolons, see `location_scores`
 
 
 def certainty(

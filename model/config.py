@@ -5,12 +5,12 @@ In: the dictionary of a config.json (PaliGemma 1 or 2, of any transformers versi
 name. Out: a `PaliGemmaConfig`. Other models: `model/registry.py`.
 
 Published files leave out what equalled the default of their day, so the defaults below are part of
-the format. Wrong sizes show when `weights/load.py` compares shapes with those in the files; here
-stands what no shape shows.
+the format. Wrong sizes show when `weights/load.py` compares shapes with those in the files; what no
+shape shows is checked here.
 
-Dimension letters, used throughout the project: B batch, S sequence, I image tokens, H hidden, N
-heads, K key/value heads, D head dim, F feed-forward, V vocabulary, P patches per side, R image side in
-pixels.
+Dimension letters, used throughout the project: B batch, S sequence, Sq and Sk that of queries and
+of keys, T kept positions or new tokens, I image tokens, H hidden, N heads, K key/value heads, D
+head dim, F feed-forward, V vocabulary, P patches per side, R image side in pixels.
 """
 
 import contextlib
@@ -83,8 +83,11 @@ _NEUTRAL = {
 
 
 def read_generation(path: str | Path, *followed: str, **ours: int | None) -> dict:
-    """The generation_config.json beside `path`. Raises UserError for other keys than `followed`
-    that change answers. ours: tokens, alone or in a list, by the keys that name them here too."""
+    """The generation_config.json beside `path`, without nulls.
+
+    Raises UserError for a key that would change answers. followed: keys that the caller obeys.
+    ours: {key: a token id} that is obeyed here anyway; the file may repeat the id, also in a list.
+    """
     file = Path(path).with_name("generation_config.json")
     given = read_json_if(file)
     for name in (_NEUTRAL | ours).keys() - set(followed):
@@ -299,8 +302,11 @@ class TextConfig(Config):
         windows: Sequence[str] = ("full_attention",),
         never_null: Sequence[str] = (),
     ) -> Any:
-        """As `from_dict`, of a family with these defaults. activation: by the name that the family
-        reads, transformers ignores the other. windows: of the layers, in turn."""
+        """As `from_dict`, for one family of decoders, which has these defaults.
+
+        activation: the file's, by the key that transformers reads for this family. windows: the
+        layer_types that are expected, in turn. never_null: keys that may be absent, but not null.
+        """
         for name in ("rms_norm_eps", "rope_theta", *never_null):
             problem = f"{name} is null, expected a number, as in transformers"
             require(raw.get(name, 0) is not None, problem)
@@ -332,6 +338,7 @@ _DECODERS = {"paligemma-3b": TextConfig(vocab_size=257216)} | {
     name: TextConfig(
         "gemma2", 257216, *sizes, 1e-6, 1e4, "gelu_pytorch_tanh", True, scale, 50.0, 30.0, 4096
     )
+    # hidden, feed-forward, layers, heads, key/value heads, head dim; query_pre_attn_scalar
     for name, *sizes, scale in (
         ("paligemma2-3b", 2304, 9216, 26, 8, 4, 256, 256),
         ("paligemma2-10b", 3584, 14336, 42, 16, 8, 256, 256),
@@ -396,7 +403,8 @@ class PaliGemmaConfig(Config):
 
 
 # Geometries by name. `load_model(name)` fills one with random weights (seed 0), for tests and
-# benchmarks.
+# benchmarks. The numbers are, of a VisionConfig: hidden, feed-forward, layers, heads, patch, side;
+# of a TextConfig: vocabulary, hidden, feed-forward, layers, heads, key/value heads, head dim.
 PRESETS = {
     # the embedded base: 16 image tokens of 28 pixels; its tokenizer has 1,722 pieces, `<image>`
     # comes after them

@@ -9,8 +9,8 @@ from torch import nn
 from model import cpu
 from model.common import UserError, cpuinfo, shown
 
-# parameters of a small model, and threads that its operators can use
-SMALL, FEW = 100_000_000, 2
+SMALL = 100_000_000  # parameters; a model with fewer is small
+FEW = 2  # threads that the operators of a small model can use
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -38,10 +38,10 @@ from model.config import fits
 from model.gemma import Adaptable
 from model.linear import Linear, filled
 from model.lowrank import LowRank
-from model.variant import Differential, Gate, Mean, Sink, Softmax, Temperature, scores_of
+from model.variant import Gate, Mean, Sink, Softmax, Temperature, Variant, scores_of
 
 
-class Reparametrised(Differential):
+class Reparametrised(Variant):
     """λ = exp(λ_q1·λ_k1) − exp(λ_q2·λ_k2) + λ_init, one a layer, and the norm by head.
 
     The paper's Eq. 3 and 6. λ_init is a number in [0, 1), or "layer": 0.8 − 0.6·exp(−0.3·(layer −
@@ -160,7 +160,7 @@ class Split(Reparametrised):
 SECOND = {"q_proj": "q2", "k_proj": "k2"}  # the variant's LoRA beside each projection
 
 
-class Branched(Differential):
+class Branched(Variant):
     """Two branches on one base product: base(x) + LoRA(x) of the adapter and of the variant.
 
     The variant's LoRA is beside each projection of `read_twice`: `q2`, `k2`, zero at the start.
@@ -329,7 +329,7 @@ class DiffLora(Branched):
                 nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
 
 
-class Dex(Differential):
+class Dex(Variant):
     """DEX (Kong et al. 2025, arXiv 2505.16333): o − λ·o·W_D on the outputs of chosen heads.
 
     The map is unchanged. One W_D (D, D) is for the chosen `heads` of a layer (None: all) and starts
@@ -393,7 +393,7 @@ class Dex(Differential):
 
 # Every variant by name. A new one is a class above and its place here.
 VARIANTS = (Softmax, Shared, Split, Twin, V2, DiffLora, Dex, Mean, Gate, Temperature, Sink)
-KINDS: dict[str, type[Differential]] = {variant.kind: variant for variant in VARIANTS}
+KINDS: dict[str, type[Variant]] = {variant.kind: variant for variant in VARIANTS}
 
 
 def options_of(attention: str) -> dict[str, Any]:
@@ -506,9 +506,9 @@ def graft(
     return [name for name in new_parameters(model) if name not in before]
 
 
-def variants_of(model: nn.Module) -> dict[str, Differential]:
+def variants_of(model: nn.Module) -> dict[str, Variant]:
     """Every grafted attention of a model by its path, in order."""
-    return {path: m for path, m in attention_modules(model).items() if isinstance(m, Differential)}
+    return {path: m for path, m in attention_modules(model).items() if isinstance(m, Variant)}
 
 
 def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -519,7 +519,7 @@ def new_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {
         f"{path}.{name}": parameter
         for path, module in model.named_modules()
-        if isinstance(module, Differential | SwiGLU)
+        if isinstance(module, Variant | SwiGLU)
         for name, parameter in module.named_parameters()
         if isinstance(module, SwiGLU) or name.partition(".")[0] not in module.projections()
     }
@@ -542,7 +542,7 @@ def fold(model: Adaptable) -> None:
                 f"{path}: no plain model computes {module.kind!r} with {', '.join(feed_forwards)}: "
                 "keep it as base and adapter"
             )
-        name = module.folds_into
+        name = module.folded_name
         projection = module.get_submodule(name)
         if not getattr(projection, "merged", True):  # a plain layer has no LoRA
             raise UserError(
@@ -553,7 +553,7 @@ def fold(model: Adaptable) -> None:
     # 2. what the variant changes goes into the weights
     for path, module in variants.items():
         if module.lora_half:  # other variants change no weight
-            projection: Any = module.get_submodule(module.folds_into)
+            projection: Any = module.get_submodule(module.folded_name)
             lora = getattr(projection, "lora", None)
             if lora:
                 projection.unmerge()

@@ -1,9 +1,8 @@
 """Gemma's decoder, generations 1 (Gemma Team 2024a) and 2 (2024b), over the embeddings of text and
-pictures; and what a family of `TextConfig` makes of it.
+pictures. With the `TextConfig` of another family it is that family's decoder.
 
 In: embeddings (B, S, H), which positions are valid and of which type (B, Sk), a cache when
-decoding.
-Out: hidden states (B, S, H) after the final norm; `head` computes logits from them.
+decoding. Out: hidden states (B, S, H) after the final norm; `head` computes logits from them.
 `model/generate.py` decodes.
 """
 
@@ -161,6 +160,7 @@ class Gemma(nn.Module):
         keep = None
         for index, layer in enumerate(self.layers):
             mask = full if self.config.window(index) is None else sliding
+            # earlier layers keep all: the next one needs their keys and values
             if index + 1 == len(self.layers):
                 keep = positions_to_keep
             given = x, rope, mask, caches[index], keep
@@ -190,7 +190,7 @@ class Gemma(nn.Module):
         rope = Rope(positions, self.config.rope_theta, self.config.stretch)
         if cache is not None and cache[0].position is not None:
             queries = cache[0].position
-        # reading a GPU's values would wait
+        # to look at a GPU's values, the CPU would have to wait
         may_read = x.device.type == "cpu" and not torch.compiler.is_compiling()
 
         def mask(window: int | None = None) -> Tensor | None:
@@ -221,15 +221,15 @@ class Adaptable(nn.Module):
 
     config: Any
     language_model: Gemma
-    # {beginning of a module's path: transformers'}, the first that fits
+    # {how our path of a module begins: how transformers' does}; the first that fits
     published: Mapping[str, str] = {"": "model."}
-    # what repeats each call of `model.differential.graft`, as adapters hold it, in their order
+    # the arguments of each call of `model.differential.graft`, in order, as adapters store them
     grafts: tuple[dict[str, Any], ...] = ()
-    # of the frozen weights, before they were quantized; None: not known yet
+    # `lora.adapter.fingerprint` of the weights before they were quantized; None: not computed yet
     base_fingerprint: str | None = None
-    # how the frozen weights are held, of `weights.quantize.KINDS`; None: as they are
+    # the kind in which frozen weights are packed, a key of `weights.quantize.KINDS`; None: plain
     quantized: str | None = None
-    # how they were held until LoRA was merged
+    # that kind, after `lora.adapter.merge` has put plain weights back
     was_quantized: str | None = None
 
     @property

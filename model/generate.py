@@ -98,21 +98,21 @@ def generate(
     `top_p` of the probability there, after the model's own `adjusted` has seen the logits.
     `compiled` is a `model.compiled.CompiledStep` of this model. The tokens `also_end` end a row,
     too; `on_token` receives each new token (B,). Raises UserError, and NonFiniteError for logits
-    before a row's end that are not.
+    before a row's end that are NaN or infinite.
 
     `log_probs`, an empty list, gets for each row the log p (T,) fp32 of its new tokens, the end
-    token included, in nats. p is the model's own: of all tokens, at temperature 1 before `adjusted`,
-    temperature and top_p, also where one of these has chosen the token.
+    token included, in nats. p is the softmax of the model's own logits. `adjusted`, temperature and
+    top_p decide which token is chosen, but do not change its p.
     """
     check_options(max_new_tokens, temperature, top_p)
     rows, prompt = input_ids.shape
-    end = prompt + max_new_tokens
+    length = prompt + max_new_tokens  # of a row that does not end before
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
     # inference mode saves the bookkeeping of autograd; torch.compile does not allow it
     with torch.inference_mode() if compiled is None else torch.no_grad():
         # 1. a cache; new positions are valid and causal, a compiled step sees all at once
-        cache = model.new_cache(end) if compiled is None else compiled.open(rows, end)
+        cache = model.new_cache(length) if compiled is None else compiled.open(rows, length)
         new = 0 if compiled is None else cache[0].capacity - prompt
         valid = F.pad(attention_mask, (0, new), value=1)
         types = F.pad(token_type_ids, (0, new), value=1)
@@ -136,7 +136,7 @@ def generate(
         check_every = CHECK_EVERY if logits.is_cuda else 1
         ended = broken = torch.zeros(rows, dtype=torch.bool, device=logits.device)
         tokens = []
-        for seen in range(prompt + 1, end + 1):
+        for filled in range(prompt + 1, length + 1):  # positions, that of the new token included
             # a row of NaN counts as ended, and is reported in the end: no step waits for a GPU
             finite = finite_rows(logits)
             broken = broken | ~(finite | ended)
@@ -154,7 +154,7 @@ def generate(
             tokens.append(token)
             on_token(token)
             ended = ended | (token[:, None] == ends).any(1)
-            if seen == end or len(tokens) % check_every == 0 and ended.all():
+            if filled == length or len(tokens) % check_every == 0 and ended.all():
                 break
             if compiled is None:
                 valid = F.pad(valid, (0, 1), value=1)
@@ -175,8 +175,8 @@ def generate(
     # stacked outside of inference mode: autograd may use them
     answers = [up_to_end(row, ends) for row in torch.stack(tokens, dim=1)]
     if log_probs is not None:
-        rows = zip(torch.stack(log_probs, dim=1), answers, strict=True)
-        log_probs[:] = [row[: len(answer)] for row, answer in rows]
+        pairs = zip(torch.stack(log_probs, dim=1), answers, strict=True)
+        log_probs[:] = [row[: len(answer)] for row, answer in pairs]
     return answers
 
 
@@ -213,8 +213,12 @@ def next_token(
     log_probs: list[Tensor] | None,
     *options,
 ) -> Tensor:
-    """One token (B,) by `pick`, from logits (B, V) that the model has `adjusted` to what was `read`.
-    log_probs: gets its log p (B,) under the logits as they were."""
+    """One token (B,): what `pick` takes of the logits (B, V) after the model's own `adjusted`.
+
+    read: what `adjusted` reads beside the logits: the prompt's ids (B, S), the new tokens so far, a
+    list of (B,), and `valid`. log_probs: gets the token's log p (B,) before `adjusted`. options: of
+    `pick`.
+    """
     if log_probs is None:
         return pick(model.adjusted(logits, *read), *options)
     own = logits.log_softmax(-1, torch.float32)  # before `adjusted`, which may write into them

@@ -68,7 +68,7 @@ def picture_array(source: Picture, size: int) -> np.ndarray:
 
 
 def to_pixels(source: Picture, size: int) -> Tensor:
-    """One picture as float32 (3, size, size) in [-1, 1]: x/255·2 − 1 of `fit`."""
+    """One picture as float32 (3, size, size) in [-1, 1]: x/255·2 − 1 of `picture_array`."""
     # by NumPy: several threads for so little work are slower where other programs share the cores
     pixels = picture_array(source, size).transpose(2, 0, 1)
     pixels = np.divide(pixels, 255, dtype=np.float32, order="C")

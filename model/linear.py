@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from model import cpu
 
-# of a weight that is unpacked in blocks on a CPU: as many as stay in its cache
+# On a CPU a weight is unpacked in blocks of so many elements, which stay in its cache; a block has
+# BLOCK_ROWS rows, or a multiple of them
 BLOCK_ELEMENTS = 1 << 20
-BLOCK_ROWS = 64  # at least, and a multiple of this
+BLOCK_ROWS = 64
 MIN_WIDE_ROWS = 16  # rows of x from which bf16 products are faster in fp32
 ACTIVATIONS = {
     "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),

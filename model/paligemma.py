@@ -131,7 +131,8 @@ class PaliGemma(Adaptable):
         return embeddings.masked_scatter(is_image[..., None], features)
 
     def adjusted(self, logits: Tensor, *read) -> Tensor:
-        """Logits (B, V) from which the next token is chosen: never the image token."""
+        """Logits (B, V) from which the next token is chosen: never the image token, which is set to
+        −∞ in place. read: not used by PaliGemma, see `model.generate.next_token`."""
         image = self.config.image_token_id
         if image < logits.shape[-1]:
             logits[:, image] = -math.inf

@@ -69,8 +69,11 @@ class Batch(Movable):
 
 
 def left_padded(rows: Sequence) -> Tensor:
-    """Numbers (C + 1, B, S), int64, of B rows that have C lists of one length each, with zeros
-    before the shorter ones; the last are 1 where a row is."""
+    """B rows, each of C lists of one length, as an int64 tensor (C + 1, B, S).
+
+    Zeros stand before shorter rows. The last of the C + 1 is the mask: 0 there, 1 at a row's own
+    positions.
+    """
     columns = [torch.tensor([*row, [1] * len(row[0])], dtype=torch.int64).T for row in rows]
     padded = pad_sequence(columns, batch_first=True, padding_side="left")
     return padded.movedim(-1, 0).contiguous()
@@ -171,6 +174,7 @@ class Processor:
         """
         has_marks = check_turns(n_images, turns)
         said = " ".join(text or "" for turn in turns for text in turn)
+        # a <loc…> that is not one of <loc0000> to <loc1023>
         if beyond := re.search(r"<loc(?!(0\d\d|10[01]|102(?=[0-3]))\d>)[_\d]+>", said):
             raise UserError(
                 f"{beyond[0]} is no place in a picture: they are <loc0000> to <loc1023>"
@@ -231,7 +235,7 @@ class Processor:
         """
         tokens = sum(ids.count(self.config.image_token_id) for ids, *_ in rows)
         pixels, index = self.distinct(pictures, tokens // self.config.num_image_tokens)
-        # ids, types, what is learned, and 1 where a row is; its last position is its newest token
+        # on the left, so that the last position of every row is its newest token
         ids, types, learned, mask = left_padded(rows)
         labels = ids.where(learned > 0, -100)
         ids = ids.where(mask > 0, self.config.pad_token_id)

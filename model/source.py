@@ -79,9 +79,8 @@ def resolve(
                 str(source), revision=revision, allow_patterns=list(patterns)
             )
         )
-    except (
-        Exception
-    ) as error:  # of several libraries; the hub's own say whether a licence or a token is missing
+    # of several libraries; the hub's own say whether a licence or a token is missing
+    except Exception as error:
         problem = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
             f"{source}: neither a folder here nor downloaded from the hub: {shown(problem, 600)}"

@@ -1,8 +1,8 @@
 """Tokenizers: a sentencepiece model, or any tokenizer.json, with the methods of sentencepiece.
 
 Where a model has both files, tokenizer.model is read: it holds the pieces that PaliGemma was
-trained with, and needs no further package, so that ids are the same in every environment. Where the
-other file names a token that it lacks, that one is read.
+trained with, and needs no further package, so that ids are the same in every environment. But
+where tokenizer.json names a token that tokenizer.model lacks, tokenizer.json is read.
 """
 
 import json
@@ -22,7 +22,8 @@ from model.turns import SLOT
 
 BESIDE = ["added_tokens.json", "tokenizer_config.json"]  # files that name tokens, too
 SPACE = "\u2581"  # stands for a space in sentencepiece's pieces
-# in place of all four control tokens: of GPT-NeoX, Qwen and SmolLM, of Llama 3, of Llama 1 and 2
+# Where a file lacks <pad>, <eos>, <bos> or <unk>, the first of these that it has stands for all
+# four: it is that of GPT-NeoX, Qwen and SmolLM; of Llama 3; of Llama 1 and 2
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>")
 # tokens that transformers' GemmaTokenizer and PaliGemmaProcessor find in text, whatever a file says
 # of them
@@ -33,8 +34,10 @@ LOCATIONS = [f"<loc{number:04}>" for number in range(1024)] + [
 # what a tokenizer.model may lack: <image> comes after its pieces, the tab is the piece <0x09>, and
 # <seg…> of the embedded base are names of a spare row, so that transformers adds none
 UNNAMED = {SLOT, "\t", *LOCATIONS[1024:]}
-MAX_GROWTH = 100  # of a text, by what a tokenizer.json puts into it; in published files 2
+MAX_GROWTH = 100  # how much longer a tokenizer.json may make a text; published files: 2
+# in a tokenizer.json: the token that its template puts before a text
 BEFORE = re.compile(r'"single": \[\{"SpecialToken": \{"id": ("[^"]*")')
+# and the texts that its steps put in place of others, or before them
 INSERTED = re.compile(r'"(?:content|prepend)": "((?:\\.|[^"\\])+)"')
 
 
@@ -43,12 +46,14 @@ class JsonTokenizer:
     UserError."""
 
     def __init__(self, path: Path):
+        # 1. the file
         try:
             from tokenizers import Tokenizer
 
             raw = read_json(path)
             parts = [raw.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")]
             steps = json.dumps(parts, ensure_ascii=False)
+            # at most: ByteLevel may double a text, an inserted text may replace each character
             growth = 2 ** steps.count('"ByteLevel"') * prod(map(len, INSERTED.findall(steps)))
             if growth > MAX_GROWTH:
                 raise ValueError(f"it may make a text {MAX_GROWTH} times longer")
@@ -71,6 +76,7 @@ class JsonTokenizer:
             raise UserError(
                 f"{path}: not a tokenizer ({quoted(str(error))}): download the file again"
             ) from None
+        # 2. its control tokens
         find = self.tokenizer.token_to_id
         control = [find(token) for token in SPECIAL[:4]]
         known = self.tokenizer.get_vocab()
@@ -85,12 +91,12 @@ class JsonTokenizer:
                 f"{path}: has neither <pad>, <eos>, <bos> and <unk> nor one of "
                 f"{', '.join(ENDS)}: take the model's own file"
             )
-        # what the file puts before a text: bos, or nothing
+        # 3. what it puts before a text: bos, or nothing
         first = BEFORE.search(json.dumps(raw.get("post_processor")))
         bos = find(json.loads(first[1])) if first else None
         self.before = [] if bos is None else [bos]
         size = max(known.values()) + 1  # ids may have gaps
-        # methods, as sentencepiece's
+        # 4. methods, as sentencepiece's
         numbers = (partial(int, number) for number in (*control, size))
         self.pad_id, self.eos_id, self.bos_id, self.unk_id, self.vocab_size = numbers
 

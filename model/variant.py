@@ -14,7 +14,7 @@ from model.common import UserError
 from model.linear import filled
 
 
-class Differential(Attention):
+class Variant(Attention):
     """A variant takes over the projections of a plain attention, trained, with LoRA, or on meta.
 
     `layer` counts from 1. Keyword arguments of a subclass are the options that `graft` accepts for
@@ -22,18 +22,19 @@ class Differential(Attention):
     """
 
     kind: str
-    maps = 1  # attention maps of a head, and calls of `tap`, A₁ first
+    maps = 1  # attention maps of a head; `tap` is called once for each, A₁ first
     # projections whose weights a second branch reads too: no LoRA is merged there
     read_twice: tuple[str, ...] = ()
     foldable = False  # `fold` makes plain attention of it
-    lora_half = ""  # of a LoRA on `folds_into`: the one that folding changes
+    # "lora_A" or "lora_B": which of them `fold_into` changes; "" where it changes no weight
+    lora_half = ""
     formula = "A₁ − λA₂"  # of `difference`
     lambda_init = 0.0
     weight_name = ""  # of the parameter that is the weight of the second map
 
     def __init__(self, plain: Attention, layer: int, norm: bool = False):
         self.adopt(plain)
-        self.folds_into = self.output_name
+        self.folded_name = self.output_name  # the projection that `fold_into` changes
         self.subln = nn.RMSNorm(self.head_dim, 1e-5) if norm else None
 
     def coefficient(self) -> Any:
@@ -80,14 +81,14 @@ def scores_of(linear: nn.Linear, x: Tensor) -> Tensor:
     return scores.transpose(1, 2)[..., None]
 
 
-class Softmax(Differential):
+class Softmax(Variant):
     """Plain attention as a variant: the control of every comparison."""
 
     kind = "softmax"
     foldable = True
 
 
-class Mean(Differential):
+class Mean(Variant):
     """o − λ·Ū, Ū the mean of the visible values: a floor that all positions share is subtracted.
 
     One λ a head, 0 at the start, where its gradient is −⟨∂o, Ū⟩. The map of Ū is uniform: that of
@@ -107,7 +108,7 @@ class Mean(Differential):
         return self.blend(x, *(self.softmax_attention(each, k, v, mask) for each in queries))
 
 
-class Gate(Differential):
+class Gate(Variant):
     """Gated attention by head (Qiu et al. 2025, arXiv 2505.06708): o·2σ(w·x), where w starts at 0."""
 
     kind = "gate"
@@ -122,7 +123,7 @@ class Gate(Differential):
         return scaled(self.softmax_attention(q, k, v, mask), open_to)
 
 
-class Temperature(Differential):
+class Temperature(Variant):
     """One factor a head for q, 1 at the start: a sharper or flatter map. It folds into q_proj."""
 
     kind = "temperature"
@@ -131,7 +132,7 @@ class Temperature(Differential):
 
     def __init__(self, plain: Attention, layer: int):
         super().__init__(plain, layer)
-        self.folds_into = "q_proj"
+        self.folded_name = "q_proj"
         self.temperature = filled(self.num_heads, 1.0)
 
     def project(self, x: Tensor, rope: Rope | None):
@@ -146,7 +147,7 @@ class Temperature(Differential):
             layer.bias.mul_(factors)
 
 
-class Sink(Differential):
+class Sink(Variant):
     """A learned logit b of each head beside the keys, as in gpt-oss: o·σ(logsumexp(s) − b).
 
     b starts at `start`, far below the others; at 0 it is the softmax that adds one to its sum.

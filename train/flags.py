@@ -16,7 +16,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from model.common import Parser, UserError, quoted, read_json, shown
 
-Settings = TypeVar("Settings")
+AnySettings = TypeVar("AnySettings")
 MANY = 2**31 - 1  # the largest number of a flag without another limit
 RUN_CONFIG = "config.json"
 
@@ -134,10 +134,10 @@ def argument_of(
 
 
 def from_values(
-    settings: type[Settings],
+    settings: type[AnySettings],
     values: Mapping[str, object],
     where: str = "",
-) -> Settings:
+) -> AnySettings:
     """An instance of the dataclass `settings`; lists, as argparse and JSON give them, become
     tuples.
 
@@ -182,18 +182,18 @@ class RunArguments:
     )
 
 
-Arguments = TypeVar("Arguments", bound=RunArguments)
+AnyArguments = TypeVar("AnyArguments", bound=RunArguments)
 
 
 def read_run(
     program: str,
     description: str | None,
-    settings: type[Settings],
-    arguments: type[Arguments],
+    settings: type[AnySettings],
+    arguments: type[AnyArguments],
     argv: Sequence[str] | Mapping[str, object] | None,
     defaults: Callable[[dict], dict] = lambda given: {},
     **shown_by_help: Mapping,
-) -> tuple[Settings, Arguments]:
+) -> tuple[AnySettings, AnyArguments]:
     """The settings of a run, from its flags, in words or by name, or from the folder that is
     resumed, and other flags.
 

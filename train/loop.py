@@ -153,20 +153,23 @@ class Update:
         self.settings, self.world, self.total = settings, world, total
         dtype = autocast_dtype(settings.autocast, world.device)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
+        # the model as it is called: within DDP or FSDP2, compiled
         self.called = spread(model, world, settings.shard, dtype, settings.compile)
         reconnect(optimizer, model)
 
     def __call__(
         self, step: int, micros: Sequence, tokens: int, received: Sequence[int]
     ) -> tuple[dict[str, float], int]:
-        """Update the weights from micro-batches with so many supervised tokens, those of all
-        processes; returns the metrics of the step, and how many signals all have received so far.
+        """Update the weights from this process's micro-batches; returns the metrics of the step,
+        and how many signals all processes have received so far.
+
+        tokens: how many are supervised, in all processes. received: the signals of this process.
 
         Without tokens nothing changes: momentum and decay would move the weights all the same.
         """
         # 1. gradients
         self.model.train()
-        # no random state is saved
+        # a seed for each step and process: so no random state is saved
         torch.manual_seed((self.settings.seed * 1_000_003 + step) * 1_009 + self.world.rank)
         losses = self.backward(micros, tokens) if tokens else []
         if tokens:
@@ -174,8 +177,7 @@ class Update:
         parameters = trainable(self.model).values()
         norm = nn.utils.clip_grad_norm_(parameters, self.settings.clip or math.inf)
 
-        # 2. what all processes know
-        # read from the device at once
+        # 2. what all processes must know; the device is read once
         *losses, norm = torch.stack([*losses, gathered(norm)]).float().tolist()
         loss_sum, signals = self.world.sums(sum(losses), len(received))
         check_loss(loss_sum, losses, step, micros, self.world)
@@ -248,8 +250,10 @@ def check_loss(
     micros: Sequence,
     world: World,
 ) -> None:
-    """Raise Diverged in every process, naming the records, if the loss of a micro-batch of any is
-    not finite."""
+    """Raise Diverged, in every process and with the names of the records, if a loss is not finite.
+
+    total: the sum of the losses of all processes. losses: of the `micros` of this one.
+    """
     if math.isfinite(total):
         return
     damaged = []

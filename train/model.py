@@ -41,9 +41,11 @@ from weights.load import load_model
 
 
 def weights_dtype(settings: Settings, device: torch.device) -> torch.dtype:
-    """The dtype of the weights; "auto" is fp32 where whole weights are trained: half of the
-    distance between neighbouring bf16 numbers is 2⁻⁹ of a weight, and an update of 1e-5 of it would
-    round to nothing."""
+    """The dtype of the weights. "auto" is fp32 where whole weights are trained.
+
+    Neighbouring bf16 numbers differ by 2⁻⁸ of a weight or more. An update of less than half of
+    that, such as 1e-5 of a weight, would round to nothing.
+    """
     is_fp32 = settings.writes_model and settings.dtype == "auto"
     return choose_dtype("fp32" if is_fp32 else settings.dtype, device)
 
@@ -82,7 +84,7 @@ def open_model(
 
 @singledispatch
 def learning_rules(settings: Settings, model: PaliGemma) -> list[Rule]:
-    """Graft and adapt `model` in place; how each parameter that learns does so."""
+    """Graft and adapt `model` in place; returns which of its parameters learn, and how."""
     if settings.is_grafted:
         options = default_options(settings.attention, settings.r, settings.alpha, settings.dropout)
         options |= settings.options
@@ -95,7 +97,7 @@ def learning_rules(settings: Settings, model: PaliGemma) -> list[Rule]:
             **options,
         )
     if settings.full:
-        # the decoder's gradients undid at the full rate what an aligned tower had learned
+        # at the full rate, the decoder's gradients undid what an aligned tower had learned
         tower = {r"vision_tower\..*": 0.1} if settings.align else {}
         return rules_of(model, settings, tower | {".*": 1.0})
     torch.manual_seed(settings.seed)  # LoRA's A is drawn here
@@ -110,7 +112,7 @@ def learning_rules(settings: Settings, model: PaliGemma) -> list[Rule]:
     rules = [Rule(names, settings.lr, settings.weight_decay)]
     scalars = [name for name in names if re.fullmatch(SCALARS, name)]
     if scalars:
-        # Muon's AdamW applies it itself
+        # with muon, scalar_lr is the rate of all that AdamW updates: see `make_optimizer`
         has_own = settings.scalar_lr is not None and settings.optimizer != "muon"
         rules.insert(0, Rule(scalars, settings.scalar_lr if has_own else settings.lr))
     return rules
@@ -172,6 +174,7 @@ def train_on(
         micro = micro.to(world.device)
         ids = micro.batch.input_ids
         is_location = (ids >= location) & (ids < location + 1024)
+        # a box would have to move with its picture
         if settings.shift and not is_location.any():
             pixels = shifted(micro.batch.pixel_values)
             micro = replace(micro, batch=replace(micro.batch, pixel_values=pixels))

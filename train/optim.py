@@ -25,7 +25,7 @@ class Rule(NamedTuple):
 
 
 def parameter_names(model: nn.Module, pattern: str) -> list[str]:
-    """The names of the parameters whose whole name matches `pattern` (re.fullmatch); there must be
+    """The names of the parameters whose whole name matches `pattern` (re.fullmatch), at least
     one."""
     names = [name for name, _ in model.named_parameters() if re.fullmatch(pattern, name)]
     assert names, f"no parameter matches {pattern!r}"
@@ -53,12 +53,12 @@ def make_adamw(
 ) -> Optimizer:
     """AdamW (Loshchilov & Hutter 2019), or another `kind`, over `groups`, fused where PyTorch
     can."""
-    can = all(
+    is_fused = all(
         parameter.device.type in ("cuda", "cpu")
         for group in groups
         for parameter in group["params"]
     )
-    return kind(groups, betas=betas, fused=can)
+    return kind(groups, betas=betas, fused=is_fused)
 
 
 # The decay of Adam (Kingma & Ba 2015) is a part of the gradient. RAdam (Liu et al. 2020) has
@@ -86,8 +86,10 @@ class Muon(torch.optim.Muon):
                 state = self.state[p]
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(p)
+                # Nesterov's momentum
                 mean = state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
                 update = orthogonal(p.grad.lerp_(mean, group["momentum"]))
+                # a matrix with more rows than columns moves further
                 ratio = max(1, len(p) / p.shape[1])
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(update, alpha=-group["lr"] * ratio**0.5)
@@ -99,8 +101,10 @@ def orthogonal(matrix: Tensor) -> Tensor:
         return orthogonal(matrix.T).T
     x = matrix / matrix.norm().clamp(min=1e-7)
     for _ in range(5):
+        # x becomes (3.4445 − 4.775·G + 2.0315·G²)·x, whose singular values are nearer to 1
         gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)
+        change = torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315)
+        x = torch.addmm(x, change, x, beta=3.4445)
     return x
 
 
@@ -108,10 +112,9 @@ class MuonAdamW(Optimizer):
     """Muon (Jordan 2024) for the matrices in `groups`, AdamW for embeddings, norms, biases and
     convolutions.
 
-    groups: of `parameter_groups`; each is split in two. AdamW has `ratio` times the rate of the
-    group. plain: groups that AdamW takes whole, at their own rate. Muon moves a matrix by its rate
-    in every direction, whatever its gradient's size.
-    Checkpoints see one optimizer.
+    groups: of `parameter_groups`; each is split in two. ratio: AdamW's rate over Muon's, in each of
+    these groups. plain: groups that AdamW takes whole, at their own rate. Muon moves a matrix by
+    its rate in every direction, whatever its gradient's size. Checkpoints see one optimizer.
     """
 
     def __init__(

@@ -228,7 +228,7 @@ class Settings(LoopSettings):
 
     @property
     def is_grafted(self) -> bool:
-        """Whether the model that training starts from is not the base."""
+        """Whether the attention or the feed-forward of the base is replaced."""
         return (self.attention, self.feed_forward) != ("softmax", "mlp")
 
     @property
@@ -272,8 +272,9 @@ class Settings(LoopSettings):
             f"--dtype {self.dtype} loses updates of weights: use --autocast": (
                 self.writes_model and self.dtype not in ("auto", "fp32")
             ),
-            "--new-tower has not seen your pictures: add --full and --align N": self.new_tower
-            and not self.full,
+            "--new-tower has not seen your pictures: add --full and --align N": (
+                self.new_tower and not self.full
+            ),
             f"--align {self.align} trains the vision tower, which no adapter holds: add --full": (
                 self.align and not self.full
             ),
@@ -283,7 +284,7 @@ class Settings(LoopSettings):
             f"--patience {self.patience} needs evaluations": (
                 self.patience and (self.eval_every == 0 or not self.evaluate)
             ),
-            "--quantize is for frozen weights: leave --full, --stage and --shard out": (
+            "--quantize is for frozen weights: leave --full and --shard out": (
                 self.quantize and (self.writes_model or self.shard)
             ),
             "--optimizer muon needs whole matrices: leave --shard out": (
@@ -364,7 +365,7 @@ def recipe_defaults(given: dict) -> dict:
 
 
 def recipe_values(recipe: str, given: dict) -> dict:
-    """The values of a recipe beside the given flags; of `help` its table, and the end."""
+    """The values of a recipe beside the given flags; `help` prints the recipes and exits."""
     if recipe == "help":
         print(HELP)
         raise SystemExit

@@ -5,8 +5,8 @@ The folder is complete or absent. transformers' AutoModelForImageTextToText and 
 it and answer as `weights.load.load_model` does; README.md is its model card.
 
     python -m weights.export runs/RUN OUT          a run, its adapter merged
-    python -m weights.export SRC OUT [--dialect A] [--dtype bf16] [--max-shard-gb 5] [--adapter RUN
-    --merge]
+    python -m weights.export SRC OUT [--dialect A] [--dtype bf16] [--max-shard-gb 5]
+    python -m weights.export SRC OUT --adapter RUN --merge
 """
 
 import json
@@ -80,13 +80,14 @@ def export_model(
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists and is not empty: give a new folder")
-    temporary = folder.absolute().with_name(f".{folder.name}-{os.getpid()}.partial")
+    # 1. which tensor is in which file
     tensors = plain_tensors(model)
     known = kind_of(model.config)[1].dialects
     prefixes = known.get(dialect) or next(iter(known.values()))
     names = dialect_names(tensors, prefixes)
     specs = {name: tensors[ours].to("meta", dtype) for name, ours in names.items()}
     split = split_torch_state_dict_into_shards(specs, max_shard_size=int(max_shard_gb * 1e9))
+    # 2. the texts beside them
     # older versions of transformers read torch_dtype only, newer ones both
     stored = str(next(iter(specs.values())).dtype).removeprefix("torch.")
     config = model.config.to_dict() | {"torch_dtype": stored}
@@ -94,6 +95,8 @@ def export_model(
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         written[INDEX_FILE] = json.dumps(index, indent=2) + "\n"
+    # 3. all files, in a folder that is renamed once it is complete
+    temporary = folder.absolute().with_name(f".{folder.name}-{os.getpid()}.partial")
     with file_errors(folder):
         temporary.mkdir(parents=True)
         try:
@@ -183,12 +186,12 @@ def companions(source: str | Path, revision: str | None = None) -> list[Path]:
 
 
 class Origin(NamedTuple):
-    """A checkpoint, its base, an adapter to merge into it, and the run that trained either."""
+    """What is exported, and where it comes from."""
 
-    source: str
-    base: str
-    update: Path | None = None
-    run: Path | None = None
+    source: str  # the checkpoint to open
+    base: str  # what training began with; the source itself, if it has not been trained here
+    update: Path | None = None  # the adapter to merge into it
+    run: Path | None = None  # the run that trained the adapter, or else the checkpoint
 
 
 def locate(source: str, update: Path | None = None) -> Origin:
@@ -275,6 +278,7 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError(
             "--adapter and --merge go together: an unmerged adapter is exchanged as its own folder"
         )
+    # 1. the dtype: the only one of the source, else fp32
     origin = locate(args.source, args.adapter)
     checkpoint = examine(origin.source, args.revision)
     stored = {
@@ -284,12 +288,14 @@ def main(argv: list[str] | None = None) -> None:
     wanted = DTYPES.get(args.dtype, dtype)
     if origin.update is not None:  # merging rounds once; else nothing is cast before it is written
         dtype = torch.promote_types(dtype, wanted)
+    # 2. the model
     model = read_model(checkpoint, dtype)
     count = sum(parameter.numel() for parameter in model.parameters())
     if origin.update is not None:
         adapter.load(model, origin.update)
         adapter.merge(model)
         fold(model)
+    # 3. the files beside it
     files = {file.name: file for file in companions(origin.source, args.revision)}
     texts = {}
     if type(model.config) is PaliGemmaConfig:
@@ -308,6 +314,7 @@ def main(argv: list[str] | None = None) -> None:
         texts = processor_files(model.config) | {"README.md": card}
         if "processor_config.json" in files:
             texts.pop("preprocessor_config.json")
+    # 4. the folder
     export_model(
         model,
         args.out,

@@ -99,6 +99,7 @@ class GgufFile:
                     raise ValueError(f"ends before byte {offset + size}")
                 return super()._get(offset, dtype, count, **order)
 
+        # 1. the file
         self.path, self.package = path, gguf
         with file_errors(path), path.open("rb"):
             try:
@@ -107,6 +108,7 @@ class GgufFile:
                 raise UserError(
                     f"{shown(path)}: no whole GGUF file ({shown(error)}): download it again"
                 ) from None
+        # 2. its model
         self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         with config_errors(path):
             self.kind = self.told("general.architecture")
@@ -146,6 +148,7 @@ class GgufFile:
 
     def sizes(self) -> dict[str, Any]:
         """The model's config.json."""
+        # 1. what the file says, and what it leaves out
         raw = {name: self.told(f"{self.kind}.{theirs}") for name, theirs in SIZES.items()}
         raw = without_none(raw)
         # where RoPE's base is missing, llama.cpp has 10,000, too
@@ -163,6 +166,7 @@ class GgufFile:
         raw["attention_bias"] = "blk.0.attn_output.bias" in self.tensors
         raw["mlp_bias"] = "blk.0.ffn_up.bias" in self.tensors
         raw |= {f"{name}_token_id": number for name, number in self.control().items()}
+        # 2. what is not computed here
         for key in ("scaling.type", "scaling.factor", "scale_linear"):
             scaling = self.told(f"{self.kind}.rope.{key}")
             is_plain = scaling in (None, "none", 0, 1)
@@ -172,6 +176,7 @@ class GgufFile:
         turned = self.told(f"{self.kind}.rope.dimension_count")
         is_whole = turned in (None, raw["head_dim"])
         require(is_whole, f"its RoPE turns {turned} of {raw['head_dim']} dimensions of a head")
+        # 3. the longer RoPE of Llama 3.1
         if self.factors is not None:
             require(self.factors.numel(), f"{ROPE_FACTORS} is empty")
             raw["rope_scaling"] = LLAMA3_ROPE | {"factor": self.factors.max().item()}
@@ -270,6 +275,7 @@ def byte_level(file: GgufFile) -> dict[str, Any]:
     """The tokenizer.json of a vocabulary of bytes and merges, as GPT-2's."""
     split = file.vocabulary("pre")
     require(split in SPLITS, f"tokenizer.ggml.pre is {quoted(split)}, which is not known here")
+    # 1. how a text is split
     steps = []
     for step in SPLITS[split]:
         if isinstance(step, str):
@@ -277,6 +283,7 @@ def byte_level(file: GgufFile) -> dict[str, Any]:
             steps += [regex | {"behavior": "Isolated", "invert": False}]
             step = BYTES | {"use_regex": False}
         steps.append(step)
+    # 2. the pieces, and those that are found in a text before it is split
     vocab, added = {}, []
     kinds = file.vocabulary("token_type")
     for number, token in enumerate(file.vocabulary("tokens")):
@@ -288,7 +295,7 @@ def byte_level(file: GgufFile) -> dict[str, Any]:
             known = {"id": number, "content": token, "special": kinds[number] == SPECIAL}
             added.append(known | flags)
     model = {"type": "BPE", "vocab": vocab, "merges": file.vocabulary("merges")}
-    # where a text begins with bos: llama.cpp knows it of Llama 3
+    # 3. bos before a text; where no file says it, llama.cpp knows it of Llama 3
     is_llama3 = split == "llama-bpe"
     adds_bos = file.vocabulary("add_bos_token")
     opening = None

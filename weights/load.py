@@ -178,19 +178,19 @@ def examine(
 def compare(folder: Path, entries: dict[str, Entry], config: Any) -> Checkpoint:
     """The checkpoint of these tensors, and what does not fit the model of this configuration."""
     try:
-        model, kind = empty_model(config), kind_of(config)[1]
+        model, naming = empty_model(config), kind_of(config)[1]
     except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
         raise UserError(
             f"{folder / 'config.json'}: impossible sizes ({shown(error)}): download it again"
         ) from None
-    entries = {name: entry for name, entry in entries.items() if not kind.ignores(name)}
+    entries = {name: entry for name, entry in entries.items() if not naming.ignores(name)}
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     # 1. the dialect of most names
     is_array = any(entry.path.suffix == ".npz" for entry in entries.values())
-    dialects = {mapping.NPZ: mapping.SAME} if is_array else kind.dialects
+    dialects = {mapping.NPZ: mapping.SAME} if is_array else naming.dialects
     spellings = {d: mapping.dialect_names(expected, dialects[d]) for d in dialects}
     dialect = max(dialects, key=lambda name: len(spellings[name].keys() & entries.keys()))
-    allowed = {**kind.aliases, **spellings[dialect]}
+    allowed = {**naming.aliases, **spellings[dialect]}
     names = {name: allowed[name] for name in entries if name in allowed}
     # 2. what does not fit
     problems = [f"missing {name}" for name in sorted(expected.keys() - names.values())]
@@ -224,6 +224,7 @@ def read_model(
     checkpoint.check()
     model, entries, names = checkpoint.model.to(dtype), checkpoint.entries, checkpoint.names
     layers = replaceable(model, quantize, head=True)
+    # 1. no tensor at all, or an .npz
     is_meta = torch.device(device).type == "meta"
     if is_meta or checkpoint.dialect == mapping.NPZ:
         if not is_meta:
@@ -232,9 +233,10 @@ def read_model(
             path = next(iter(entries.values())).path
             model.load_state_dict(npz.read_npz(path, model.state_dict(), device), assign=True)
         return pack(model, quantize, layers)
-    # the file's name and the tensor of each of ours; open files
-    first, filled, files = {}, {}, {}
-    # the largest while little else is there
+    # 2. tensor by tensor, the largest while little else is in memory
+    first = {}  # {our name: the file's name that came first for it}
+    filled = {}  # {our name: its tensor}
+    files = {}  # {path: the open file}
     for name in sorted(names, key=lambda name: -prod(entries[name].shape)):
         ours, file = names[name], entries[name].path
         if file not in files:
@@ -257,6 +259,7 @@ def read_model(
             filled[ours] = stored.to(device, dtype)
         if filled.get(ours) is not stored:
             del files[file]  # unmaps what was copied: mapped pages count as memory of the process
+    # 3. all that is not packed yet
     model.load_state_dict(filled, strict=quantize is None, assign=True)
     return pack(model, quantize, {})
 

@@ -115,13 +115,13 @@ _VISION, _TEXT = "vision_tower.encoder.layers.{}", "language_model.layers.{}"
 _ATTENTION = f"{_BLOCK}/MultiHeadDotProductAttention_0"
 
 _BIG_VISION: dict[str, dict[str, Rule]] = {
-    "img/embedding/kernel": {
+    "img/embedding/kernel": {  # (patch, patch, 3, H)
         "vision_tower.embeddings.patch_embedding.weight": lambda w: w.permute(3, 2, 0, 1)
-    },  # HWIO
+    },
     "img/embedding/bias": {"vision_tower.embeddings.patch_embedding.bias": _same},
-    "img/pos_embedding": {
+    "img/pos_embedding": {  # (1, I, H)
         "vision_tower.embeddings.position_embedding.weight": lambda w: w[0]
-    },  # (1, I, H)
+    },
     **{
         f"{_BLOCK}/LayerNorm_{i}/{theirs}": {f"{_VISION}.layer_norm{i + 1}.{ours}": _same}
         for i in (0, 1)
@@ -146,9 +146,8 @@ _BIG_VISION: dict[str, dict[str, Rule]] = {
     "img/Transformer/encoder_norm/bias": {"vision_tower.post_layernorm.bias": _same},
     "img/head/kernel": {"multi_modal_projector.linear.weight": torch.t},
     "img/head/bias": {"multi_modal_projector.linear.bias": _same},
-    "llm/embedder/input_embedding": {
-        EMBEDDING: _same
-    },  # without the rows of <image> and padding, see weights/npz.py
+    # without the rows of <image> and padding, see weights/npz.py
+    "llm/embedder/input_embedding": {EMBEDDING: _same},
     f"{_LAYER}/attn/q_einsum/w": {f"{_TEXT}.self_attn.q_proj.weight": _out_heads},
     f"{_LAYER}/attn/kv_einsum/w": {  # (2, K, H, D)
         f"{_TEXT}.self_attn.k_proj.weight": lambda w: _out_heads(w[0]),

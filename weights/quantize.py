@@ -2,12 +2,12 @@
 trained around them.
 
 A layer of KINDS computes with weights that are put back for each product. `lora.adapter.quantize`
-replaces the frozen layers of a model, as `train.finetune --quantize nf4` does;
-`weights.load.load_model` all layers, while it reads them.
+replaces the frozen layers of a model, as `train.finetune --quantize nf4` does. With `quantize`,
+`weights.load.load_model` replaces all layers, while it reads them.
 
-On a CPU, products of few rows of bf16, as in decoding, are PyTorch's own, which read the few bits
-only; larger ones put the weights back a block at a time. On a GPU all of them do so for a whole
-layer.
+A product of few bf16 rows on a CPU, as in decoding, is PyTorch's own where there is one: it reads
+the codes alone. Every other product puts weights back: on a CPU a block of rows at a time, on a GPU
+a whole layer.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,9 @@ from model.gemma import Adaptable, Gemma
 from model.linear import Embedding, Linear, block_rows, by_blocks, fp32_is_faster, linear
 from weights.fingerprint import sampled
 
-GROUP, NESTED_BLOCK = 64, 256  # weights with one scale, scales with one scale of their own
-FEW_ROWS = 16  # of x, up to which PyTorch's products of few bits are the faster ones
+GROUP = 64  # weights that share a scale
+NESTED_BLOCK = 256  # scales that share a scale of their own
+FEW_ROWS = 16  # rows of x up to which PyTorch's own products are the faster ones
 # NormalFloat of 4 bits (Dettmers et al. 2023, appendix E): quantiles of the normal distribution
 # over [-1, 1], in fp32
 NF4 = [-1, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0]
@@ -57,6 +58,7 @@ class QuantizedLinear(Linear):
         self.out_features, self.in_features = self.shape
         self.bias = getattr(linear, "bias", None)
         self.dtype = dtype or weight.dtype  # of the weights before
+        # what a fingerprint reads of W
         self.original = None if weight.is_meta else sampled(weight, self.dtype)
         blocks = weight.split(block_rows(self.in_features))
         encoded = [self.encode(rows.to(device, self.dtype)) for rows in blocks]
@@ -219,7 +221,8 @@ class Nf4Linear(QuantizedLinear):
     def unpack(stored, shape, dtype, start, end):
         weight, pairs, scale, table, nested_scale, offset = stored
         width = shape[1]
-        first, last = start * width // GROUP, -(-end * width // GROUP)  # groups
+        # the groups of these rows; the last one is rounded up
+        first, last = start * width // GROUP, -(-end * width // GROUP)
         nested = nested_scale[torch.arange(first, last, device=weight.device) // NESTED_BLOCK]
         scale = table[scale[first:last].int()] * nested + offset
         codes = weight[first * GROUP // 2 : last * GROUP // 2]
@@ -263,10 +266,10 @@ Layers = dict[str, tuple[Any, type[QuantizedLinear]]]
 
 
 def replaceable(model: Adaptable, kind: str | None, head: bool) -> Layers:
-    """The layers of `model` that `kind` replaces, and by which class, by path: all frozen linear
-    layers but the head. None replaces nothing.
+    """The layers of `model` that `kind` replaces, and by which class, by path.
 
-    With `head`, whether frozen or not, and embedding and head, too, for a kind of BF16_KINDS.
+    They are all frozen linear layers but the head. With `head` they are all linear layers, frozen
+    or not; embedding and head only for a kind of BF16_KINDS. A kind of None replaces nothing.
     Raises UserError for an unknown kind, a model that is quantized in another way, and one whose
     decoder is not Gemma's.
     """
@@ -288,21 +291,21 @@ def replaceable(model: Adaptable, kind: str | None, head: bool) -> Layers:
         if isinstance(module, QuantizedLinear):
             continue
         if isinstance(module, Embedding):
-            is_chosen, packed = with_head, Int8Embedding
+            is_chosen, replacement = with_head, Int8Embedding
         elif module is model.language_model.lm_head:
-            is_chosen, packed = with_head, Int8Linear
+            is_chosen, replacement = with_head, Int8Linear
         elif isinstance(module, nn.Linear) and module.out_features >= MIN_OUTPUTS:
-            is_chosen, packed = head or not module.weight.requires_grad, KINDS[kind]
+            is_chosen, replacement = head or not module.weight.requires_grad, KINDS[kind]
         else:
             continue
         if is_chosen:
-            layers[path] = module, packed
+            layers[path] = module, replacement
     return layers
 
 
 def pack(model: Any, kind: str | None, layers: Layers) -> Any:
     """Replace these `layers` of `model`, as `replaceable` returns them; returns it."""
-    for path, (module, quantized) in layers.items():
-        model.set_submodule(path, quantized(module).train(module.training))
+    for path, (module, replacement) in layers.items():
+        model.set_submodule(path, replacement(module).train(module.training))
     model.quantized = kind
     return model

@@ -24,7 +24,7 @@ from eval.command import add_flag, add_limit, add_model_flags, command_parser, p
 from eval.data.records import one_picture_records
 from eval.explore.page import page
 from eval.explore.record import Case
-from eval.open import load_subject, models_of, open_subject, out_folder, wording_of
+from eval.open import load_subject, open_subject, out_folder, subjects_of, wording_of
 from model.common import UserError, run_command, shown, write_text
 from model.images import load_image
 
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
 
     # 1. the questions, and the place of the page
-    subjects = models_of(args)
+    subjects = subjects_of(args)
     is_alone = args.prompt and not args.image and not args.data
     is_text = is_alone and all(wording_of(subject.source) == "text" for subject in subjects)
     cases = cases_of(args, is_text)

@@ -20,7 +20,7 @@ from eval.vqa_scoring import exact_match
 from model.attention import Attention, attention_modules, tapped
 from model.boxes import parse_objects
 from model.common import UserError, quoted
-from model.differential import Differential
+from model.differential import Variant
 from model.generate import check_finite, generate
 from model.paligemma import PaliGemma
 from model.processor import Batch, Processor
@@ -203,14 +203,14 @@ def decoder_maps(
     def keep_map(layer: Attention, weights: Tensor) -> None:
         maps[layer].append(reduce(weights))
 
-    def keep_factor(layer: Differential, args) -> None:
+    def keep_factor(layer: Variant, args) -> None:
         x = args[0]
         factor = layer.factor(x).expand(len(x), layer.num_heads, x.shape[1], 1)
         factors[layer] = factor[0, :, :, 0].T.detach()
 
     with tapped({layer: partial(keep_map, layer) for layer in layers}), ExitStack() as hooks:
         for layer in layers:
-            if isinstance(layer, Differential) and layer.maps == 2:
+            if isinstance(layer, Variant) and layer.maps == 2:
                 hooks.enter_context(layer.register_forward_pre_hook(keep_factor))
         logits = model(**batch, positions_to_keep=keep)
     check_finite(logits, name)

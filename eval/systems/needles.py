@@ -32,7 +32,7 @@ from PIL import Image
 from eval import figures
 from eval.command import add_flag, add_model_flags, command_parser, positive
 from eval.explore.record import deciding_maps
-from eval.open import model_of, open_subject, out_folder
+from eval.open import open_subject, out_folder, subject_of
 from eval.report import bootstrap, interval_text, markdown_table
 from model.common import UserError, read_text, run_command, shown, write_text
 from model.systems.chat import TextTokenizer
@@ -312,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if max(args.facts) > MOST:
         raise UserError(f"--facts {max(args.facts)}: there are {MOST} of a form: give less")
     sentences = sentences_of(args.text)
-    subject = model_of(args)
+    subject = subject_of(args)
     model, reader = open_subject(args, subject, text=True)
     if not isinstance(reader.tokenizer, TextTokenizer):
         raise UserError(f"{shown(subject.name)}: is no published language model: give --model")

@@ -25,7 +25,7 @@ from eval.bench import write_json
 from eval.command import add_flag, add_model_flags, command_parser, positive
 from eval.data.records import one_picture_records
 from eval.explore.record import decoder_maps
-from eval.open import model_of, open_subject, out_folder
+from eval.open import open_subject, out_folder, subject_of
 from eval.report import bootstrap, interval_text, markdown_table
 from model.common import run_command, shown
 from model.paligemma import PaliGemma
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_flag(parser, "--out", out, type=Path, metavar="DIR")
     args = parser.parse_args(argv)
     # 1. the prompts
-    subject = model_of(args)
+    subject = subject_of(args)
     out = out_folder(args.out, subject.title, "shift")
     source = args.data if args.data == "embedded" else f"jsonl:{args.data}"
     records = one_picture_records(source, args.limit)

@@ -18,7 +18,7 @@ import tqdm
 from eval import ask, demo
 from eval.data import scenes
 from eval.figures import SERIES
-from eval.open import Subject, model_of, models_of, toy_note
+from eval.open import Subject, subject_of, subjects_of, toy_note
 from eval.progress import Bar
 from model import generate
 from model.confidence import Certainty
@@ -111,10 +111,10 @@ def test_the_toy_s_questions_are_for_the_toy(workplace):
     os.utime("runs/toy/summary.json", (0, 1))
     flags = {"model": None, "adapter": None, "quantize": None}
     for asked, run in (({}, "toy"), ({"data": "embedded"}, "toy"), ({"data": "csv:b"}, "own")):
-        (subject,) = models_of(Namespace(**flags, **asked))
+        (subject,) = subjects_of(Namespace(**flags, **asked))
         assert subject.source == f"runs/{run}/model"
-    subject = model_of(Namespace(**flags))
-    assert model_of(Namespace(model="a", adapter="b", quantize="none")).whole
+    subject = subject_of(Namespace(**flags))
+    assert subject_of(Namespace(model="a", adapter="b", quantize="none")).whole
     best = Subject("a", Path("runs/own/best"), "")
     for of in (subject, subject._replace(run=Path("runs/own")), best):
         assert demo.example_rows(of, workplace) == [[f"{workplace}/0.png", "b"]]

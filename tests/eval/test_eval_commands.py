@@ -41,7 +41,7 @@ def one_by_one(model, processor, questions, max_new_tokens=6):
     said = []
     for question in questions:
         images = question.images()
-        batch = processor.pad([answer.layout(processor, question, len(images))], images)
+        batch = processor.pad([answer.question_row(processor, question, len(images))], images)
         tokens = generate(model, *inputs_of(batch), max_new_tokens)
         said.append(processor.decode(tokens[0]))
     return said
@@ -260,7 +260,7 @@ def test_a_log_has_one_writer_and_is_no_other_file(model, processor, source, tmp
 def subjects(flags):
     parser = ArgumentParser()
     add_model_flags(parser, many=True)
-    return open.models_of(parser.parse_args(flags.split()))
+    return open.subjects_of(parser.parse_args(flags.split()))
 
 
 @pytest.mark.long

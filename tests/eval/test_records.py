@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from eval.answer import layout
+from eval.answer import question_row
 from eval.data.records import (
     Box,
     check_upright,
@@ -172,7 +172,7 @@ def test_a_later_question_is_asked_as_it_is_learned(processors, tmp_path):
     (record,) = read_examples(write(tmp_path, "own.jsonl", [row]))
     for processor in processors.values():
         learned = collate([record], processor).batch
-        ids, types, _ = layout(processor, question_of(record), 1)
+        ids, types, _ = question_row(processor, question_of(record), 1)
         answer = [*processor.encode("2"), processor.config.eos_token_id]
         assert ids + answer == learned.input_ids[0].tolist()
         assert types == learned.token_type_ids[0].tolist()[: len(types)]

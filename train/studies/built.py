@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model.attention import Attention
-from model.differential import KINDS, Differential, options_of
+from model.differential import KINDS, Variant, options_of
 from train.optim import rate_factor
 from train.studies import report
 from train.studies.cells import Job
@@ -53,7 +53,7 @@ def best_of_one_map(cap: float = 1.0, others: int = OTHERS, draws: int = 200_000
     return 100 * float((sums[:, 0] >= sums.max(axis=1)).mean())
 
 
-def without_second_map(attention: Differential) -> None:
+def without_second_map(attention: Variant) -> None:
     """Make λ 0: of `shared`, plain attention and the norm by head are left."""
     attention.coefficient = partial(torch.zeros, 1)
 
