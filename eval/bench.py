@@ -140,6 +140,12 @@ class Benchmark:
         write_json(out / "results.json", records, indent=0)
 
 
+def check_no_images(args: Namespace) -> None:
+    """Raise UserError for a folder of pictures where the embedded scenes are asked about."""
+    if args.images:
+        raise UserError("--images is of other data than the embedded scenes: give --data, too")
+
+
 def certainties_of(sure: Mapping[Any, Certainty], *questions: Question) -> list[Certainty]:
     """The certainties of questions, of those that have one."""
     return [sure[question.id] for question in questions if question.id in sure]
@@ -224,9 +230,11 @@ def run(benchmark: Benchmark, argv: Sequence[str] | None = None) -> None:
     args = parser_of(benchmark).parse_args(argv)
     if not args.results:
         results = results_of_models(benchmark, args)
-    elif args.model or args.adapter or args.blind:
-        problem = "--results scores answers that are there"
-        raise UserError(f"{problem}: leave --model, --adapter and --blind out")
+    elif args.model or args.adapter or args.blind or args.out:
+        raise UserError(
+            "--results scores answers that are there, and writes nothing: leave --model, --adapter, "
+            "--blind and --out out"
+        )
     else:
         args.template = getattr(args, "prompt", None) or PROMPT
         results = {}

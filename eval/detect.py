@@ -33,7 +33,16 @@ import numpy as np
 from PIL.Image import Image
 
 from eval import figures
-from eval.bench import Benchmark, Row, certainties_of, certainty_fields, read_rows, run, write_json
+from eval.bench import (
+    Benchmark,
+    Row,
+    certainties_of,
+    certainty_fields,
+    check_no_images,
+    read_rows,
+    run,
+    write_json,
+)
 from eval.command import MASKS_HELP
 from eval.data.files import check, text_at
 from eval.data.masks import checked_mask, mask_of
@@ -105,6 +114,7 @@ class Detect(Benchmark):
 
     def questions(self, args):
         if args.data in (None, "embedded"):
+            check_no_images(args)
             records = embedded_records(("detect",), "test", args.limit or BY_DEFAULT)
         else:
             records = read_data(args.data, args.images, masks=args.masks)[: args.limit]

@@ -74,7 +74,10 @@ def subject_of(args: Namespace, on_scenes: bool = False) -> Subject:
 def subjects_of(args: Namespace) -> list[Subject]:
     """The models that repeated flags name, each with each. Raises UserError."""
     flags = product(args.model or [None], args.adapter or [None], args.quantize or [None])
-    given = [vars(args).get(name) for name in ("data", "questions", "images", "image", "task")]
+    given = [
+        vars(args).get(name)
+        for name in ("data", "questions", "images", "image", "task", "coco", "tsv")
+    ]
     on_scenes = all(value in (None, EMBEDDED, "scenes") for value in given)
     subjects = []
     for model, run, kind in flags:

@@ -98,7 +98,9 @@ def suite_parser() -> ArgumentParser:
     add_flag(parser, "--tasks", "benchmarks, with commas", ",".join(TASKS), metavar="LIST")
     wording = "prompts of this kind of model (default: its own)"
     add_flag(parser, "--wording", wording, choices=["paligemma", "llava"])
-    prompt = "one prompt with {question} in it for all (default: --wording's)"
+    prompt = (
+        "one prompt with {question} in it for all but mmbench and needle (default: --wording's)"
+    )
     add_flag(parser, "--prompt", prompt, metavar="TEMPLATE")
     add_flag(parser, "--plan", "list what would be asked, and stop", False)
     return parser

@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 
-from eval.bench import PROMPT_FLAG, Benchmark, certainty_fields, run, write_json
+from eval.bench import PROMPT_FLAG, Benchmark, certainty_fields, check_no_images, run, write_json
 from eval.data import scenes
 from eval.data.files import find_picture
 from eval.data.published import Annotation, read_vqa
@@ -95,6 +95,7 @@ class Vqa(Benchmark):
                 "--questions, --annotations and --answerability are of other data: leave --data out"
             )
         if kind == "embedded":
+            check_no_images(args)
             return self.of_scenes(args)
         if kind == "vqa":
             return self.of_files(args, [folder, None], args.images or folder.parent)

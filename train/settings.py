@@ -101,7 +101,9 @@ class Settings(LoopSettings):
         least=0,
     )
     shift: bool = flag(
-        False, "move the pictures of training by up to a sixteenth of their side, at random"
+        False,
+        "move the pictures of training by up to a sixteenth of their side, at random: of --align "
+        "always, of batches with boxes never",
     )
     new_tower: bool = flag(
         False, "with --align: the small tower beside the embedded base, for pictures of 64 pixels"
@@ -137,16 +139,18 @@ class Settings(LoopSettings):
         "steps, at most 32)",
         least=1,
     )
-    steps: int | None = flag(None, "stop after so many steps (default: all epochs)", least=1)
+    steps: int | None = flag(
+        None, "take so many steps, whatever --epochs (default: all epochs)", least=1
+    )
     samples: int = flag(16000, "size of an epoch of the embedded data", least=1, most=10**8)
     tasks: str = flag(
         ",".join(EMBEDDED_TASKS), "tasks of the embedded data, in turn, see eval/data/scenes.py"
     )
     fraction: float = flag(
-        1.0, "share of the training pictures (the paper's Part 1: 0.4)", least=0, most=1
+        1.0, "share of the training pictures of files (the paper's Part 1: 0.4)", least=0, most=1
     )
     validation: float = flag(
-        0.02, "share of the pictures held out, without --eval-data", least=0, most=1
+        0.02, "share of the pictures of files held out, without --eval-data", least=0, most=1
     )
     prompt: str = flag("answer {question}", "prompt of a question of vqav2: or vqa:")
     answers: str = flag(
@@ -314,14 +318,14 @@ class Arguments(RunArguments):
     gpu: str | None = flag(
         None, "GPU of --plan (default: what fits on 16, 24, 48 and 80 GB)", choices=list(GPUS)
     )
-    gpus: int = flag(1, "number of them", least=1)
+    gpus: int = flag(1, "with --plan: number of them; training takes torchrun", least=1)
 
 
 # The flags of --help by subject; those of the run itself come first
 GROUPS = {
     "data": "data eval_data validation images masks samples tasks fraction prompt answers per_picture shift",
     "model": "base attention diff_in feed_forward option full new_tower align dtype quantize max_length",
-    "LoRA": "targets r alpha dropout",
+    "LoRA, without --full": "targets r alpha dropout",
     "schedule": "lr scalar_lr optimizer weight_decay beta2 label_smoothing schedule warmup clip "
     "batch_size step_batch epochs steps",
     "evaluation": "evaluate eval_limit eval_every keep_best patience",

@@ -303,7 +303,7 @@ def open_held_out(
     # 1. the examples
     records = held_out_records(settings, memory)
     count = len({record.key for record in records})
-    if count < FEW and world.is_first and settings.validation > 0:
+    if count < FEW and world.is_first and (settings.validation > 0 or settings.patience):
         print(
             f"warning: {count} held-out examples of their own are too few to choose the best step, "
             f"and for a score: raise --validation {settings.validation} or --eval-limit, or give "
@@ -351,7 +351,7 @@ def open_held_out(
 def held_out_records(settings: Settings, memory: Mapping[str, list[Record]]) -> list[Record]:
     """The usable records of the validation split, or so many of them as are evaluated."""
     most = settings.eval_limit
-    if settings.is_embedded:
+    if settings.is_embedded and not settings.eval_data:
         most //= 4
     try:
         records = read_split(replace(settings, samples=most), "validation", memory)

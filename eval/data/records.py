@@ -160,16 +160,17 @@ def one_picture_records(
     source: str,
     limit: int,
     images: str | Path | None = None,
+    prompt: str = PROMPT,
 ) -> list[Record]:
     """The first `limit` records with one picture, in the first turn, the only one that is kept; of
-    each embedded scene one. Raises UserError if there are none."""
+    each embedded scene one. prompt: of questions of VQA. Raises UserError if there are none."""
     records = []
     if source == "embedded":
         for number in range(limit):
             sample = scenes.vqa_picture("test", number)[number % len(scenes.QUESTIONS)]
             records.append(sample_record(sample, "test"))
         return records
-    for record in read_data(source, images):
+    for record in read_data(source, images, prompt):
         later = record.turns[1:]
         is_in_first = not any(SLOT in prompt for prompt, _ in later)
         if record.turns and len(record.pictures) == 1 and is_in_first:

@@ -24,23 +24,33 @@ from eval.command import add_flag, add_limit, add_model_flags, command_parser, p
 from eval.data.records import one_picture_records
 from eval.explore.page import page
 from eval.explore.record import Case
-from eval.open import load_subject, open_subject, out_folder, subjects_of, wording_of
+from eval.open import (
+    Subject,
+    load_subject,
+    open_subject,
+    out_folder,
+    stored_prompt,
+    subjects_of,
+    wording_of,
+)
 from model.common import UserError, run_command, shown, write_text
 from model.images import load_image
 
 
-def cases_of(args: argparse.Namespace, is_text: bool) -> list[Case]:
+def cases_of(args: argparse.Namespace, subject: Subject, is_text: bool) -> list[Case]:
     """The questions that the flags name, not yet asked. Raises UserError."""
     if is_text:
         return [Case(None, args.prompt, mark=args.mark)]
-    if bool(args.data) == bool(args.image and args.prompt):
+    asked = args.image, args.prompt
+    is_wrong = any(asked) if args.data else not all(asked)
+    if is_wrong:
         raise UserError(
             "give --image and --prompt, or --data with examples and their answers; to language models "
             "--prompt alone"
         )
     if not args.data:
         return [Case(load_image(args.image), args.prompt)]
-    records = one_picture_records(args.data, args.limit, args.images)
+    records = one_picture_records(args.data, args.limit, args.images, stored_prompt(subject))
     cases = []
     for record in records:
         truths = () if record.detection else (*record.answers, record.suffix)  # boxes: not judged
@@ -72,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     subjects = subjects_of(args)
     is_alone = args.prompt and not args.image and not args.data
     is_text = is_alone and all(wording_of(subject.source) == "text" for subject in subjects)
-    cases = cases_of(args, is_text)
+    cases = cases_of(args, subjects[0], is_text)
     out = args.out or out_folder(None, subjects[0].title) / "explore.html"
     out_folder(out.parent)
     # 2. the answers; one model is in memory at a time

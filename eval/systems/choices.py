@@ -252,7 +252,9 @@ class Choices(Benchmark):
         "--shots": dict(
             help="examples before a question of an exam", default=5, type=whole(0, 100), metavar="K"
         ),
-        "--prompt": dict(help=f"{PROMPT_FLAG['help'][:-1]}; of language models {TEXT_PROMPT!r})"),
+        "--prompt": dict(
+            help=f"{PROMPT_FLAG['help'][:-1]}, of scenes and jsonl; of language models {TEXT_PROMPT!r})"
+        ),
     }
     limit = (
         f"questions, the first N, of each subject of an exam (default: all, {BY_DEFAULT} embedded)"

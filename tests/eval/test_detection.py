@@ -224,3 +224,5 @@ def test_bad_results_are_named(workplace):
         refuses(detect, "--results R", "R[0]: ")
     write_json(workplace / "R", [RESULT] * 2)
     refuses(detect, "--results R", "R: 1 duplicate")
+    refuses(detect, "--results R --out O", "leave --model, --adapter, --blind and --out")
+    refuses(detect, "--images I", "--images is of other data")

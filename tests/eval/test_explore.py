@@ -172,3 +172,4 @@ def test_explore_command(twin, workplace, printed):
         cases = data_of((workplace / "hits.html").read_text())["cases"]
         assert [case["hit"] for case in cases] == hits
     refused(lambda: main(["--model", twin, "--image", "p.png"]), "give --image")
+    refused(lambda: main(words("--model", twin, "--data embedded --prompt x")), "or --data")

@@ -108,6 +108,7 @@ def test_what_cannot_be_asked(workplace):
         --data jsonl:own.jsonl --questions Q | leave --data out
         --data jsonl:own.jsonl --prompt {question} | no --prompt
         --images . | --images go together
+        --data embedded --images . | --images is of other data
         --annotations A | give both"""
     for flags, message in table(wrong):
         refuses(vqa, f"--model nowhere {flags}", message)

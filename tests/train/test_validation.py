@@ -311,6 +311,10 @@ def test_what_is_held_out(tmp_path, processor, monkeypatch, warned):
     assert "--validation 0.001" in lines[-1]
     assert len(opened(eval_limit=400).records) == 20
     assert not warned()
+    assert opened(validation=0, patience=3) is None
+    assert "warning: 0 held-out" in warned()
+    own = opened(data=("embedded",), eval_data=settings.data)
+    assert len(own.records) == 8  # of scenes it were 2
     long = [replace(r, key="one", turns=(("caption en", "a red dog " * 30),)) for r in every]
     monkeypatch.setattr(validation, "read_split", lambda *args: long)
     assert not opened().asked  # too long to be generated

@@ -99,7 +99,7 @@ class Options(NeedleOptions):
     positive: bool = flag(True, "the positive control, a minute")
     controls: tuple[str, ...] = flag(
         CONTROLS,
-        "also plain LoRA of each row's size, and the same trained as long",
+        "also plain LoRA of each row's size, and with it, on the scenes, the same trained as long",
         choices=CONTROLS,
         nargs="*",
     )
