@@ -113,7 +113,8 @@ def marks_of(
     """A hash for each question of all that decides its answer: the model and its LoRA strength, the
     tokens, the files of its pictures (a replaced file is another picture), its choices."""
     strengths = [[path, layer.alpha] for path, layer in lora_layers(model).items()]
-    begin = getattr(processor, "begin", [])  # of a text model, as its tokenizer's file says
+    texts = getattr(processor, "texts", processor)
+    begin = getattr(texts, "begin", [])  # of a language model, as its tokenizer's file says
     of_model = [exact_fingerprint(model), str(model.config), max_new_tokens, strengths, begin]
     versions = defaultdict(list)
     marks = []

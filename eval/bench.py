@@ -57,8 +57,8 @@ class Row(NamedTuple):
 
 # in files of answers
 ID_KEYS = ("question_id", "questionId", "index", "id", "image")
-ANSWER = "answer$|text$|pred|respon|output|gener"  # keys of an answer
-UNKNOWN_ID = "(^|_)(q?id|idx)$"
+ANSWER = r"(^|_)(answer|text|pred(iction)?|response|output|generated)$"  # keys of an answer
+UNKNOWN_ID = r"(^|_)([qu]?id|idx|[Ii]ndex|no)$|I[dD]$"
 # lines of each table
 AT_LIMIT = "ended at the limit of tokens"  # the share of answers without an end token
 ECE = "expected calibration error"  # on own data, which are scored by exact match
@@ -180,6 +180,8 @@ def read_answers(
     def add(record: dict) -> None:
         # 1. its question, and the model's answer
         ids = [record[name] for name in ID_KEYS if name in record]
+        are_one = len({*map(str, ids)} & known.keys()) < 2
+        check(are_one, f"the ids {some(ids)} are of several questions")
         id_ = str(ids[0]) if ids else next(in_order, "one more")
         strange = [name for name in record if re.search(UNKNOWN_ID, name) and not ids]
         check(not strange, f"{some(strange)} is no id that is known here: name it question_id")

@@ -58,7 +58,7 @@ def config_errors(path: str | Path) -> Iterator[None]:
     ) as error:
         what = "" if isinstance(error, UserError) else f"{type(error).__name__} "
         raise UserError(
-            f"{shown(path)}: {what}{shown(error)}: give a model's own folder, no run or adapter, or download it again"
+            f"{shown(path)}: {what}{shown(error)}: take another model or download it again"
         ) from None
 
 
@@ -142,7 +142,8 @@ class Config:
         another model."""
         given = raw.get("model_type")
         right_kind = given == cls.kind or not cls.kind
-        require(right_kind, f"model_type is {quoted(given)}, expected {cls.kind!r}")
+        expected = f"expected {cls.kind!r} (a run or an adapter has none)"
+        require(right_kind, f"model_type is {quoted(given)}, {expected}")
         for name, value in cls.fixed.items():
             given = raw.get(name)
             require(given in (None, value), f"{name} is {quoted(given)}, expected {value!r}")

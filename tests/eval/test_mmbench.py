@@ -147,9 +147,13 @@ def test_a_file_of_answers_in_words(workplace, scored):
     said[0]["generated_text"] = said[0]["prediction"] + "."  # one of both is the model's
     write_json(workplace / "R", said)
     refuses(mmbench, "--tsv T --results R", "R[0]: ", "'prediction', 'generated_text' differ")
-    said[0]["doc_id"] = said[0].pop("index")
+    said[0] |= {"id": 1, "output_tokens": 3}
     write_json(workplace / "R", said)
-    refuses(mmbench, "--tsv T --results R", "R[0]: ", "'doc_id' is no id")
+    refuses(mmbench, "--tsv T --results R", "R[0]: ", "of several questions")
+    said[0]["questionID"] = said[0].pop("index")
+    del said[0]["id"]
+    write_json(workplace / "R", said)
+    refuses(mmbench, "--tsv T --results R", "R[0]: ", "'questionID' is no id")
 
 
 def test_questions_on_one_picture_belong_together(workplace):

@@ -100,8 +100,9 @@ class MicroBatches(Dataset):
     def __getitem__(self, numbers: Sequence[int]) -> MicroBatch:
         records = [self.records[number] for number in numbers]
         for place, record in enumerate(records):
-            if record.sampled and record.truths:  # an empty answer is not learned
-                answer = Random(f"{self.epoch_seed}/{record.name}").choice(record.truths)
+            given = [text for text in record.answers if text.strip()]
+            if record.sampled and given:
+                answer = Random(f"{self.epoch_seed}/{record.name}").choice(given)
                 turns = (*record.turns[:-1], (record.prefix, answer))
                 records[place] = replace(record, turns=turns)
         return collate(records, self.processor)

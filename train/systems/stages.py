@@ -23,7 +23,7 @@ from train.settings import EMBEDDED_DATA, GROUPS, Arguments, Settings, parse, re
 
 # what stages do not read: of grafts, of LoRA's own form, and of another way of training
 IDLE = set(
-    "attention feed_forward diff_in targets alpha dropout full align new_tower scalar_lr".split()
+    "attention feed_forward diff_in targets alpha dropout full align new_tower quantize scalar_lr".split()
 )
 ONE_EPOCH = {
     "epochs": 1,
