@@ -225,4 +225,5 @@ def test_bad_results_are_named(workplace):
     write_json(workplace / "R", [RESULT] * 2)
     refuses(detect, "--results R", "R: 1 duplicate")
     refuses(detect, "--results R --out O", "leave --model, --adapter, --blind and --out")
+    refuses(detect, "--results R --data coco:R", "leave --data out")
     refuses(detect, "--images I", "--images is of other data")
