@@ -234,8 +234,7 @@ def run(benchmark: Benchmark, argv: Sequence[str] | None = None) -> None:
         results = results_of_models(benchmark, args)
     elif args.model or args.adapter or args.blind or args.out:
         raise UserError(
-            "--results scores answers that are there, and writes nothing: leave --model, --adapter, "
-            "--blind and --out out"
+            "--results scores what is there: leave --model, --adapter, --blind and --out out"
         )
     else:
         args.template = getattr(args, "prompt", None) or PROMPT

@@ -65,7 +65,7 @@ UNREAD = (
 UNNAMED = f"{UNREAD}|image|img|picture|photo"  # and where pictures are named elsewhere, or nowhere
 # at the end of what a key has, a list or a record too; or a picture itself
 FILE_NAME = re.compile(
-    r"\.(jpe?g?|jfif|png|webp|gif|bmp|tiff?|jp2|j2k|p[pgn]m|hei[cf]|avif)(\?\S*)?\s*['\]}]*$|"
+    r"\.(jpe?g|jpe|jfif|png|webp|gif|bmp|tiff?|jp2|j2k|p[pgn]m|hei[cf]|avif)(\?\S+)?\s*['\]}]*$|"
     r"^data:image/|<PIL\.",
     re.IGNORECASE,
 )
@@ -172,7 +172,7 @@ def one_picture_records(
         return records
     for record in read_data(source, images, prompt):
         later = record.turns[1:]
-        is_in_first = not any(SLOT in prompt for prompt, _ in later)
+        is_in_first = not any(SLOT in asked for asked, _ in later)
         if record.turns and len(record.pictures) == 1 and is_in_first:
             answers = () if later else record.answers
             records.append(replace(record, turns=record.turns[:1], answers=answers))
@@ -507,8 +507,10 @@ def tell_of_crowds(path: str | Path, annotations: Sequence[dict]) -> None:
     """Say how many objects are crowds: of COCO 1 %, of CVAT's masks all."""
     crowds = [annotated for annotated in annotations if annotated.get("iscrowd")]
     if crowds:
-        counted = f"{len(crowds)} of {len(annotations)} objects are crowds (iscrowd 1)"
-        print(f"{shown(path)}: {counted}, which are not learned", file=sys.stderr)
+        print(
+            f"{shown(path)}: {len(crowds)} of {len(annotations)} objects are crowds, not learned",
+            file=sys.stderr,
+        )
 
 
 def mask_text(box: Box, coder: Any, width: int, height: int) -> str:
@@ -521,12 +523,14 @@ def mask_text(box: Box, coder: Any, width: int, height: int) -> str:
 
 def check_upright(file: Path, width: int, height: int) -> None:
     """Raise ValueError for a picture that EXIF turns by 90°, away from its boxes."""
-    seen = (width, height)
+    seen = width, height
     with suppress(Exception), Image.open(file) as image:  # what is unreadable says so later
-        if image.format != "JPEG":
-            image.load()  # PNG may say it behind the pixels; TIFF is turned by this
         seen = image.size
-        if image.getexif().get(ExifTags.Base.Orientation, 1) > 4:
+        may_turn = image.format != "TIFF"  # which is turned as it is opened
+        if image.format == "PNG":  # it may stand behind the pixels, which take long to decode
+            content = file.read_bytes().lower()
+            may_turn = b"exif" in content or b"orientation" in content
+        if may_turn and image.getexif().get(ExifTags.Base.Orientation, 1) > 4:
             seen = seen[::-1]
     is_turned = (width - height) * (seen[0] - seen[1]) < 0  # it may be smaller than annotated
     check(not is_turned, f"{file} is turned by EXIF, its boxes not")

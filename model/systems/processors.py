@@ -45,8 +45,9 @@ class LanguageProcessor(SlotProcessor):
 
     def open_texts(self) -> Texts:
         config = self.config
-        known = {"system": config.system, "adds_bos": config.adds_bos}
-        texts = TextTokenizer(config.language, self.tokenizer, **known)
+        texts = TextTokenizer(
+            config.language, self.tokenizer, system=config.system, adds_bos=config.adds_bos
+        )
         if config.opens_with_bos:
             texts.opening = texts.bos
         return texts

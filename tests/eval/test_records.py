@@ -21,6 +21,7 @@ from eval.data.records import (
     read_coco,
     read_data,
     read_examples,
+    record_of,
     split_records,
 )
 from eval.question import question_of
@@ -388,6 +389,8 @@ def test_several_answers(tmp_path):
     expected = """["own.jsonl:1", "2", ["two", "2", "2"], ["two", "2", "2"]]
 ["own.jsonl:2", "two", ["2", "2"], ["2", "2", "two"]]
 ["own.jsonl:3", "two", [], "two"]"""
+    text = {"prefix": "Is it a.gif?", "suffix": "www.example.jp"}  # which names no picture
+    assert record_of(text).turns == (("Is it a.gif?", "www.example.jp"),)
     marked = '{"prefix": "q", "suffix": "a", "split": "test"}'
     own = write(tmp_path, "own.json", [json.loads(marked), {"prefix": "q", "suffix": "b"}])
     refused(lambda: read_data(f"jsonl:{own}"), "the splits", "'test'")

@@ -296,7 +296,7 @@ class Run:
         for name in known[0]:
             chance = self.study.measures[name].chance or 0.0
             above[name] = np.mean([means[name] for means in known]) - chance
-        averaged = self.averaged(self.in_range(controls))
+        averaged = self.averaged_of(self.in_range(controls))
         above[MEAN] = np.mean([above[name] for name in averaged])
         columns = {}
         for name, column in self.study.columns.items():
@@ -316,7 +316,7 @@ class Run:
             inside |= {(row, column) for column in usable}
             gaps = self.gaps(row, controls)
             for column in columns:
-                names = self.averaged(usable) if column == MEAN else [column]
+                names = self.averaged_of(usable) if column == MEAN else [column]
                 differences[row, column] = self.difference(gaps, names)
         # 2. their verdicts, those of the main column apart
         table = {}
@@ -331,7 +331,7 @@ class Run:
                     table[place]["verdict"] = "one seed"
         return table
 
-    def averaged(self, usable: Sequence[str]) -> list[str]:
+    def averaged_of(self, usable: Sequence[str]) -> list[str]:
         """The measures of MEAN: of those that are in it the `usable` ones, or else all."""
         names = [name for name in self.study.averaged if name in usable]
         return names or self.study.averaged

@@ -147,5 +147,13 @@ def parse_stage(
     for stage, of_stage in kind.STAGES.items():
         recipes[f"stage {stage}"] = of_stage.defaults
         recipes[f"stage {stage}, embedded"] = of_stage.embedded
-    program = f"train.systems.{kind.NAME}"
-    return parse(argv, doc, kind, program, defaults, groups=groups, recipes=recipes, hidden=IDLE)
+    return parse(
+        argv,
+        doc,
+        kind,
+        f"train.systems.{kind.NAME}",
+        defaults,
+        groups=groups,
+        recipes=recipes,
+        hidden=IDLE,
+    )

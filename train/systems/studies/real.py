@@ -170,7 +170,9 @@ def asked(model: LanguageModel, haystack: Haystack, contexts: range) -> dict[str
             scores["quiet"] = right
             continue
         scores["exact"] += right
-        scores["signal"] += [float(np.log(q["asked"] / q["others"])) for q in questions]
+        for q in questions:  # a share may be 0, whose logarithm decides nothing
+            ratio = max(q["asked"], 1e-9) / max(q["others"], 1e-9)
+            scores["signal"].append(np.log(ratio))
     loud = np.mean([exact[rung] for rung in LOUD], axis=0)
     scores["fall"] = (exact[QUIET] - loud).tolist()
     if not exact[QUIET].any():  # who finds nothing has lost all
