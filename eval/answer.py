@@ -128,8 +128,16 @@ def marks_of(
         ids = []
         with contextlib.suppress(UserError):  # a prompt that is refused is not answered, either
             ids = processor.encode(q.prefix)
-        prompt = [q.prefix, ids, q.choices, q.before, q.wants_log_probs]
-        parts = [of_model, q.key, versions[q.key], *prompt]
+        parts = [
+            of_model,
+            q.key,
+            versions[q.key],
+            q.prefix,
+            ids,
+            q.choices,
+            q.before,
+            q.wants_log_probs,
+        ]
         marks.append(short_hash(json.dumps(parts)))
     return marks
 

@@ -155,9 +155,10 @@ def record_scores(
     record: Record, answer: str, score: Callable[..., float] = official
 ) -> dict[str, float]:
     """Exact match of an own example, and accuracy by `score`, 0 to 1, where ANNOTATORS or more
-    people have answered."""
+    people have answered. Fewer than ten answers that all differ are spellings, not people."""
     scores = {"exact_match": float(exact_match(answer, record.truths))}
-    if len(record.answers) >= ANNOTATORS:
+    people = len(record.answers)
+    if people == 10 or ANNOTATORS <= people > len(set(record.answers)):
         given = [{"answer": text, "answer_id": at} for at, text in enumerate(record.answers)]
         scores["vqa_accuracy"] = score(Annotation(record.name, tuple(given)), answer)
     return scores

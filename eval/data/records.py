@@ -198,8 +198,7 @@ def vqav2_records(
     for q in asked:
         turn = fill_prompt(prompt, q.question), q.answer
         answers = tuple(answer["answer"] for answer in q.answers)
-        pictures = (find(q.image),)
-        records.append(Record(str(q.question_id), q.image, pictures, (turn,), answers))
+        records.append(Record(str(q.question_id), q.image, (find(q.image),), (turn,), answers))
     return records
 
 
@@ -221,8 +220,7 @@ def read_examples(
         raise UserError(
             f"{shown(path)}: has the splits {some(sorted(splits))}: give a file for each"
         )
-    folder = images or Path(path).parent
-    return read_records(path, partial(record_of, folder=folder), places)
+    return read_records(path, partial(record_of, folder=images or Path(path).parent), places)
 
 
 def table_rows(path: str | Path) -> Places:

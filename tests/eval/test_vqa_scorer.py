@@ -172,14 +172,19 @@ def test_exact_match_ignores_case_and_outer_space_only():
 
 
 def test_own_examples_are_scored_as_vqav2_where_four_or_more_have_answered():
-    """Equal answers of several people count as one, three people make an accuracy, or a right
-    answer is not taken."""
+    """Equal answers of several people count as one, three people or spellings of one answer make an
+    accuracy, ten people who all differ make none, or a right answer is not taken."""
     given = Record("r", "k", (), (("q", "red"),), ("red", "blue", "blue", "blue"))
     scores = vqa_scoring.record_scores(given, "blue")
     assert scores == {"exact_match": 1, "vqa_accuracy": pytest.approx(0.75)}
     three = replace(given, answers=given.answers[1:])
     assert vqa_scoring.record_scores(three, "red") == {"exact_match": 1}
     assert replace(given, answers=("blue", " ")).truths == ["blue", "red"]
+    # VQAv2's ten annotators may all differ; fewer who do are spellings of one answer
+    ten = vqa_scoring.record_scores(replace(given, answers=tuple("abcdefghij")), "c")
+    assert ten == {"exact_match": 1, "vqa_accuracy": pytest.approx(0.3)}
+    nine = vqa_scoring.record_scores(replace(given, answers=tuple("abcdefghi")), "c")
+    assert nine == {"exact_match": 1}
 
 
 def test_summary_by_type_rounds_once():
