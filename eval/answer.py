@@ -255,8 +255,7 @@ def question_row(processor: Processor, question: Question, n_images: int) -> Tok
     choice is too long."""
     row = processor.row_of(n_images, [*question.before, (question.prefix, None)])
     choices = [processor.continuation(question.prefix, choice) for choice in question.choices]
-    longest = max(map(len, choices), default=1)
-    length = len(row[0]) + longest - 1
+    length = len(row[0]) + max(map(len, choices), default=1) - 1
     if length > processor.max_length:
         raise UserError(
             f"{length} tokens with the longest choice, more than {processor.max_length}: lower --shots"
@@ -293,8 +292,7 @@ def encode_pictures(
                 pixels = [prepared[key] for key in read]
                 chunks = torch.cat(pixels).split(batch_size)
                 encoded = torch.cat([model.encode_images(chunk.to(device)) for chunk in chunks])
-                counts = list(map(len, pixels))
-                features |= zip(read, encoded.split(counts), strict=True)
+                features |= zip(read, encoded.split(list(map(len, pixels))), strict=True)
     return features
 
 

@@ -20,7 +20,7 @@ from eval.command import add_flag, add_limit, add_model_flags, command_parser, p
 from eval.data.files import LOOKED_FOR, check, check_unique, read, some
 from eval.data.record import PROMPT, check_prompt
 from eval.question import Answer, Question, read_certainty
-from eval.report import bootstrap, calibration, interval_text, markdown_table
+from eval.report import calibration, interval_of, interval_text, markdown_table
 from model.common import UserError, quoted, shown, write_text
 from model.confidence import Certainty
 
@@ -246,8 +246,7 @@ def run(benchmark: Benchmark, argv: Sequence[str] | None = None) -> None:
     if args.json:
         print(json.dumps(values))
     elif any(of_model["summary"] for of_model in values.values()):
-        lines = ["", *summary_table(values), "", *comparison_table(values)]
-        print("\n".join(lines))
+        print("\n".join(["", *summary_table(values), "", *comparison_table(values)]))
     else:
         print("no right answers are known: nothing is scored")
 
@@ -403,8 +402,7 @@ def values_of(benchmark: Benchmark, results: Results) -> dict[str, dict]:
 
     def percent(rows: Sequence[Row], scores: Sequence[float]) -> dict[str, float]:
         groups = [row.question.group or row.question.key for row in rows]
-        interval = bootstrap(scores, groups)._asdict()
-        return {name: 100 * value for name, value in interval.items()}
+        return interval_of([100 * score for score in scores], groups)
 
     values = {}
     for title, rows in results.items():

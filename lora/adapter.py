@@ -151,8 +151,7 @@ def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
 def published_layers(model: Adaptable) -> dict[str, LoRALinear]:
     """Every layer that carries LoRA, by its path in transformers' model."""
     layers = lora_layers(model)
-    names = dialect_names(layers, model.published)
-    return {theirs: layers[ours] for theirs, ours in names.items()}
+    return {theirs: layers[ours] for theirs, ours in dialect_names(layers, model.published).items()}
 
 
 def adapter_parameters(model: Adaptable) -> dict[str, nn.Parameter]:

@@ -93,8 +93,7 @@ def attention_mask(
     # 1. decoding, one token
     is_step = isinstance(queries, int) and queries == 1
     if is_step and window is None and documents is None:
-        before = valid[:, None, None, :-1].bool()
-        return F.pad(before, (0, 1), value=True)
+        return F.pad(valid[:, None, None, :-1].bool(), (0, 1), value=True)
     if queries is None:
         queries = keys
     elif isinstance(queries, int):
@@ -273,8 +272,7 @@ class Attention(nn.Module):
 
     def join_heads(self, heads: Tensor) -> Tensor:
         """Heads (B, N, S, D) to the output (B, S, H)."""
-        joined = heads.transpose(1, 2).flatten(2)
-        return self.get_submodule(self.output_name)(joined)
+        return self.get_submodule(self.output_name)(heads.transpose(1, 2).flatten(2))
 
     def softmax_attention(
         self,

@@ -28,6 +28,5 @@ def certainty(
     """Of an answer's tokens (T,) and their log p (T,), in nats. ends: the tokens that end an
     answer. decode: from ids to text."""
     mean = math.fsum(log_probs) / len(log_probs)
-    pieces = [decode([id_]) for id_ in ids]
-    scores = location_scores(pieces, log_probs)
+    scores = location_scores([decode([id_]) for id_ in ids], log_probs)
     return Certainty(math.exp(mean), ids[-1] in ends, scores)

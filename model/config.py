@@ -213,8 +213,7 @@ class VisionConfig(Config):
         if raw.get("model_type") == "siglip":
             raw = raw["vision_config"]
         # transformers' defaults: no shape would show another number of heads
-        defaults = vars(cls(768, 3072, 12, 12, 16))
-        return super().from_dict(defaults | without_none(raw))
+        return super().from_dict(vars(cls(768, 3072, 12, 12, 16)) | without_none(raw))
 
 
 def rope_of(raw: dict) -> tuple[dict, Any]:

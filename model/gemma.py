@@ -185,8 +185,7 @@ class Gemma(nn.Module):
         """
         queries = x.shape[1]
         # valid tokens are counted, wherever the padding is
-        counted = valid.long().cumsum(-1)[:, -queries:]
-        positions = counted + (self.first_position - 1)
+        positions = valid.long().cumsum(-1)[:, -queries:] + (self.first_position - 1)
         rope = Rope(positions, self.config.rope_theta, self.config.stretch)
         if cache is not None and cache[0].position is not None:
             queries = cache[0].position

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from eval.student import t_point
+
 
 class Estimate(NamedTuple):
     """A mean with its 95 % interval. The half-widths of runs and examples combine as sqrt(a² + b²).
@@ -63,41 +65,8 @@ def estimate(scores, groups: Sequence[int | str] | None = None) -> Estimate:
     for part, freedom in (of_runs, runs - 1), (max(of_groups - of_rest, 0.0), number - 1):
         if part > 1e-24 * max(1, mean**2):
             errors += [math.sqrt(part / (runs * number)), freedom]
-    if not errors:
-        errors = [0.0, 1.0]
+    if not errors:  # all are alike, or there is one alone, which says nothing of others
+        errors = [0.0 if degrees.any() else math.inf, 1.0]
     result = Estimate(mean, mean, mean, *errors)  # one component alone has the first two fields
     half = result.reach(0.025)
     return result._replace(low=mean - half, high=mean + half)
-
-
-_NODES, _WEIGHTS = np.polynomial.legendre.leggauss(100)
-
-
-def t_tail(t: float, freedom: float) -> float:
-    """P(T > t) of Student's t. With t = √f·tan θ the density is c·cos^(f − 1) θ, which
-    Gauss-Legendre integrates from |t| on, to where it has fallen to e⁻⁵⁰ of its first value."""
-    start = math.atan2(abs(t), math.sqrt(freedom))
-    end = math.pi / 2
-    if freedom > 1:
-        end = math.acos(math.cos(start) * math.exp(-50 / (freedom - 1)))
-    angles = start + (end - start) * (_NODES + 1) / 2
-    area = float(np.cos(angles) ** (freedom - 1) @ _WEIGHTS) * (end - start) / 2
-    above = area * _t_scale(freedom)
-    return above if t >= 0 else 1 - above
-
-
-def _t_scale(freedom: float) -> float:
-    """The density of θ at 0."""
-    return math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
-
-
-def t_point(p: float, freedom: float) -> float:
-    """The t with P(T > t) = p ≤ 0.5, by Newton's method: the tail is convex from 0 on, so a step
-    back is rounding."""
-    t, step = 0.0, 1.0
-    while step > 1e-12 * (1 + t):
-        scale = _t_scale(freedom) / math.sqrt(freedom)
-        density = scale * (1 + t * t / freedom) ** (-(freedom + 1) / 2)
-        step = (t_tail(t, freedom) - p) / density
-        t += step
-    return t

@@ -29,8 +29,7 @@ def pope(
     (None: up to 5 of an ordinary one, 3 kinds at least)."""
 
     def crowd(dice: Dice) -> Iterable[tuple[int, str]]:
-        squares = dice.draw(range(GRID**2), objects)
-        return zip(squares, dice.draw(NAMES, objects), strict=True)
+        return zip(dice.draw(range(GRID**2), objects), dice.draw(NAMES, objects), strict=True)
 
     def rank(present: str) -> Counter:
         """How often the objects are drawn as absent ones."""

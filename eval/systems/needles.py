@@ -33,7 +33,7 @@ from eval import figures
 from eval.command import add_flag, add_model_flags, command_parser, positive
 from eval.explore.record import deciding_maps
 from eval.open import open_subject, out_folder, subject_of
-from eval.report import bootstrap, interval_text, markdown_table
+from eval.report import interval_of, interval_text, markdown_table
 from model.common import UserError, read_text, run_command, shown, write_text
 from model.systems.chat import TextTokenizer
 
@@ -266,7 +266,7 @@ def table(rungs: Sequence[dict]) -> list[str]:
         row = [f"{rung['length']}, {rung['facts']}"]
         for name in measures:
             values = [float(question[name]) for question in rung["questions"]]
-            row.append(interval_text(bootstrap(values, groups), 3 if name in SHARES else 2))
+            row.append(interval_text(interval_of(values, groups), 3 if name in SHARES else 2))
         rows.append(row)
     return markdown_table(["tokens, facts", *measures], rows)
 

@@ -26,7 +26,7 @@ from eval.command import add_flag, add_model_flags, command_parser, positive
 from eval.data.records import one_picture_records
 from eval.explore.record import decoder_maps
 from eval.open import open_subject, out_folder, subject_of
-from eval.report import bootstrap, interval_text, markdown_table
+from eval.report import interval_of, interval_text, markdown_table
 from model.common import run_command, shown
 from model.paligemma import PaliGemma
 from model.processor import Processor
@@ -134,14 +134,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     # 2. the shift
     shift = measure(model, processor, examples)
     defined = shift.each[~np.isnan(shift.each)]
-    interval = bootstrap(defined) if len(defined) else None
+    interval = interval_of(defined) if len(defined) else None
     result = {
         "model": subject.title,
         "data": args.data,
         "slot": slot,
         "prompts": len(examples),
         "laws_percent": [dict(zip(GROUPS, layer, strict=True)) for layer in shift.shares.tolist()],
-        "attention_shift": interval and interval._asdict(),
+        "attention_shift": interval,
         "undefined": len(examples) - len(defined),
     }
     write_json(out / "shift.json", result)

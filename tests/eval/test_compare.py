@@ -9,10 +9,11 @@ import torch
 from eval import open, pope
 from eval.bench import Benchmark, Row, comparison_table, values_of
 from eval.question import Question
-from eval.report import bootstrap
+from eval.report import interval_of
 from lora.adapter import lora_layers
 from tests.eval.test_eval_commands import subjects
 from tests.runs import refused
+from train.estimates import estimate
 
 SMALL = "--limit 6 --max-new-tokens 2"
 
@@ -25,15 +26,22 @@ def rows(scores, *measures):
     return made
 
 
-def test_bootstrap_by_hand():
-    """Breaks when a benchmark's interval is of another level, parts a picture's questions, or
-    weighs them alike."""
-    half = [0.0, 1.0] * 50  # scipy.stats.binom.ppf((0.025, 0.975), 100, 0.5) / 100
-    expected = pytest.approx((0.5, 0.4, 0.6))
-    assert bootstrap(half) == expected
-    assert bootstrap(np.repeat(half, 3), np.repeat(np.arange(100), 3)) == expected
-    assert bootstrap([1.0, 1, 1, 0], [*"aaab"]) == (0.75, 0, 1)
-    assert bootstrap([1.0, 0], [*"aa"]) == (0.5, -np.inf, np.inf)  # which says nothing of others
+def test_intervals_by_hand():
+    """Breaks when a benchmark's interval is of another level, parts a picture's questions, weighs
+    them alike, or is too narrow where there are few."""
+    half = [0.0, 1.0] * 50  # scipy.stats.t.ppf(0.975, 99), and the variance of a sample
+    reach = 1.9842169515086827 * (0.25 / 99) ** 0.5
+    expected = pytest.approx({"mean": 0.5, "low": 0.5 - reach, "high": 0.5 + reach})
+    assert interval_of(half) == expected
+    assert interval_of(np.repeat(half, 3), np.repeat(np.arange(100), 3)) == expected
+    reach = 12.706204736174694 * 0.375  # scipy.stats.t.ppf(0.975, 1)
+    uneven = interval_of([1.0, 1, 1, 0], [*"aaab"])
+    assert uneven == pytest.approx({"mean": 0.75, "low": 0.75 - reach, "high": 0.75 + reach})
+    assert [*uneven.values()] == pytest.approx(
+        estimate([1.0, 1, 1, 0], [*"aaab"])[:3]
+    )  # of one run
+    alone = {"mean": 0.5, "low": -np.inf, "high": np.inf}  # which says nothing of others
+    assert interval_of([1.0, 0], [*"aa"]) == alone
 
 
 def test_differences_are_paired():

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from train.estimates import Estimate, estimate, t_point, t_tail
+from eval.student import t_point, t_tail
+from train.estimates import Estimate, estimate
 from train.studies.rules import difference_p, equivalence_p, holm, visible
 
 # scipy.stats.t.sf(t, f), t.ppf(p, f) of SciPy
@@ -42,6 +43,9 @@ def test_one_run_is_a_t_test():
     assert difference_p(exact) == 0
     assert equivalence_p(exact, 3) == 0
     assert equivalence_p(exact, 1) == 1
+    for alone in (estimate([[4.0]]), estimate([4.0, 5.0], [*"aa"])):  # which says nothing of others
+        assert (alone.low, alone.high) == (-math.inf, math.inf)
+        assert difference_p(alone) == 1
 
 
 def test_components_of_variance_by_hand():

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from train.estimates import Estimate, t_tail
+from eval.student import t_tail
+from train.estimates import Estimate
 
 MARGIN = 3.0  # the smallest difference of interest, in points
 INSIDE = (0.15, 0.95)

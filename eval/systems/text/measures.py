@@ -26,7 +26,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from eval.command import add_flag, command_parser, positive
 from eval.explore.record import deciding_maps
-from eval.report import bootstrap, interval_text, markdown_table
+from eval.report import interval_of, interval_text, markdown_table
 from eval.systems.needles import shares_of
 from eval.systems.text.corpus import Corpus, kept_corpus
 from eval.systems.text.tasks import LETTERS, SHOWN, Document, Tasks
@@ -263,7 +263,7 @@ def table(panel: str, scores: Scores) -> list[str]:
     for label in [*dict.fromkeys(scores.labels), "all"]:
         rows = [row for row in zip(*scores, strict=True) if label in ("all", row[0])]
         _, groups, values = zip(*rows, strict=True)
-        interval = bootstrap(values, list(map(str, groups)))
+        interval = interval_of(values, list(map(str, groups)))
         by_guess = ""
         if panel in ("recall", "needle", "examples") and label != "all":
             by_guess = f"{chance(panel, label):.3f}"
