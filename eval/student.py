@@ -27,9 +27,9 @@ def _area(start: float, freedom: float) -> float:
 def t_point(p: float, freedom: float) -> float:
     """The t with P(T > t) = p ≤ 0.5, by Newton's method: the tail is convex from 0 on, so a step
     back is rounding."""
+    area = 2 * p * _area(0.0, freedom)
     angle, step = 0.0, 1.0
     while step > 1e-15:
-        excess = _area(angle, freedom) - 2 * p * _area(0.0, freedom)
-        step = excess / math.cos(angle) ** (freedom - 1)
+        step = (_area(angle, freedom) - area) / math.cos(angle) ** (freedom - 1)
         angle += step
     return math.sqrt(freedom) * math.tan(angle)

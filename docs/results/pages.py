@@ -62,7 +62,8 @@ BESIDE: dict[str, dict[str, tuple[str, ...]]] = {
     "grafts": dict.fromkeys(CONTROLS[1:], PLAIN_GRAFTS) | dict.fromkeys(PLAIN_GRAFTS[1:], (LORA,)),
     "real": {f"{row}, few": FEW for row in (*REAL, *REAL_FREE)}
     | {f"{row}, prose": PROSE for row in REAL}
-    | {plain[1]: plain[:1] for plain in (FEW, PROSE)},
+    | {plain[1]: plain[:1] for plain in (FEW, PROSE)}
+    | {f"{FEW[0]}, 1.15 × steps": FEW[:1]},
     "attention": dict.fromkeys(GRAFTS, (LORA, *SIZES)) | dict.fromkeys(SIZES, (LORA,)),
     **{f"budget-{steps}": dict.fromkeys(GRAFTS[2:], (LORA,)) for steps in BUDGETS},
 }
