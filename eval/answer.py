@@ -102,7 +102,7 @@ def ask_all(
                     record |= certainty._asdict()
                 if log is not None:
                     record["mark"] = marks[number]
-                    file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+                    file.write(json.dumps(record).encode() + b"\n")
                     file.flush()
     return answers
 
@@ -156,14 +156,11 @@ def open_log(path: Path, anew: bool = False) -> Iterator[tuple[BinaryIO, dict[st
             raise UserError(
                 f"{shown(path)}: another command writes its answers here: give another --out"
             ) from None
-        if anew:
-            file.truncate(0)
         file.seek(0)
         content = file.read()
         records = {}
-        whole = content.rfind(b"\n") + 1
-        file.truncate(whole)  # the process ended while it wrote the last line
-        for number, line in enumerate(content[:whole].splitlines(), 1):
+        whole = content.rfind(b"\n") + 1  # the process ended while it wrote the last line
+        for number, line in enumerate((content[:whole] or content).splitlines(), 1):
             try:
                 record = json.loads(line)
                 mark, answer = record["mark"], record["answer"]
@@ -173,6 +170,10 @@ def open_log(path: Path, anew: bool = False) -> Iterator[tuple[BinaryIO, dict[st
                 raise UserError(
                     f"{shown(path)}:{number}: this is no log of answers: delete the file to ask anew"
                 ) from None
+        if anew:
+            records = {}
+            whole = 0
+        file.truncate(whole)
         yield file, records
 
 

@@ -70,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     images = {name: load_image(name) for name in args.image}
     if args.draw:
         figures.check_name(args.draw)
+        if args.draw.resolve() in [Path(name).resolve() for name in args.image]:
+            raise UserError(f"--draw {shown(args.draw)}: is asked about: give another name")
     coder = load_mask_coder(args.masks)
     if coder and not args.draw:
         raise UserError("--masks draws: give --draw OUT.png too")

@@ -261,9 +261,9 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
         if adds_bos is not None:
             known["add_bos_token"] = adds_bos
         template = file.told("tokenizer.chat_template")
+        if template:
+            (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     write(folder / "tokenizer_config.json", known)
-    if template:
-        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     load_tokenizer(find_tokenizer(folder))
 
 

@@ -138,8 +138,7 @@ def id_of(record: Mapping) -> int | str:
 def check_unique(ids: Iterable[int | str], where: str | Path) -> None:
     """Raise UserError that names the ids which occur more than once; 1 and "1" are the same id in a
     log or a result."""
-    counts = Counter(map(str, ids))
-    repeated = [id_ for id_, count in counts.items() if count > 1]
+    repeated = [id_ for id_, count in Counter(map(str, ids)).items() if count > 1]
     if repeated:
         raise UserError(
             f"{shown(where)}: {len(repeated)} duplicate id(s) ({some(repeated)}): keep one record of "

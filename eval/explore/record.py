@@ -153,6 +153,8 @@ def marked(reader: Any, prompt: str, mark: str, ids: list[int]) -> np.ndarray:
     slots = np.zeros(len(ids), dtype=bool)
     begin = len(reader.begin)
     slots[max(1, begin + first) : begin + last] = True
+    if not slots.any():
+        raise UserError(f"--mark {quoted(mark)} marks no token behind the first: give more words")
     return slots
 
 

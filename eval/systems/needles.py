@@ -107,8 +107,7 @@ def sentences_of(path: Path | None) -> list[str]:
         words = paragraph.split()
         is_prose = len(words) >= WORDS and words[0][0].isupper() and words[-1].endswith(".")
         if is_prose:
-            found = re.split(r"(?<=[.!?]) (?=[^\W\d_a-z])", " ".join(words))
-            sentences |= dict.fromkeys(found)
+            sentences |= dict.fromkeys(re.split(r"(?<=[.!?]) (?=[^\W\d_a-z])", " ".join(words)))
     if len(sentences) < 2 * LEAST:
         problem = f"{len(sentences)} sentences of prose, expected {2 * LEAST} or more"
         raise UserError(f"{path}: has {problem}: give a longer text")
@@ -157,8 +156,7 @@ class Haystack:
             said = template.format(city)
             needles.append(self.behind("is", f" {said} {value}."))
             question = f"\n{said}"
-            answer = self.behind(question, f" {value}")
-            questions.append((self.behind("is", question), answer))
+            questions.append((self.behind("is", question), self.behind(question, f" {value}")))
         ids = list(self.tokenizer.begin)
         room = length - len(ids) - sum(map(len, needles))
         if room < length // 5:

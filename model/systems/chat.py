@@ -171,8 +171,7 @@ def ask_text(
     `generate_texts`. UserError."""
     rows = [tokenizer.prompt(prompt, chat) for prompt in prompts]
     device = model.device
-    padded = pad_left(rows, model.config.pad_token_id)
-    ids, valid = (tensor.to(device) for tensor in padded)
+    ids, valid = (tensor.to(device) for tensor in pad_left(rows, model.config.pad_token_id))
     options["also_end"] = tokenizer.end_of_turn  # where `decode` stops, too
     inputs = ids, None, torch.ones_like(ids), valid, max_new_tokens
     return generate_texts(model, tokenizer.decode, *inputs, **options)

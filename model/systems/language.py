@@ -81,8 +81,7 @@ class LanguageModel(Adaptable):
         if penalty == 1:
             return logits
         ids = torch.cat((prompt, *(token[:, None] for token in tokens)), dim=1)
-        read = valid[:, : ids.shape[1]].to(logits)
-        counts = torch.zeros_like(logits).scatter_add(1, ids, read)
+        counts = torch.zeros_like(logits).scatter_add(1, ids, valid[:, : ids.shape[1]].to(logits))
         lowered = torch.where(logits < 0, logits * penalty, logits / penalty)
         return torch.where(counts > 0, lowered, logits)
 

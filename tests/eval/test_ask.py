@@ -76,6 +76,7 @@ def test_masks_are_drawn_in_their_boxes(workplace, monkeypatch, told):
         seen.append([drawn.getpixel((x, 224)) for x in (100, 336)])
     assert seen == [[(0, 0, 0), tuple(side // 2 for side in SERIES[0])], [(0, 0, 0)] * 2]
     refuses(ask, f"{flags} --masks coder.npz", "--draw")
+    refuses(ask, f"{flags} --draw ../{Path.cwd().name}/black.png", "black.png", "another name")
 
 
 def test_the_toy_and_no_other_says_what_it_knows(workplace):

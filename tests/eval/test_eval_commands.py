@@ -243,6 +243,12 @@ def test_a_log_has_one_writer_and_is_no_other_file(model, processor, source, tmp
     with answer.open_log(tmp_path / "answers.jsonl"):
         flags = f"--model {source} --limit 1 --no-resume --out {tmp_path}"
         refuses(vqa, flags, "answers.jsonl", "--out")
+    # nor is a file of another kind changed, whole or with an open end
+    for content in (b'{"a": 1}\n{"b": 2}', b'{"a": 1}', b'{"a": 1}\n'):
+        log.write_bytes(content)
+        for anew in (False, True):
+            refused(answer.open_log(log, anew).__enter__, "log.jsonl:1: ", "no log of answers")
+        assert log.read_bytes() == content
     for line in ("7", "{"):
         log.write_text(f'{{"mark": "x", "answer": "y"}}\n{line}\n')
         refused(ask, "log.jsonl:2: ")

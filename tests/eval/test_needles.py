@@ -171,5 +171,6 @@ def test_the_explorer_shows_a_text(llama, tmp_path):
     (case,) = data_of(out.read_text())["cases"]
     assert case["picture"] == [1, len(words) - 2]
     refused(lambda: explore([*flags, "--prompt", prompt, "--mark", "Lima"]), "--mark 'Lima'")
+    refused(lambda: explore([*flags, "--prompt", prompt, "--mark", " "]), "marks no token")
     pair = [*flags, "--model", "embedded", "--prompt", prompt]
     refused(lambda: explore(pair), "to language models --prompt alone")

@@ -74,7 +74,11 @@ def test_a_corpus_is_made_once(text_folder, tmp_path):
     assert open_corpus(tmp_path, [text_folder], 400).tokenizer.vocab_size() == 400
     (tmp_path / "corpus.json").unlink()
     refused(lambda: kept_corpus(tmp_path), "no corpus here")
+    odd = ["a", "b\udcff"]  # a name that is not UTF-8
+    assert sorted(sum(split(odd).values(), [])) == odd
     assert torch.equal(open_corpus(tmp_path, [text_folder], 512).ids["test"], first.ids["test"])
+    (tmp_path / "tokens.safetensors").write_bytes(b"half")
+    refused(lambda: kept_corpus(tmp_path), "tokens.safetensors")
     (tmp_path / "all.txt").write_text(prose(1, 200))  # one file is cut into documents
     texts = read_texts([tmp_path / "all.txt"])
     assert len(texts) == HELD_OUT

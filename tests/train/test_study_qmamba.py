@@ -6,9 +6,11 @@ from functools import cache
 import pytest
 import torch
 
-from tests.files import read_json, write_vqav2
+from model.common import UserError
+from tests.files import read_json, write_json, write_vqav2
 from tests.reference import dice
 from tests.runs import cells_in, stage_settings, times_in, words
+from train.loop import Diverged
 from train.studies.cells import Job
 from train.systems.studies import qmamba
 from train.systems.studies.qmamba import ROWS, needs, open_row
@@ -48,6 +50,16 @@ def test_a_trained_connector_is_the_one_that_was_trained(tmp_path):
     for name, parameter in model.multi_modal_projector.state_dict().items():
         source = donor if name.startswith(taken) else scratch
         assert torch.equal(parameter, source.multi_modal_projector.state_dict()[name]), name
+
+
+def test_a_model_that_was_deleted_has_not_diverged(tmp_path):
+    """Breaks when a folder without its model is a cell that failed, scored 0 for ever."""
+    job = Job("local", ROWS["local"], 1.0, 0)
+    for facts, kind in ({"diverged": "at step 3"}, Diverged), ({}, UserError):
+        write_json(tmp_path / "cell.json", {"facts": facts})
+        with pytest.raises(UserError) as told:
+            qmamba.make((FIRST, FIRST), {}, job, tmp_path / "own", tmp_path)
+        assert told.type is kind
 
 
 def test_rows_need_the_models_that_they_start_from():

@@ -1,6 +1,8 @@
 """The study of language models: real cells end to end, fair pairs, and what is computed from their
 scores."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,8 @@ from eval.systems.text.corpus import kept_corpus
 from eval.systems.text.measures import Scores, examples, nll, recall
 from model.common import UserError
 from tests.files import read_json
-from tests.runs import words
+from tests.runs import refused, words
+from train.systems.studies import text
 from train.systems.studies.text import Options, hardest, main, study_of, window_losses
 from weights.load import load_model
 
@@ -54,6 +57,14 @@ def test_the_study_runs_end_to_end_and_each_cell_once(text_folder, tmp_path, pri
     run(text_folder, tmp_path)
     changed = [file.name for file, then in times.items() if file.stat().st_mtime != then]
     assert changed == ["comparison.json"]
+
+
+def test_a_study_that_runs_keeps_its_corpus(text_folder, tmp_path, monkeypatch):
+    """Breaks when a second command on its folder changes what its next cells learn."""
+    busy = Mock(side_effect=UserError("another process writes to this folder"))
+    monkeypatch.setattr(text, "lock_folder", busy)
+    refused(lambda: run(text_folder, tmp_path), "another process")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_loss_is_that_of_a_token_and_a_task_is_asked_at_its_largest_number():

@@ -4,16 +4,19 @@ import re
 import shutil
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from eval.systems.text.tasks import QUESTIONS, RECORDS, Tasks
+from eval.systems.text.corpus import open_corpus
+from eval.systems.text.tasks import QUESTIONS, RECORDS, SYMBOLS, Tasks
 from model.systems.configs import BOS, EOS
 from model.systems.language import new_model
 from tests.files import prose, write_prose
 from tests.pair import in_pair
-from tests.runs import assert_same_tensors, metrics, refused
+from tests.runs import assert_same_tensors, metrics, refused, refuses
+from train.systems import text
 from train.systems.text import TextOrder, TextSettings, draw_documents, main, text_optimizer
 from weights.load import load_model
 
@@ -99,6 +102,20 @@ def test_a_run_resumes_to_the_bit(tmp_path, kind):
     main(f"--resume {cut}".split())
     assert_same_tensors(*(load_model(run / "model").state_dict() for run in (cut, whole)))
     assert metrics(cut) == metrics(whole)
+
+
+def test_a_model_keeps_the_tokenizer_that_it_learned_with(text_folder, tmp_path, monkeypatch):
+    """Breaks when another run makes the corpus anew meanwhile, and a model gets its tokenizer."""
+    learn = text.train_text
+
+    def disturbed(settings, corpus, *rest):
+        open_corpus(Path(settings.corpus), [write_prose(tmp_path / "other")], known=SYMBOLS)
+        return learn(settings, corpus, *rest)
+
+    monkeypatch.setattr(text, "train_text", disturbed)
+    flags = f"{SMALL} --tokens 256 --text {text_folder} --corpus {tmp_path}/corpus"
+    refuses(text, f"{flags} --out {tmp_path}/run", "another run has made this corpus anew")
+    assert not (tmp_path / "run/model").exists()
 
 
 @pytest.mark.long

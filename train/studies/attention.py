@@ -130,8 +130,7 @@ def tasks_of(options: Options, split: str) -> dict[str, Task]:
         clean = scene_needles("n4o1", tests // 2, split)
         for strength in NOISE:
             name = f"n4o1, noise {strength}"
-            noisy = with_noise(clean, strength)
-            tasks[name] = trial_task(name, noisy, PROTOCOL, in_mean=False)
+            tasks[name] = trial_task(name, with_noise(clean, strength), PROTOCOL, in_mean=False)
         tasks["e16"] = existence_task(tests, split)
     elif options.coco:
         title, trials = coco_needles(2 * tests, options.coco, options.captions)

@@ -307,8 +307,7 @@ class Run:
     def table(self, beside: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str], dict]:
         """The judged differences, paired by seed and example, by (row, column); in MEAN each
         measure in range weighs the same. The main ones are a family of their own."""
-        all_controls = dict.fromkeys(chain(*beside.values()))
-        columns = self.with_margins(all_controls)
+        columns = self.with_margins(dict.fromkeys(chain(*beside.values())))
         # 1. the differences
         differences, inside = {}, set()
         for row, controls in beside.items():

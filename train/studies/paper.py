@@ -236,8 +236,7 @@ def blocks(models: Mapping[str, Options], run: engine.Run) -> list:
     chosen = {}
     for row in PART_2:
         if row in run.cells and run.facts(row):
-            by_seed = dict.fromkeys(of["chosen"] for of in run.facts(row))
-            chosen[row] = ", ".join(by_seed)
+            chosen[row] = ", ".join(dict.fromkeys(of["chosen"] for of in run.facts(row)))
 
     # 2. the paper's tables
     table_1, table_2 = [], []

@@ -81,8 +81,7 @@ class QMambaSettings(StageSettings):
         name or a wrong type."""
         projector = TINY if self.base == EMBEDDED else ProjectorConfig()
         given = self.options_of(asdict(Parts()) | asdict(projector))
-        of_parts = {name: given.pop(name) for name in asdict(Parts()) if name in given}
-        parts = Parts(**of_parts)
+        parts = Parts(**{name: given.pop(name) for name in asdict(Parts()) if name in given})
         if self.base != EMBEDDED and parts.language_model == EMBEDDED:
             remedy = (
                 "add --option language_model=state-spaces/mamba-2.8b-hf, or another published Mamba"

@@ -276,6 +276,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         model, progress = train_text(settings, kept_corpus(folder), run, world, progress)
         model = whole_model(model, world)
         if world.is_first:
+            if kept_corpus(folder).digest != corpus.digest:
+                problem = "another run has made this corpus anew"
+                raise UserError(f"{folder}: {problem}: give each text a --corpus of its own")
             shutil.rmtree(run / "model", ignore_errors=True)
             export_model(model, run / "model", companions=[folder / "tokenizer.model"])
             draw_loss(run)

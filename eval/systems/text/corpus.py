@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import sentencepiece
 import torch
-from safetensors.torch import load_file
 
 from model.common import (
     UserError,
@@ -29,7 +28,7 @@ from model.common import (
     write_text,
 )
 from model.systems.configs import BOS, EOS, PAD, UNK
-from weights.load import save_tensors
+from weights.load import open_tensors, save_tensors
 
 NEWLINE = "\n"
 # the settings of Gemma's tokenizer
@@ -116,7 +115,9 @@ def _decoded(path: Path) -> str:
 
 def split(names: Iterable[str]) -> dict[str, list[str]]:
     """The documents of each split, by the hash of their names: the same on every machine."""
-    ordered = sorted(names, key=lambda name: sha256(name.encode()).digest())
+    ordered = sorted(
+        names, key=lambda name: sha256(name.encode(errors="backslashreplace")).digest()
+    )
     held_out = -(-len(ordered) // HELD_OUT)
     parts = ordered[2 * held_out :], ordered[:held_out], ordered[held_out : 2 * held_out]
     return dict(zip(SPLITS, map(sorted, parts), strict=True))
@@ -132,8 +133,7 @@ def open_corpus(
     Raises UserError."""
     texts = read_texts(paths)
     summary = folder / "corpus.json"
-    described = json.dumps([vocab_size, list(known), sorted(texts.items())])
-    digest = short_hash(described)
+    digest = short_hash(json.dumps([vocab_size, list(known), sorted(texts.items())]))
     if summary.is_file() and read_json(summary).get("digest") == digest:
         return kept_corpus(folder)
     # 1. a tokenizer from the train split
@@ -181,8 +181,8 @@ def kept_corpus(folder: Path) -> Corpus:
     if not (folder / "corpus.json").is_file():
         problem = "no corpus here (tokenizer.model, tokens.safetensors, corpus.json)"
         raise UserError(f"{folder}: {problem}: give the run's")
-    tensors = load_file(folder / "tokens.safetensors")
+    tensors = open_tensors(folder / "tokens.safetensors")
     tokenizer = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    ids = {name: tensors[f"{name}_ids"] for name in SPLITS}
-    starts = {name: tensors[f"{name}_starts"] for name in SPLITS}
+    ids = {name: tensors.get_tensor(f"{name}_ids") for name in SPLITS}
+    starts = {name: tensors.get_tensor(f"{name}_starts") for name in SPLITS}
     return Corpus(tokenizer, ids, starts, read_json(folder / "corpus.json")["digest"])

@@ -137,8 +137,7 @@ def needle_tests(
         if 3 * n < length:
             for test in range(limit):
                 depth = DEPTHS[test % len(DEPTHS)]
-                document = tasks.needles(dice, length, n, 1, depth)
-                tests.append((n, depth, document))
+                tests.append((n, depth, tasks.needles(dice, length, n, 1, depth)))
     return tests
 
 
@@ -150,8 +149,8 @@ def needle(
     split: str = SPLIT,
 ) -> Panels:
     """Accuracy on one of N needles, `limit` tests of each N; the same by N and depth."""
-    drawn = needle_tests(corpus, length, limit, split=split)
-    numbers, depths, documents = zip(*drawn, strict=True)
+    tests = needle_tests(corpus, length, limit, split=split)
+    numbers, depths, documents = zip(*tests, strict=True)
     right = hits(model, documents, "needle")
     tests = range(len(documents))
     places = [(n, 100 * depth) for n, depth in zip(numbers, depths, strict=True)]
@@ -234,8 +233,7 @@ def hits(model: TextModel, documents: Sequence[Document], name: str) -> list[flo
     for start in range(0, len(documents), BATCH):
         batch = documents[start : start + BATCH]
         # padded on the right, where a causal model does not see it
-        rows = [torch.tensor(document.ids) for document in batch]
-        ids = pad_sequence(rows, True, PAD).to(device)
+        ids = pad_sequence([torch.tensor(document.ids) for document in batch], True, PAD).to(device)
         places = torch.tensor([[document.answers[0]] for document in batch], device=device)
         logits = model(ids, positions_to_keep=places - 1)
         if broken := (~finite_rows(logits)).nonzero().flatten().tolist():

@@ -112,8 +112,7 @@ class Tasks:
             ids += [self.record(drawn[number]), self.newline]
             done = places[number]
         ids += text[done:]
-        first = [spots[number] for number in range(asked)]
-        return self.document(ids, drawn[:asked], first)
+        return self.document(ids, drawn[:asked], [spots[number] for number in range(asked)])
 
     def _lines(self, dice: Random, room: int) -> list[int]:
         """At most `room` tokens of text, from the start of a line to the end of one."""

@@ -107,7 +107,7 @@ def make(
     """Train a row in both stages and leave the model in folder/model, or let a trained one scan in
     one direction."""
     row = ROWS[job.row]
-    if needed and not (needed[0] / "model").exists():
+    if needed and "diverged" in read_json(needed[0] / "cell.json")["facts"]:
         raise Diverged("the row that it starts from diverged")
     if row.order:
         settings = replace(stages[1], base=str(needed[0] / "model"))

@@ -114,8 +114,7 @@ def row_of(haystack: Haystack, design: str, dice: random.Random) -> tuple[list[i
 
 def loss_of(model: LanguageModel, ids: list[int], labels: list[int]) -> torch.Tensor:
     """Nats a token."""
-    logits = model(torch.tensor([ids]))[0, :-1]
-    return F.cross_entropy(logits, torch.tensor(labels[1:]))
+    return F.cross_entropy(model(torch.tensor([ids]))[0, :-1], torch.tensor(labels[1:]))
 
 
 def make(options: Options, job: Job, folder: Path) -> dict:

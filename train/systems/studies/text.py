@@ -39,6 +39,7 @@ from model.systems.configs import TEXT_PRESETS
 from train.distributed import World
 from train.flags import flag, from_values, several
 from train.optim import parameter_count
+from train.run import lock_folder
 from train.studies import built, engine, report
 from train.studies.cells import Job, digest
 from train.studies.rules import Measure
@@ -130,8 +131,7 @@ def ladder(panel: measures.Scores) -> list[float]:
 def hardest(panel: measures.Scores) -> list[float]:
     """The scores of the tests with the most records, needles or examples."""
     most = max(panel.labels)
-    pairs = zip(panel.labels, panel.values, strict=True)
-    return [value for label, value in pairs if label == most]
+    return [value for label, value in zip(panel.labels, panel.values, strict=True) if label == most]
 
 
 def window_losses(panel: measures.Scores) -> list[float]:
@@ -228,6 +228,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     out = options.out or Path("runs", folder)
     options = replace(options, out=out, corpus=f"{out}/corpus", preset=options.sizes[0])
     vocabulary = TEXT_PRESETS[options.preset].vocab_size
-    corpus = open_corpus(Path(options.corpus), options.text, vocabulary, SYMBOLS)
-    print(f"{len(corpus.ids['train']):,} tokens of text to learn from", file=sys.stderr)
-    report.publish(study_of(options, corpus), options)
+    out.mkdir(parents=True, exist_ok=True)
+    with lock_folder(out):  # a running study keeps its corpus
+        corpus = open_corpus(Path(options.corpus), options.text, vocabulary, SYMBOLS)
+        print(f"{len(corpus.ids['train']):,} tokens of text to learn from", file=sys.stderr)
+        report.publish(study_of(options, corpus), options)

@@ -105,8 +105,7 @@ def make(
     if job.row == BEFORE:
         text = {"test": {TEXT: tasks["test"][TEXT]}}
         model, processor = open_first(first, folder)
-        known = ask_tasks(model, processor, first, text, folder)
-        return {"scores": {}, "facts": known["test"]}
+        return {"scores": {}, "facts": ask_tasks(model, processor, first, text, folder)["test"]}
     # 1. stage 1
     model, processor = open_first(first, before[0])
     factors = dict(job.changes)
