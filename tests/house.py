@@ -164,8 +164,7 @@ def is_truth(node: ast.expr) -> bool:
         )
     if isinstance(node, ast.Compare):
         return True
-    name = getattr(node, "id", getattr(node, "attr", ""))
-    return name.startswith(("is_", "has_"))
+    return getattr(node, "id", getattr(node, "attr", "")).startswith(("is_", "has_"))
 
 
 def table() -> str:

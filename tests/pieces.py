@@ -140,6 +140,5 @@ def texts(count: int, pieces: list[str]) -> list[str]:
     ]
     drawn = []
     for _ in range(count):
-        parts = [draw.choice(kinds)() for _ in range(draw.randrange(1, 25))]
-        drawn.append("".join(parts))
+        drawn.append("".join([draw.choice(kinds)() for _ in range(draw.randrange(1, 25))]))
     return drawn

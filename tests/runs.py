@@ -139,5 +139,4 @@ def stage_settings(system: str, *flags: object):
     from train.systems.stages import parse_stage
     from train.systems.wings import WingsSettings
 
-    kind = {"wings": WingsSettings, "qmamba": QMambaSettings}[system]
-    return parse_stage(kind, words(*flags))[0]
+    return parse_stage({"wings": WingsSettings, "qmamba": QMambaSettings}[system], words(*flags))[0]

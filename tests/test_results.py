@@ -32,8 +32,7 @@ T = [
 
 def estimates(text):
     """Each mean with the ends of its interval, as they are written."""
-    found = ESTIMATE.findall(text.replace("−", "-"))
-    return list(map(tuple, found))
+    return list(map(tuple, ESTIMATE.findall(text.replace("−", "-"))))
 
 
 def is_known(written, known):

@@ -42,8 +42,7 @@ def check_claims(text):
     assert losses[0] == losses[1] and matches[0] == matches[1], "the graft is exact"
     assert losses[2] < losses[3] < losses[0], "it learns, and looks"
     assert matches[2] > matches[0] + 25 and matches[2] > matches[3] + 35 and matches[3] < 25
-    shares = [int(found) / max(1, int(total)) for found, total in LOOKS.findall(text)]
-    right, wrong = shares
+    right, wrong = [int(found) / max(1, int(total)) for found, total in LOOKS.findall(text)]
     assert right > wrong + 0.3, "a head finds the lone animal, where the answer is right"
 
 
@@ -76,8 +75,7 @@ def test_it_runs_from_top_to_bottom(tmp_path, monkeypatch):
     place = {"metadata": {"path": str(docs)}}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     NotebookClient(fresh, timeout=SECONDS, resources=place).execute()
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert 1 < after.ru_utime - before.ru_utime < SECONDS
+    assert 1 < resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before.ru_utime < SECONDS
 
     old, new = printed(nbformat.read(TOUR, 4)), printed(fresh)
     code = [cell.source for cell in fresh.cells if cell.cell_type == "code"]

@@ -181,8 +181,8 @@ class Update:
         *losses, norm = torch.stack([*losses, gathered(norm)]).float().tolist()
         loss_sum, signals = self.world.sums(sum(losses), len(received))
         check_loss(loss_sum, losses, step, micros, self.world)
-        # a scaler skips a step of infinite gradients itself
-        if not (self.scaler.is_enabled() or math.isfinite(norm)):
+        # a scaler skips a step of infinite gradients, and halves its scale, which is 1 without fp16
+        if not (math.isfinite(norm) or self.scaler.get_scale() > 1):
             raise Diverged(
                 f"step {step}: the loss is finite, but the norm of its gradient is {norm}: lower --lr"
             )

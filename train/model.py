@@ -168,14 +168,16 @@ def train_on(
     **options,
 ) -> Progress:
     """Train `model` in place on `order`; returns the run's progress. options: of `fit`."""
-    location = order.processor.tokenizer.piece_to_id("<loc0000>")
+    tokenizer = order.processor.tokenizer
+    location = tokenizer.piece_to_id("<loc0000>")
+    has_boxes = tokenizer.id_to_piece(location) == "<loc0000>"
 
     def loss(called: torch.nn.Module, micro: MicroBatch) -> Tensor:
         micro = micro.to(world.device)
         ids = micro.batch.input_ids
         is_location = (ids >= location) & (ids < location + 1024)
         # a box would have to move with its picture
-        if settings.shift and not is_location.any():
+        if settings.shift and not (has_boxes and is_location.any()):
             pixels = shifted(micro.batch.pixel_values)
             micro = replace(micro, batch=replace(micro.batch, pixel_values=pixels))
         return supervised_loss(called, micro, settings.label_smoothing)

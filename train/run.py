@@ -335,7 +335,8 @@ def set_origin(
     {"base": …}.
 
     Raises UserError if its checkpoint has another origin, naming what has changed; with
-    `allow_changed` it is printed, and scores of another base or other data are forgotten.
+    `allow_changed` it is printed, and scores of another base or other data are forgotten, as is
+    the early end that they caused.
     """
     decided = {name: value for name, value in asdict(settings).items() if name not in FREE}
     origin = {flag_name(name): value for name, value in decided.items()}
@@ -350,6 +351,7 @@ def set_origin(
             if name.startswith("the "):
                 progress.results.clear()
                 progress.best = None
+                progress.stopped = None
     progress.origin = origin
     message = f"{shown(run)}: changed since step {progress.step}: {'; '.join(changes)}"
     if changes and not allow_changed:

@@ -66,7 +66,7 @@ def summary_of(
     if settings.is_embedded:
         summary["text_only_guess"] = guess_accuracy(embedded(settings.eval_limit))
     summary["held_out"] = {
-        "examples": len(held_out.records),
+        "examples": sum(loss is not None for loss in results["after"].losses),
         "asked": len(held_out.asked),  # a long answer has a loss alone
         **{name: result.scores for name, result in results.items()},
         "best_step": progress.best and progress.best.step,

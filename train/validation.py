@@ -29,7 +29,7 @@ from eval.data.records import blind
 from eval.detect import Row, asks_masks, boxes_of, overlap_of, score_boxes
 from eval.question import parts_of, question_of
 from eval.vqa_scoring import record_scores
-from model.common import UserError, without_none
+from model.common import UserError, shown, without_none
 from model.device import autocast_of
 from model.differential import lambdas, map_distance, variants_of
 from model.masks import MaskCoder
@@ -84,6 +84,12 @@ class HeldOut:
         # 1. losses
         records = blind(self.records) if without_pictures else self.records
         losses, tokens = self._losses(model.eval(), records)
+        unusable = [r.name for r, loss in zip(records, losses, strict=True) if loss is None]
+        if len(unusable) > self.settings.most_bad(len(records)):
+            raise UserError(
+                f"{len(unusable)} of {len(records)} held-out examples are unusable, such as "
+                f"{shown(unusable[0])}: correct them, or raise --max-bad"
+            )
         scores = {"loss": None}
         if tokens:
             scores["loss"] = math.fsum(loss for loss in losses if loss is not None) / tokens

@@ -91,8 +91,7 @@ def test_language_models_read_as_the_harness_lets_them(kind, tmp_path, warned):
     )
     flags = f"--task jsonl --data {own} --model {tmp_path}/{kind} --out {tmp_path}/out"
     flags += " --prompt {question} --dtype fp32"
-    blind = f"{flags} --blind"
-    refuses(choices, blind, "none of 3 questions could be asked", "reads text alone")
+    refuses(choices, f"{flags} --blind", "none of 3 questions could be asked", "reads text alone")
     choices.main(words_of(flags))
     rows = read_json(tmp_path / "out/results.json")
     start = [2] if kind == "gemma2" else []

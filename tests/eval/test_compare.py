@@ -40,8 +40,8 @@ def test_intervals_by_hand():
     assert [*uneven.values()] == pytest.approx(
         estimate([1.0, 1, 1, 0], [*"aaab"])[:3]
     )  # of one run
-    alone = {"mean": 0.5, "low": -np.inf, "high": np.inf}  # which says nothing of others
-    assert interval_of([1.0, 0], [*"aa"]) == alone
+    # one group says nothing of others
+    assert interval_of([1.0, 0], [*"aa"]) == {"mean": 0.5, "low": -np.inf, "high": np.inf}
 
 
 def test_differences_are_paired():
@@ -71,8 +71,7 @@ def test_differences_are_paired():
     assert "b, blind: not shown to use the picture: exact" in table
     assert "b: its difference is of 10 of 40 questions" in table
     for number, row in enumerate(results["b"]):  # other questions of the same names
-        asked = replace(row.question, choices=("x",))
-        results["b"][number] = row._replace(question=asked)
+        results["b"][number] = row._replace(question=replace(row.question, choices=("x",)))
     values = values_of(Benchmark(), results)["b"]
     assert "difference" not in values["measures"]["exact"]
 

@@ -72,8 +72,7 @@ def test_pages_from_elsewhere_are_refused(case):
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 200})
 
-    scope = {"type": "http", "headers": headers}
-    asyncio.run(demo.own_page(app)(scope, None, send))
+    asyncio.run(demo.own_page(app)({"type": "http", "headers": headers}, None, send))
     assert sent[0]["status"] == int(status)
 
 

@@ -104,8 +104,7 @@ def test_the_measures_are_those_of_coco(printed):
     pair = [Box("a", x, 0, 10, 10, 100) for x in (0, 2)]
     ties = []
     for x in (0, 2):
-        said = [Found("a", 1, 0, 10, 10, 1), Found("a", x, 0, 10, 10, 0.5)]
-        ties.append(([pair], [said]))
+        ties.append(([pair], [[Found("a", 1, 0, 10, 10, 1), Found("a", x, 0, 10, 10, 0.5)]]))
     # of small, medium and large, both inclusive
     bounds = [[Box("a", at, at, at, at, at * at) for at in (32, 96)]]
     wrong = [[Found("a", *[32] * 4, 0.9)]]

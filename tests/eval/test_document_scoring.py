@@ -211,8 +211,7 @@ def test_without_the_package_captions_are_refused_first(workplace, monkeypatch):
     """A model has answered for hours when the package is missed, or a traceback says so."""
     monkeypatch.setitem(sys.modules, "pycocoevalcap.cider.cider", None)
     monkeypatch.setattr(vqa, "read_data", None)  # nothing is read before
-    flags = "--data jsonl:own.jsonl --scoring cider --results R"
-    refuses(vqa, flags, "pip install pycocoevalcap")
+    refuses(vqa, "--data jsonl:own.jsonl --scoring cider --results R", "pip install pycocoevalcap")
 
 
 # as published
@@ -277,8 +276,7 @@ def test_documents_are_learned(name, tmp_path):
     assert first.pictures == (tmp_path / picture,)
     assert (first.key == second.key) == (name != "docvqa")
     assert len(first.answers) == (2 if name == "docvqa" else 1)
-    test_split = json.loads(json.dumps(DOCVQA).replace('"answers"', '"others"'))
-    write_json(tmp_path / "Q.json", test_split)
+    write_json(tmp_path / "Q.json", json.loads(json.dumps(DOCVQA).replace('"answers"', '"others"')))
     refused(lambda: read_data(f"vqa:{tmp_path}/Q.json"), "question 11 has no answers")
 
 

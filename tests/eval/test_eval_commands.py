@@ -42,8 +42,7 @@ def one_by_one(model, processor, questions, max_new_tokens=6):
     for question in questions:
         images = question.images()
         batch = processor.pad([answer.question_row(processor, question, len(images))], images)
-        tokens = generate(model, *inputs_of(batch), max_new_tokens)
-        said.append(processor.decode(tokens[0]))
+        said.append(processor.decode(generate(model, *inputs_of(batch), max_new_tokens)[0]))
     return said
 
 
@@ -113,8 +112,7 @@ def test_a_picture_is_encoded_once_for_all_its_questions(model, processor, monke
 def likelihood_by_hand(model, processor, picture, prefix, choice):
     """log p of a whole answer from one uncached forward pass, token by token."""
     batch = processor([picture], [prefix], [choice])
-    logits = model(*inputs_of(batch))
-    each = logits[0].double().log_softmax(-1)
+    each = model(*inputs_of(batch))[0].double().log_softmax(-1)
     labels = batch.labels[0].tolist()
     return sum(float(each[n, label]) for n, label in enumerate(labels[1:]) if label != -100)
 
@@ -137,8 +135,7 @@ def test_the_likeliest_choice_is_the_answer(processor, kind, monkeypatch):
     hand = [likelihood_by_hand(model, processor, q.picture, q.prefix, c) for q, c in pairs]
     expected = torch.tensor(hand).view(6, 4)
     batch = processor.pad([processor.row_of(1, [(question.prefix, None)]) for question in asked])
-    pixels = processor([q.picture for q in asked], ["-"] * 6).pixel_values
-    features = model.encode_images(pixels)
+    features = model.encode_images(processor([q.picture for q in asked], ["-"] * 6).pixel_values)
     ids = [[*processor.encode(choice), processor.config.eos_token_id] for choice in choices]
     found = answer.log_likelihoods(model, batch, [ids] * 6, features, torch.arange(6))
     torch.testing.assert_close(torch.stack(found), expected, rtol=0, atol=1e-4)

@@ -55,8 +55,7 @@ def test_a_later_token_counts_and_none_after_the_end(processor):
     """Breaks when only the first step is checked, sampling from NaN is a traceback, or padding
     stops a whole batch."""
     model = load_model("embedded").eval()
-    batch = processor([PICTURE, PICTURE.copy()], ["count dog", "caption en"])
-    inputs = *inputs_of(batch), 8
+    inputs = *inputs_of(processor([PICTURE, PICTURE.copy()], ["count dog", "caption en"])), 8
     first, second = generate(model, *inputs)
     assert len(first) < len(second)
     assert len(second) > 2

@@ -332,8 +332,7 @@ def test_several_objects_overlap_together(coder):
 def data(workplace, coder):
     """A source of two pictures, and a coder in a file."""
     masks = [ellipse((4, 3, 24, 20), (40, 30)), ellipse((22, 12, 38, 28), (40, 30))]
-    value = layout(workplace, *map(written, masks), names=("cat", "dog"))
-    write_json(workplace / "a.json", value)
+    write_json(workplace / "a.json", layout(workplace, *map(written, masks), names=("cat", "dog")))
     np.savez("coder.npz", **coder.state_dict())
     return "--data coco-masks:a.json --masks coder.npz"
 
@@ -402,8 +401,7 @@ def test_boxes_of_roboflow_s_answers_are_those_of_coco(data, source, monkeypatch
     own = write_lines(Path("r.jsonl"), [row])
     summaries = []
     for source_of in ("coco:a.json", "jsonl:r.jsonl"):
-        printed = told_of_one(detect, "--model", source, "--data", source_of)
-        summaries.append(printed["summary"])
+        summaries.append(told_of_one(detect, "--model", source, "--data", source_of)["summary"])
     assert summaries[0] == summaries[1]
     assert 50 < summaries[0]["AP"]["COCO"] < 100
     for change in ({"suffix": f"{cat} ; none"}, {"prefix": "answer en a"}, {"image": None}):

@@ -147,8 +147,7 @@ def test_sample_has_each_place_equally_often():
     assert chosen == needle.sampled(tests, 22)
     assert [t.id for t in chosen] == sorted(t.id for t in chosen)
     assert len(needle.sampled(tests, 3)) == 3
-    few = "21 tests of a place are asked for, 20 are there"
-    refused(lambda: needle.sampled(tests, 84), few)
+    refused(lambda: needle.sampled(tests, 84), "21 tests of a place are asked for, 20 are there")
 
 
 def test_drawn_tests_are_true(tmp_path):

@@ -29,8 +29,7 @@ def test_templates_are_filled_literally(processor):
     """Breaks when a template reads attributes, takes 4 GiB, or without {question} makes all prompts
     one, or a byte that is not UTF-8 ends in the tokenizer's traceback."""
     rest = " {question.__class__} { {0} {question:>10000000000}"
-    template = check_prompt("{question}" + rest)
-    assert fill_prompt(template, "Is {it}?") == "Is {it}?" + rest
+    assert fill_prompt(check_prompt("{question}" + rest), "Is {it}?") == "Is {it}?" + rest
     refused(lambda: check_prompt("{ question }"), "{question}")
     refused(lambda: check_prompt("caf\udce9 {question}"), "UTF-8")
     refused(lambda: processor.row_of(1, [("caf\udce9", None)]), "udce9", "UTF-8")

@@ -160,8 +160,7 @@ def test_of_a_conversation_the_first_turn_is_explored(tmp_path):
     later = {"image": "a.png", "conversations": says("count dog", "1", "<image>count cat", "2")}
     kept = {"image": "a.png", "conversations": CONVERSATION, "answers": ["2"]}
     lost = {"image": "lost.png", "prefix": "count dog", "suffix": "1"}
-    source = f"jsonl:{write(tmp_path, 'own.jsonl', [later, lost, kept])}"
-    (record,) = one_picture_records(source, 3)
+    (record,) = one_picture_records(f"jsonl:{write(tmp_path, 'own.jsonl', [later, lost, kept])}", 3)
     assert (record.turns, record.answers) == ((("Where is <image> the dog?", "top left"),), ())
 
 
@@ -394,8 +393,7 @@ def test_several_answers(tmp_path):
     marked = '{"prefix": "q", "suffix": "a", "split": "test"}'
     own = write(tmp_path, "own.json", [json.loads(marked), {"prefix": "q", "suffix": "b"}])
     refused(lambda: read_data(f"jsonl:{own}"), "the splits", "'test'")
-    found = [[r.name, r.suffix, list(r.answers), r.truth] for r in made]
-    assert found == json_lines(expected)
+    assert [[r.name, r.suffix, list(r.answers), r.truth] for r in made] == json_lines(expected)
 
 
 COCO = """{
@@ -487,8 +485,7 @@ def test_boxes_in_other_units_are_refused(box, message, tmp_path):
     """Breaks when shares of the sides, or corners, are learned as widths and heights in pixels."""
     value = coco(tmp_path)
     for entry in value["annotations"]:
-        sides = dict(zip("xywh", entry["bbox"], strict=True))
-        entry["bbox"] = list(eval(box, sides))
+        entry["bbox"] = list(eval(box, dict(zip("xywh", entry["bbox"], strict=True))))
     file = write(tmp_path, "instances.json", value)
     if message.startswith("boxes"):
         refused(lambda: read_coco(file), message)

@@ -211,8 +211,7 @@ def test_needles_are_in_one_place_and_take_turns(kind):
                 "Left or Right?": ["left", "right"][column],
             }
         asked = f"Caption: {caption}. Where is the caption? "
-        said = {s.prefix.removeprefix(asked): s.suffix for s in needle.samples}
-        assert said == told
+        assert {s.prefix.removeprefix(asked): s.suffix for s in needle.samples} == told
     assert [*turns.values()] == [4] * n**2
     streamed = [s for index in range(8) for s in haystacks.haystack(kind, "train", index).samples]
     assert streamed == stream(kind, "train", len(streamed))

@@ -75,8 +75,7 @@ def test_the_command(workplace, printed):
     shift.main("--model embedded --limit 3 --out plain".split())
     assert "attention shift: not defined" in printed()
     result = read_json(workplace / "plain/shift.json")
-    found = result["attention_shift"], result["slot"], result["undefined"]
-    assert found == (None, "first", 3)
+    assert (result["attention_shift"], result["slot"], result["undefined"]) == (None, "first", 3)
     PICTURE.save("a.png")
     line = {"image": "a.png", "prefix": "Where is<image> the dog?", "suffix": "left"}
     write_lines(

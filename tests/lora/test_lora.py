@@ -176,8 +176,7 @@ def test_what_peft_saved_computes_the_same_here(tmp_path, generation, name):
     inputs = batch(hf)
     theirs = peft_adapter(hf, tmp_path, **PEFT_CONFIGS[name])
     mine = ours(hf)
-    paths = load(mine, tmp_path)
-    assert sorted(f"model.{path}" for path in paths) == wrapped(theirs)
+    assert sorted(f"model.{path}" for path in load(mine, tmp_path)) == wrapped(theirs)
     with cpu.using("torch"):  # the functions that transformers calls
         logits = valid(mine(**inputs), inputs)
         (reference, gradients) = peft_gradients(theirs, inputs)
@@ -478,8 +477,7 @@ def test_fingerprint_names_the_base_and_nothing_else(hf, model):
     assert fingerprint(ours(hf_model(1, seed=1))) != mark
     for columns in (slice(None), slice(1, None)):  # of 64·72 values even steps see column 0
         trained = ours(hf)
-        weight = trained.get_submodule(DECODER_LAYER + "self_attn.q_proj").weight
-        weight.data[:, columns] *= 1.01
+        trained.get_submodule(DECODER_LAYER + "self_attn.q_proj").weight.data[:, columns] *= 1.01
         assert fingerprint(trained) != mark
 
 

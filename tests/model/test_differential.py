@@ -306,8 +306,7 @@ def test_how_far_each_variant_starts():
 
     def shift(kind, **options):
         plain = plain_attention()
-        module = KINDS[kind](plain, 1, **options)
-        return relative_error(module(x, rope, mask), plain(x, rope, mask))
+        return relative_error(KINDS[kind](plain, 1, **options)(x, rope, mask), plain(x, rope, mask))
 
     assert shift("difflora") == pytest.approx(0.1, abs=1e-6)
     assert 0 < shift("sink") < 0.02 < shift("sink", start=0.0)

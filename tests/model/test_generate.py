@@ -92,8 +92,7 @@ def test_log_probabilities_are_those_of_transformers(generation):
     for given in (inputs, right_padded(inputs)):
         log_probs = []
         rows = generate(model, **given, max_new_tokens=20, log_probs=log_probs)
-        plain = generate(model, **given, max_new_tokens=20)
-        assert all(map(torch.equal, rows, plain))
+        assert all(map(torch.equal, rows, generate(model, **given, max_new_tokens=20)))
         assert rows[0][-1] == end and len(rows[0]) <= 8
         assert max(map(len, rows)) == 20
         for number, (row, found) in enumerate(zip(rows, log_probs, strict=True)):
@@ -138,8 +137,7 @@ def test_memory_grows_with_what_is_generated(monkeypatch):
     new_cache = model.new_cache
     monkeypatch.setattr(model, "new_cache", lambda n: caches.append(new_cache(n)) or caches[-1])
     monkeypatch.setattr(LayerCache, "least", 1)
-    grown = generate(model, **inputs, max_new_tokens=20)
-    assert all(map(torch.equal, grown, expected))
+    assert all(map(torch.equal, generate(model, **inputs, max_new_tokens=20), expected))
     script = iter([5, 6, model.config.eos_token_id])
     monkeypatch.setattr("model.generate.pick", lambda *_: torch.tensor([next(script)] * 3))
     assert len(generate(model, **inputs, max_new_tokens=10**9)[0]) == 3
@@ -193,8 +191,7 @@ def test_an_image_token_is_never_an_answer(temperature, monkeypatch):
     monkeypatch.setattr(model.language_model, "head", towards_image)
     options = {"top_p": 0.9, "generator": dice(0)}
     options["temperature"] = temperature
-    rows = generate(model, **inputs, max_new_tokens=12, **options)
-    assert image not in torch.cat(rows)
+    assert image not in torch.cat(generate(model, **inputs, max_new_tokens=12, **options))
 
 
 @pytest.mark.parametrize(

@@ -78,10 +78,8 @@ def test_codes_equal_big_visions(coder, arrays):
     for number in (8, 9):
         x = residual(arrays, f"encoder.{number}", x)
     x = layer(arrays, "encoder.10", x)
-    vectors = coder.to_vectors(masks)
-    assert np.allclose(vectors.numpy(), x.reshape(5, -1, SIZE), rtol=1e-10)
-    book = arrays["_vq_vae._embedding"]
-    distances = ((x.reshape(-1, 1, SIZE) - book) ** 2).sum(-1)
+    assert np.allclose(coder.to_vectors(masks).numpy(), x.reshape(5, -1, SIZE), rtol=1e-10)
+    distances = ((x.reshape(-1, 1, SIZE) - arrays["_vq_vae._embedding"]) ** 2).sum(-1)
     codes = coder.encode(masks)
     assert np.array_equal(codes.flatten(), distances.argmin(1))
     assert len(codes.unique()) > CODES / 4
@@ -134,8 +132,7 @@ def test_a_mask_is_cropped_and_pasted():
     cropped = crop(mask, (30, 20, 130, 60))
     assert cropped.shape == (SIDE, SIDE)
     assert abs(cropped.mean().item() - mask.sum() / 4000) < 1e-3  # the share that is covered
-    pasted = paste(2 * cropped - 1, (30.9, 20, 130.2, 60), 200, 90)
-    assert (pasted == mask).mean() > 0.995
+    assert (paste(2 * cropped - 1, (30.9, 20, 130.2, 60), 200, 90) == mask).mean() > 0.995
     assert not paste(torch.ones(SIDE, SIDE), (30, 20, 30.5, 60), 200, 90).any()
 
 

@@ -45,8 +45,7 @@ def model():
 @pytest.fixture(scope="module")
 def ids() -> torch.Tensor:
     """The first 1,024 tokens of the licence (1, S)."""
-    encode = load_text_tokenizer(FOLDER).encode
-    return torch.tensor([encode(read_text(TEXT))[:1024]])
+    return torch.tensor([load_text_tokenizer(FOLDER).encode(read_text(TEXT))[:1024]])
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +106,7 @@ def test_how_far_a_graft_starts(kind, ids, logits):
 def test_lora_trains_as_in_peft_and_is_whole_after_export(hf, ids, tmp_path):
     """Breaks when ten steps of LoRA leave PEFT's way, or merging, exporting and reopening change
     what was learned."""
-    options = {"r": 8, "lora_alpha": 16}
-    config = peft.LoraConfig(**options, target_modules=list(PARTS))
+    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=list(PARTS))
     theirs = peft.get_peft_model(
         transformers.AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32), config
     )

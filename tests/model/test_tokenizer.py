@@ -171,8 +171,7 @@ WORDS = {"continuing_subword_prefix": "##", "max_input_chars_per_word": 100, "un
 
 def changed(folder, **parts):
     """The embedded tokenizer.json with other parts."""
-    raw = read_json(BUNDLED_FOLDER / "tokenizer.json")
-    write_json(folder / "tokenizer.json", raw | parts)
+    write_json(folder / "tokenizer.json", read_json(BUNDLED_FOLDER / "tokenizer.json") | parts)
     return folder / "tokenizer.json"
 
 

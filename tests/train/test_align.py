@@ -137,13 +137,16 @@ def test_pictures_are_moved_and_boxes_are_not(processor, monkeypatch, tmp_path, 
     monkeypatch.setattr(
         systems, "supervised_loss", lambda model, micro, _: seen.append(micro.batch.pixel_values)
     )
-    given = Namespace(processor=processor)
-    loss = systems.train_on(given, None, None, settings, tmp_path, WORLD)
+    loss = systems.train_on(Namespace(processor=processor), None, None, settings, tmp_path, WORLD)
     picture = partial(Image.radial_gradient, "L")
     for answer, is_moved in (("red", True), ("<loc0001><loc0002><loc0003><loc0004> dog", False)):
         micro = collate([Record("a", "a", (picture,), (("detect dog", answer),))], processor)
         loss(None, micro)
         assert torch.equal(seen[-1], micro.batch.pixel_values) is not is_moved
+    other = Mock()  # a tokenizer without locations: it knows the piece as another one
+    other.tokenizer.piece_to_id.return_value = 0
+    systems.train_on(Namespace(processor=other), None, None, settings, tmp_path, WORLD)(None, micro)
+    assert not torch.equal(seen[-1], micro.batch.pixel_values)
 
 
 def test_own_pictures_on_the_embedded_base_take_their_recipe():

@@ -97,8 +97,7 @@ def test_the_command_writes_its_report_or_one_line(sides, tmp_path, capfd, monke
         patch.setattr("train.benchmark.__main__.Process", lambda name: nullcontext(sides[name]))
         main(command)
     result = read_json(tmp_path / "report.json")
-    told = "base dtype commit processor threads torch transformers peft"
-    assert {*told.split()} <= result.keys()
+    assert {*"base dtype commit processor threads torch transformers peft".split()} <= result.keys()
     (row,) = result["rows"]
     assert len(row["seconds"]) == 1
     assert min(row["seconds"]) > [0, 0]

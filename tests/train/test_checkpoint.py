@@ -112,8 +112,7 @@ def test_tensors_can_be_read_by_whoever_reads_the_run(tmp_path):
     """Breaks when a group that shares runs reads the state of a checkpoint, but not its tensors."""
     model, optimizer = make()
     save_checkpoint(tmp_path, Progress(step=1), model, optimizer, WORLD)
-    modes = {file.stat().st_mode for file in (tmp_path / "checkpoints/step-1").iterdir()}
-    assert len(modes) == 1
+    assert len({file.stat().st_mode for file in (tmp_path / "checkpoints/step-1").iterdir()}) == 1
 
 
 def test_a_file_that_is_lost_or_strange_is_named(tmp_path):

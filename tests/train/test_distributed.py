@@ -115,8 +115,7 @@ def test_a_step_is_what_the_flags_say(processor):
     settings = settings_of("--recipe paper-2 --step-batch 12 --batch-size 2")
     assert step_layout(settings, 3) == (2, 6)
     settings = settings_of("--recipe paper-1")
-    records = embedded_records(("vqa",), count=8)
-    Order(records, processor, settings, World(0, 2, WORLD.device))
+    Order(embedded_records(("vqa",), count=8), processor, settings, World(0, 2, WORLD.device))
 
 
 # Two threads in place of two processes
@@ -180,8 +179,7 @@ def test_two_processes_answer_as_one(tmp_path):
 
     def answers(ask, *world, **options):
         model = load_model("embedded")
-        processor = Processor.from_source("embedded")
-        return ask(*world, model, processor, asked, **limits, **options)
+        return ask(*world, model, Processor.from_source("embedded"), asked, **limits, **options)
 
     expected = answers(ask_all, left_out={})
     assert len(set(expected)) > 6

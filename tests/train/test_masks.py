@@ -72,8 +72,7 @@ def test_shapes_fill_their_box():
     assert solid.any(1).all(1).float().mean() > 0.8
     assert 0.2 < solid.float().mean() < 0.8
     learned = next(masks.batches("train", 1, 0))
-    held_out = next(masks.batches("held-out", 1, 0))
-    assert not (learned == held_out).flatten(1).all(1).any()
+    assert not (learned == next(masks.batches("held-out", 1, 0))).flatten(1).all(1).any()
 
 
 def test_masks_are_learned_scored_and_drawn(tmp_path, monkeypatch, printed):
@@ -81,16 +80,14 @@ def test_masks_are_learned_scored_and_drawn(tmp_path, monkeypatch, printed):
     command without the coder."""
     value = {"images": [], "annotations": []}
     for number in range(8):
-        mask = ellipse((4 + number, 6, 24, 38), (40, 60))
-        one = layout(tmp_path, written(mask), size=(40, 60))
+        one = layout(tmp_path, written(ellipse((4 + number, 6, 24, 38), (40, 60))), size=(40, 60))
         name = f"{number}.png"
         draw(tmp_path / name, (number, 0, 0), size=(40, 60))
         value["images"].append(one["images"][0] | {"id": number, "file_name": name})
         value["annotations"].append(one["annotations"][0] | {"image_id": number})
     value["categories"] = one["categories"]
     data = f"coco-masks:{write_json(tmp_path / 'b.json', value)}"
-    coder = load_mask_coder("embedded")
-    records = {r.name: r for r in read_coco(tmp_path / "b.json", coder=coder)}
+    records = {r.name: r for r in read_coco(tmp_path / "b.json", coder=load_mask_coder("embedded"))}
     monkeypatch.setattr(
         validation,
         "ask_together",

@@ -173,8 +173,7 @@ def test_a_plan_opens_headers_and_a_sample_and_trains_nothing(workplace, monkeyp
     assert (row.samples, row.disk) == (60 + 2 * 4, (3 * 3 + 2) * 4 * 344_064)
     of_plan = plan(settings_of(f"{flags} --steps 17"))
     assert row.flops / of_plan.flops == row.checkpointed.flops / row.plain.flops
-    hours = row._replace(gpus=2, flops=312e12 * 2 * 3600).hours("A100")
-    assert hours == "2.00 – 3.33"
+    assert row._replace(gpus=2, flops=312e12 * 2 * 3600).hours("A100") == "2.00 – 3.33"
 
 
 def test_where_a_run_fits(monkeypatch, printed):
@@ -227,8 +226,7 @@ def test_the_plan_of_own_pictures_counts_both_stages(workplace):
     """Breaks when the plan of own pictures ends in a traceback, leaves the alignment out, or writes
     a checkpoint."""
     draw("red.png", "red")
-    line = '{"image": "red.png", "prefix": "a", "suffix": "b"}\n'
-    Path("data.jsonl").write_text(line * 40)
+    Path("data.jsonl").write_text('{"image": "red.png", "prefix": "a", "suffix": "b"}\n' * 40)
     flags = "--data jsonl:data.jsonl --recipe own --steps 1 --checkpoint-every 1 --align"
     short, long = (cpu_seconds(settings_of(flags, steps)) for steps in ("4", "4000"))
     assert 20 * short < long

@@ -94,6 +94,8 @@ def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path):
         return model(torch.ones(1, 4)).square().sum() + (0 * model.weight).sum().sqrt()
 
     refused(lambda: fit_small(tmp_path, 2, loss, checkpoint_every=1), "step 0: ", "gradient", "nan")
+    # a scaler skips sixteen such steps, which bring it from 65,536 to 1
+    refused(lambda: fit_small(tmp_path / "fp16", 30, loss, autocast="fp16"), "step 16: ", "nan")
     assert newest_progress(tmp_path) is None
 
 

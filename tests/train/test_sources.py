@@ -68,6 +68,9 @@ def test_weights_are_shares_of_the_samples(folder, processor, monkeypatch):
     for counts in (few, {name: count for name, count in seen.items() if name not in few}):
         assert max(counts.values()) - min(counts.values()) <= 1
     assert steps[:7] != steps[7:14]
+    packed = Order(made, processor, Settings(batch_size=6, seed=1, per_picture=6), WORLD)
+    doubled = [len({*batch}) < len(batch) for batch in packed.plan(0, 0)]
+    assert sum(doubled) < len(doubled) / 2  # by chance, not to share a picture with itself
     assert resumed == [steps[start:] for start in (1, 7, 20)]
 
 

@@ -175,8 +175,7 @@ def test_a_margin_may_be_relative_and_a_ladder_has_to_fall(tmp_path):
         ladder = {"facts": {"ladders": {"first": [0.5, last]}}}
         climbing = lambda job, _, ladder=ladder: make(job, _) | ladder  # noqa: E731
         made = run(tmp_path / f"{last}", make=climbing, **more)
-        verdict = made.tables[POOLED]["better", "first"]["verdict"]
-        assert (verdict == "out of range") == (last > 0.5)
+        assert (made.tables[POOLED]["better", "first"]["verdict"] == "out of range") == (last > 0.5)
     plain = ("plain", "plain too")
     known = [made.validation(made.cells[row])["first"] for row in plain]
     margin = made.with_margins(plain)["first"].margin

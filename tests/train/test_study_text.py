@@ -46,8 +46,7 @@ def test_the_study_runs_end_to_end_and_each_cell_once(text_folder, tmp_path, pri
         margins = hardest(examples(model, corpus, 128, 5, split)["examples-margin"])
         assert scores["order"] == [1 - margin for margin in margins]
     validation = [cells[places[row, seed]]["scores"]["validation"]["loss"] for seed in (0, 1)]
-    tried = summary["rates"][row]["tried"]["0.001"]
-    assert tried == pytest.approx(-np.mean(validation))
+    assert summary["rates"][row]["tried"]["0.001"] == pytest.approx(-np.mean(validation))
 
     report = (tmp_path / "comparison.md").read_text()
     times = {f: f.stat().st_mtime for f in tmp_path.rglob("*.json")}

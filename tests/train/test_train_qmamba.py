@@ -60,8 +60,7 @@ def test_trained_blocks_are_taken_over(language, tmp_path):
     source = MambaLM(MambaConfig(vocab_size=9, hidden_size=16, num_hidden_layers=2, state_size=4))
     initialize_mamba(source.backbone, seed=5)
     export_model(source, tmp_path / "mamba")
-    model = open_first(language, f"blocks_from={tmp_path / 'mamba'}")
-    blocks = model.multi_modal_projector.blocks
+    blocks = open_first(language, f"blocks_from={tmp_path / 'mamba'}").multi_modal_projector.blocks
     for block, layer in zip(blocks, source.backbone.layers, strict=True):
         assert_same_tensors(block.mixer.state_dict(), layer.mixer.state_dict())
 
@@ -94,8 +93,7 @@ def test_both_stages_run_end_to_end(tmp_path):
     parts = ["multi_modal_projector"]
     for before, after in ((start, first), (first, second)):
         pairs = zip(before.named_parameters(), after.parameters(), strict=True)
-        changed = {name.split(".")[0] for (name, p), of in pairs if not torch.equal(p, of)}
-        assert changed == {*parts}
+        assert {name.split(".")[0] for (name, p), of in pairs if not torch.equal(p, of)} == {*parts}
         parts.append("language_model")
 
 

@@ -95,8 +95,7 @@ def test_training_is_the_same_with_open_eyes(flags, tmp_path, monkeypatch):
     assert read_json(tmp_path / "cut/summary.json")["held_out"] == summary
     answers = (tmp_path / "open/answers.jsonl").read_text().splitlines()
     assert len(answers) == summary["asked"] == 12
-    asked = "question truth before after blind right"
-    assert {*asked.split()} <= json.loads(answers[0]).keys()
+    assert {*"question truth before after blind right".split()} <= json.loads(answers[0]).keys()
     assert (tmp_path / "open/answers.png").exists()
     # the last evaluation, computed another way
     model = load_model("tiny")
@@ -126,6 +125,18 @@ def test_a_run_without_progress_stops_and_is_finished(flags, tmp_path, monkeypat
     train("--allow-changed --resume", tmp_path / "run")  # what was scored before is scored again
     told = read_json(tmp_path / "run/summary.json")["held_out"]
     assert told["before"]["loss"] == told["after"]["loss"]
+    assert len(metrics(tmp_path / "run")) > 4  # the examples that had ended it are not these
+
+
+@pytest.mark.long
+def test_held_out_examples_that_cannot_be_read_are_counted(flags, tmp_path):
+    """Breaks when a score is of fewer examples than it says, or of half of them."""
+    given = f"{flags} {write_colors(tmp_path, 12).replace('data', 'eval-data', 1)} --steps 1 --out"
+    (tmp_path / "3.png").write_bytes(b"broken")
+    train(given, tmp_path / "run")
+    assert read_json(tmp_path / "run/summary.json")["held_out"]["examples"] == 11
+    (tmp_path / "7.png").write_bytes(b"broken")
+    refused(lambda: train(given, tmp_path / "other"), "2 of 12 held-out")
 
 
 # loss and exact match; then the step and age of the best, and the step of the stop. In the last but

@@ -247,8 +247,7 @@ def test_a_stopped_run_is_exported(tmp_path):
     separator in a question cuts it."""
     asked = json.dumps({"question": "a\u2028b", "right": True}, ensure_ascii=False)
     (tmp_path / "answers.jsonl").write_text(f'{asked}\n{{"question": "cu', encoding="utf-8")
-    card = model_card(PRESETS["tiny"], 7, "x", "embedded", tmp_path)
-    assert 'text="<image>a\\u2028b"' in card
+    assert 'text="<image>a\\u2028b"' in model_card(PRESETS["tiny"], 7, "x", "embedded", tmp_path)
 
 
 def test_a_link_hands_on_no_private_file(tmp_path):

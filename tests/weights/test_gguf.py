@@ -86,8 +86,7 @@ def converted(name: str, tensor: torch.Tensor, hf) -> np.ndarray:
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for part, count in heads.items():
         if kind == "llama" and part in name:
-            halves = tensor.unflatten(0, (count, 2, -1))
-            tensor = halves.transpose(1, 2).reshape(tensor.shape)
+            tensor = tensor.unflatten(0, (count, 2, -1)).transpose(1, 2).reshape(tensor.shape)
     return tensor.numpy()
 
 
@@ -176,8 +175,7 @@ def byte_vocabulary(writer, bpe: Path, pre: str) -> None:
     writer.add_tokenizer_pre(pre)
     writer.add_token_list([*tokens, "[PAD0]"])
     writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3) + [5])
-    merges = read_json(bpe)["model"]["merges"]
-    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_token_merges([" ".join(pair) for pair in read_json(bpe)["model"]["merges"]])
 
 
 def sentencepiece_vocabulary(writer) -> None:
@@ -227,8 +225,7 @@ def test_the_weights_are_the_files(kind, packed, bpe, tmp_path):
         assert_same_tensors(opened.state_dict(), theirs.state_dict())
     ids = torch.randint(3, 100, (2, 9))
     with torch.no_grad():
-        logits = load_text(out)(ids)
-        assert torch.allclose(logits, opened(ids).logits, atol=1e-4)
+        assert torch.allclose(load_text(out)(ids), opened(ids).logits, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["gemma2", "llama", "qwen2"])
@@ -257,10 +254,8 @@ def test_the_tokenizer_is_the_files(kind, bpe, tmp_path):
 @pytest.mark.parametrize("adds_bos", [None, True, False])
 def test_whether_a_text_begins_with_bos(adds_bos, bpe, tmp_path):
     """Breaks when what the file of pieces says of bos is not followed."""
-    hf = hf_language("gemma2", vocab_size=1722)
-    write_file(tmp_path / "a.gguf", hf, bpe, adds_bos=adds_bos)
-    begin = load_text_tokenizer(converted_in(tmp_path)).begin
-    assert begin == ([] if adds_bos is False else [2])
+    write_file(tmp_path / "a.gguf", hf_language("gemma2", vocab_size=1722), bpe, adds_bos=adds_bos)
+    assert load_text_tokenizer(converted_in(tmp_path)).begin == ([] if adds_bos is False else [2])
 
 
 def test_a_file_of_pieces_that_names_no_bos(bpe, tmp_path, monkeypatch):
@@ -292,12 +287,10 @@ def test_a_llama_3(bpe, tmp_path):
     out = converted_in(tmp_path)
     ids = torch.randint(3, 100, (1, 400))
     with torch.no_grad():
-        ours = load_text(out)(ids)
-        assert torch.allclose(ours, hf(ids).logits, atol=1e-4)
+        assert torch.allclose(load_text(out)(ids), hf(ids).logits, atol=1e-4)
     a = load_text_tokenizer(out).prompt("a")
     assert a[0] == 2
-    opened = transformers.AutoTokenizer.from_pretrained(out)
-    assert opened.encode("a", "a") == a + a
+    assert transformers.AutoTokenizer.from_pretrained(out).encode("a", "a") == a + a
     for other in (factors**2, factors[:-1], factors[:0]):
         write_file(tmp_path / "a.gguf", hf, bpe, factors=other, pre="llama-bpe")
         refused(lambda: converted_in(tmp_path, "b"), "rope_freqs.weight")

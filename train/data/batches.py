@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, chain, count, islice, pairwise
 from random import Random
 
 import torch
@@ -206,17 +206,17 @@ class Weighted(list):
         before."""
         numbers = []
         begin = 0
-        for source, (part, count) in enumerate(zip(self.parts, self.counts, strict=True)):
+        for source, (part, taken) in enumerate(zip(self.parts, self.counts, strict=True)):
             size = len(part)
-            first = epoch * count
+            first = epoch * taken
             of_source = []
             # passes over the source
-            passes = range(first // size, -(-(first + count) // size))
+            passes = range(first // size, -(-(first + taken) // size))
             for turn in passes:
                 dice = Random(f"source/{seed}/{source}/{turn}")
                 of_source += dice.sample(range(begin, begin + size), size)
             first -= passes.start * size
-            numbers += of_source[first : first + count]
+            numbers += of_source[first : first + taken]
             begin += size
         return numbers
 
@@ -265,7 +265,9 @@ class Order:
         drawn = range(len(self.records))
         if isinstance(self.records, Weighted):
             drawn = self.records.numbers(self.seed, epoch)
-        keys = [self.records[n].key for n in drawn]
+        # a record that is drawn again does not stay with itself
+        times = defaultdict(count)
+        keys = [(self.records[n].key, next(times[n])) for n in drawn]
         lengths = [self.lengths[n] for n in drawn]
         batches = plan_epoch(
             keys,
