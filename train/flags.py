@@ -178,7 +178,9 @@ class RunArguments:
         None, "go on with an interrupted run, with its own settings", metavar="RUN"
     )
     allow_changed: bool = flag(
-        False, "with --resume: although the base, the data or a setting is not what it was"
+        False,
+        "with --resume: although the base, the data or a setting is not what it was; of other data "
+        "others are held out, also such as were learned",
     )
 
 
