@@ -141,7 +141,8 @@ def answers_about(
             boxes = []
             for found in parse_objects(text, *images[name].size):
                 box = [round(side, 1) for side in found.box]
-                entry = {"label": found.label, "box": box, "score": certainty.scores[found.part]}
+                score = certainty.scores[found.part]
+                entry = {"label": found.label, "box": box, "score": score}
                 if found.codes:
                     entry["codes"] = found.codes
                 boxes.append(entry)

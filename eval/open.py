@@ -85,7 +85,8 @@ def subjects_of(args: Namespace) -> list[Subject]:
     titles = [subject.title for subject in subjects]
     if twice := [title for title in titles if titles.count(title) > 1]:
         raise UserError(
-            f"two models are named {shown(twice[0])}: give each once, or --results of two calls, each with an --out"
+            f"two models are named {shown(twice[0])}: give each once, or --results of two calls, each "
+            "with an --out"
         )
     return subjects
 

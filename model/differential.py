@@ -142,7 +142,8 @@ class Split(Reparametrised):
     def mix(self, x, q, k, v, mask) -> Tensor:
         pairs = zip(self.halves(q), self.halves(k), strict=True)
         scale = self.scale * 2**0.5  # 1/√(D/2)
-        return self.blend(x, *(self.softmax_attention(*pair, v, mask, scale) for pair in pairs))
+        outputs = (self.softmax_attention(*pair, v, mask, scale) for pair in pairs)
+        return self.blend(x, *outputs)
 
     def halves(self, x: Tensor) -> list[Tensor]:
         """x (…, D) as two of (…, D/2), padded with zeros to a multiple of 8.
@@ -204,7 +205,8 @@ class Branched(Variant):
         keys = k.chunk(2, dim=1) if "k_proj" in self.read_twice else (k, k)
         pairs = zip(q.chunk(2, dim=1), keys, strict=True)
         # as fast as one call of 2N heads
-        return self.blend(x, *(self.softmax_attention(*pair, v, mask) for pair in pairs))
+        outputs = (self.softmax_attention(*pair, v, mask) for pair in pairs)
+        return self.blend(x, *outputs)
 
 
 class Twin(Branched):

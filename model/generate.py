@@ -247,7 +247,8 @@ def pick(
     if top_p < 1:
         ordered, order = probabilities.sort(dim=-1, descending=True)
         # a token stays while the mass before it has not reached top_p: the first always does
-        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0.0)
+        before = ordered.cumsum(-1) - ordered
+        ordered = ordered.masked_fill(before >= top_p, 0.0)
         probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
 

@@ -14,11 +14,11 @@ from eval import figures
 from eval.data.haystacks import NEEDLE_TITLES, NEEDLES
 from eval.data.record import PROMPT, QUESTION_SOURCES, fill_prompt
 from eval.detect import draw_row
+from eval.report import interval_of
 from eval.vqa import embedded, guess_accuracy
 from model.common import write_text
 from model.images import load_image
 from train.checkpoint import Progress, Result
-from train.estimates import estimate
 from train.run import read_metrics
 from train.settings import Settings
 from train.validation import HeldOut, draw_numbers, is_better, rows_of_boxes
@@ -93,8 +93,7 @@ def gain_over_blind(held_out: HeldOut, results: Results) -> dict | None:
             keys.append(record.key)
     if len({*keys}) < 2:
         return None
-    gain = estimate(gains, keys)
-    return {"measure": measure, "mean": gain.mean, "low": gain.low, "high": gain.high}
+    return {"measure": measure} | interval_of(gains, keys)
 
 
 def write_answers(run: Path, held_out: HeldOut, results: Results) -> None:

@@ -91,7 +91,8 @@ def haystack(
         absent = [(name,) for name in NAMES if name not in squares]
         if objects == 2:  # both are there, but apart
             together = list(map(set, inside.values()))
-            absent = [pair for pair in combinations(count(squares), 2) if set(pair) not in together]
+            pairs = combinations(count(squares), 2)
+            absent = [pair for pair in pairs if set(pair) not in together]
         wanted = dice.draw(absent, needles)
     # 3. the questions
     scene = paint(dice, squares)

@@ -220,7 +220,8 @@ def read_examples(
         raise UserError(
             f"{shown(path)}: has the splits {some(sorted(splits))}: give a file for each"
         )
-    return read_records(path, partial(record_of, folder=images or Path(path).parent), places)
+    folder = images or Path(path).parent
+    return read_records(path, partial(record_of, folder=folder), places)
 
 
 def table_rows(path: str | Path) -> Places:

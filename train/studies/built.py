@@ -73,7 +73,8 @@ def draw(rows: int, seed: int, others: int = OTHERS) -> tuple[Tensor, Tensor]:
 
 def make(job: Job, folder: Path) -> dict:
     """A cell of `train`. The job may change what that takes."""
-    return train(job.rate, job.seed, **{"attention": job.row} | dict(job.changes))
+    changes = {"attention": job.row} | dict(job.changes)
+    return train(job.rate, job.seed, **changes)
 
 
 def train(

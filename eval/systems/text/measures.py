@@ -149,8 +149,8 @@ def needle(
     split: str = SPLIT,
 ) -> Panels:
     """Accuracy on one of N needles, `limit` tests of each N; the same by N and depth."""
-    tests = needle_tests(corpus, length, limit, split=split)
-    numbers, depths, documents = zip(*tests, strict=True)
+    drawn = needle_tests(corpus, length, limit, split=split)
+    numbers, depths, documents = zip(*drawn, strict=True)
     right = hits(model, documents, "needle")
     tests = range(len(documents))
     places = [(n, 100 * depth) for n, depth in zip(numbers, depths, strict=True)]
